@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.routing.types import ReplicaReport, ReplicaTraits, RequestOutlook, RoutedRequest
+from toolkit.routing.replicas import RequestOutlook
+from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
 MOST_WEIGHED, SHARPNESS, RING_POINTS, HISTORY = 12, 16, 160, 1000
 GOLDEN = (5**0.5 - 1) / 2

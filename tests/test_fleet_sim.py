@@ -24,7 +24,7 @@ from toolkit.routing.types import ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.pool import RETURN_S
-from toolkit.sched.protocols import View
+from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.queues import by_pace, requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Job, Request, Worker
@@ -272,13 +272,14 @@ def test_a_request_that_is_cancelled_while_its_kind_is_lost_is_removed():
 
 
 def test_a_view_groups_the_living_by_kind_the_larger_last():
-    view = View([], unequal(2, 1).scheduled(), 0.0, None, None)
+    history, rng = LengthHistory(1), np.random.default_rng(0)
+    view = View([], unequal(2, 1).scheduled(), 0.0, history, rng)
     for worker, longest in zip(view.workers, (LARGE, LARGE, SMALL), strict=True):
         worker.longest = longest
     view.workers[0].alive = False
     view.workers_changed()
     assert [[worker.index for worker in kind] for kind in view.kinds] == [[2], [1]]
-    assert not View([], world(3).scheduled(), 0.0, None, None).mixed
+    assert not View([], world(3).scheduled(), 0.0, history, rng).mixed
 
 
 def test_an_idle_slow_worker_is_not_given_what_a_fast_one_will_have_done_sooner():

@@ -36,8 +36,9 @@ from toolkit.routing.balancer import (
     RoutingLogHeader,
     replay_routes,
 )
-from toolkit.routing.routers import ROUTERS, make_router, router_defaults
+from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest, weighed
+from toolkit.sched.policies.parameters import defaults
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import Ending, listen, url
@@ -525,7 +526,7 @@ def test_a_front_that_runs_another_router_than_the_plan_is_foreign():
         target = await asyncio.to_thread(find_target, str(front.http.base_url))
 
         def found(name: str, workers: int = 2, **given: float) -> str:
-            spec = RouterSpec(name=name, parameters=router_defaults(ROUTERS[name]) | given)
+            spec = RouterSpec(name=name, parameters=defaults(ROUTERS[name]) | given)
             fit = samples.paged_fit()
             engine = fit.engine.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
             plan = fake_plan_of(fit.model_copy(update={"engine": engine}))

@@ -104,10 +104,10 @@ def test_every_router_has_its_plain_formula() -> None:
 @pytest.mark.parametrize("replicas", [2, 70])
 def test_what_was_used_longest_ago_is_forgotten_as_block_by_block(ttl_s, capacity, replicas):
     rng, now_s = random.Random(3), 0.0
-    index, plain = (
-        kind(replicas, capacity=capacity, ttl_s=ttl_s)
-        for kind in (PrefixIndex, plain_routers.PrefixIndex)
-    )
+    index, plain = PrefixIndex(ttl_s), plain_routers.PrefixIndex(0, ttl_s=ttl_s)
+    for _ in range(replicas):
+        index.add_replica(capacity)
+        plain.add_replica(capacity)
     for _ in range(4_000):
         now_s += rng.random() * rng.choice((0.0, 0.01, 0.3))
         blocks = tuple(rng.randrange(2) + 10 * depth for depth in range(rng.randrange(5)))

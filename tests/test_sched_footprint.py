@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.footprint import footprint_of, peak_to_come
+from toolkit.sched.footprint import footprint_of
+from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker

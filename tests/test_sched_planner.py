@@ -6,14 +6,17 @@ from typing import ClassVar
 
 import pytest
 from around import Around
+from synthetic_profiles import LAW
 
 from benchmarks.common.golden import rate_rps, trace_of, world_of
+from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import RecordingScheduler
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.continuous_rounds import Bounds, most_below
+from toolkit.sched.policies.continuous_rounds import Bounds
 from toolkit.sched.policies.parameters import knob
 from toolkit.sched.protocols import PlansRounds
+from toolkit.sched.types import Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -87,9 +90,11 @@ def test_a_policy_of_a_third_party_overrides_what_it_needs():
     assert max(batch.steps for batch in started) <= 2
 
 
-@pytest.mark.parametrize(("limit", "most"), [(10.0, 9), (10.5, 10), (0.0, -1)])
-def test_the_most_tokens_below_a_limit(limit, most):
-    assert most_below(limit) == most
+@pytest.mark.parametrize(("capacity", "most"), [(20, 9), (21, 10), (0, -1)])
+def test_past_future_takes_less_than_its_share(capacity, most):
+    worker = Worker(0, LAW, ZetaMemory(1))
+    worker.capacity_tokens = capacity
+    assert make_policy("past-future", {"reserve": 0.5}).bounds(worker).taken == most
 
 
 def test_a_simulation_makes_no_cycles_and_collects_none():

@@ -20,7 +20,9 @@ POLICY = SlicePolicy(slice_tokens=16)
 def worker(index: int, capacity: int, slowdown: float) -> Worker:
     memory = ZetaMemory(capacity)
     law = WithOverhead(LAW, 0.0, slowdown)
-    return Worker(index, law, memory, longest=longest(memory, continuous=False))
+    made = Worker(index, law, memory)
+    made.longest = longest(memory, continuous=False)
+    return made
 
 
 def three_kinds() -> list[list[Worker]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
-from toolkit.sched.kernels import padded_peak
+from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.policies import make_policy
 from toolkit.sched.rounds import alike, groups_alike
 from toolkit.sim.api import simulate
@@ -289,4 +289,4 @@ def test_the_peak_to_come_is_that_of_a_slab_step_by_step(rows):
     for step in range(1, int(remaining.max()) + 1):
         lengths = [row + step for row, left in rows if left >= step]
         peaks.append(len(lengths) * max(lengths))
-    assert padded_peak(used, remaining) == max(peaks)
+    assert peak_to_come(used, remaining, True) == max(peaks)

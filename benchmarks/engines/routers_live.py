@@ -67,7 +67,8 @@ from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
-from toolkit.routing.routers import make_router, router_parameters, targets_of
+from toolkit.routing.routers import make_router, targets_of
+from toolkit.sched.policies.parameters import parameters
 
 STAGES = ("prepare", "profile", "fit", "plans", "measure", "peers", "report")
 ROUTERS = ("round-robin", "session-hash", "llm-d", "sglang", "by-law")
@@ -102,7 +103,7 @@ def plans(arguments: argparse.Namespace) -> None:
     plan = read_file(Plan, arguments.work / "one.json")
     for name in ROUTERS:
         router = make_router(name, targets_of(name, plan.recipe.sla))
-        spec = RouterSpec(name=name, parameters=router_parameters(router))
+        spec = RouterSpec(name=name, parameters=parameters(router))
         routed = plan.model_copy(update={"workers": 2, "replica_router": spec})
         write_file(routed, arguments.work / f"{name}.json")
 

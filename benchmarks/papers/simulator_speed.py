@@ -118,14 +118,13 @@ def past_future_decision(rows: int) -> Callable[[], object]:
         )
     history = LengthHistory(1000, rng.geometric(1 / 250, 1000).tolist())
     view = View([], [worker], 0.0, history, rng)
-    policy, waiting = (
-        PastFuturePolicy(),
-        [Job(Request("next", 0.0, 500, MAX_NEW_TOKENS), rows, 500)],
-    )
+    admit = PastFuturePolicy().make_planner(view).admit
+    waiting = [Job(Request("next", 0.0, 500, MAX_NEW_TOKENS), rows, 500)]
+    assert admit is not None
 
     def decide() -> int:
         history.add(200)
-        return policy.admit(view, worker, waiting)
+        return admit(view, worker, waiting)
 
     return decide
 

@@ -37,8 +37,9 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.routing.routers import RoundRobinRouter, Router, make_router, router_parameters
+from toolkit.routing.routers import RoundRobinRouter, Router, make_router
 from toolkit.sched.policies import make_any
+from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.stats import SliceSums
 from toolkit.sim.api import SimResult, simulate
@@ -428,7 +429,7 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
     says = f"router '{planned.name}' before {plan.workers}"
     changed = {
         name: value
-        for name, value in router_parameters(planned).items()
+        for name, value in parameters(planned).items()
         if shown.parameters.get(name, value) != value
     }
     if runs != f"{says} replicas":

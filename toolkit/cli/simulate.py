@@ -384,7 +384,8 @@ def routed(
     `given` say that it refuses requests, and failures of replicas from a file.
     """
     from toolkit.routing.admission import UNLIMITED, LatencyLimits
-    from toolkit.routing.routers import make_router, router_parameters, targets_of
+    from toolkit.routing.routers import make_router, targets_of
+    from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.replicas import Routing, read_outages
 
     routing = world.routing or Routing()
@@ -392,7 +393,7 @@ def routed(
         routing = replace(routing, outages=read_outages(failures, world.size))
     elif world.routing is None:
         return world
-    router, own = routing.router, router_parameters(routing.router)
+    router, own = routing.router, parameters(routing.router)
     known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
     refuses = given.get("admission") == "targets"
     limits = LatencyLimits.of(targets) if refuses else UNLIMITED

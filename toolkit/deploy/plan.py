@@ -34,7 +34,7 @@ from toolkit.files.tuning import (
     broken,
     recipe_limits,
 )
-from toolkit.routing.routers import ROUTERS, TARGETS, router_defaults, router_of
+from toolkit.routing.routers import ROUTERS, TARGETS, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -452,7 +452,7 @@ def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:
         source = choice.source
-    known = router_defaults(ROUTERS[router.name])
+    known = defaults(ROUTERS[router.name])
     counts = f": {_counts(kinds)}" if kinds[1:] else ""
     why = f"{choice.workers_source}{counts}; the fit is of one replica"
     explained = {

@@ -51,8 +51,8 @@ from toolkit.gateway.passing import (
 )
 from toolkit.gateway.replicas import LiveReplica, ReplicaPool
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.routers import router_parameters
 from toolkit.routing.types import BLOCK_TOKENS
+from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
@@ -244,7 +244,7 @@ class Gateway:
                 shown = {"object": "list", "data": [self._model()]}
             case "/replicas":
                 router, several = self.balancer.router, len(self.pool.kinds) > 1
-                about = {"router": router.name, "parameters": router_parameters(router)}
+                about = {"router": router.name, "parameters": parameters(router)}
                 replicas = [
                     {
                         "url": each.url,
@@ -466,7 +466,7 @@ class GatewayStatus(StatusPage):
             "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
             "uptime_s": round(self._uptime_s, 1),
             "router": router.name,
-            "knobs": router_parameters(router),
+            "knobs": parameters(router),
             "workers": [],
             "replicas": replicas,
             "totals": {

@@ -38,7 +38,7 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.routers import LawRouter, Router
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits, weighed
-from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import model_name
 from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
@@ -254,7 +254,7 @@ def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None
     recipe, say = order.plan.recipe, order.ending.say
     router, limits, sink = order.router, order.limits, None if events is None else events.add
     if sink is not None:
-        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
+        given = parameters(router)
         targets = (None if math.isinf(limit) else limit for limit in limits)
         sink(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
     balancer = Balancer(

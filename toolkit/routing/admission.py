@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.routing.replicas import Replica, RouterView, Sent
+from toolkit.routing.replicas import Replica, RequestOutlook, RouterView, Sent
 from toolkit.routing.routers import LawRouter, Router
-from toolkit.routing.types import RequestOutlook, RoutedRequest
+from toolkit.routing.types import RoutedRequest, strictest
 
 TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target
 DELAY_WINDOW_REQUESTS = 256  # a delay is learnt from this many recent requests
@@ -48,12 +48,7 @@ class LatencyLimits(NamedTuple):
     @classmethod
     def of(cls, sla: Mapping[str, float]) -> LatencyLimits:
         """The strictest TTFT target and the strictest E2E target of a recipe."""
-
-        def strictest(metric: str) -> float:
-            limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
-            return min(limits, default=math.inf)
-
-        return cls(strictest("ttft"), strictest("e2e"))
+        return cls(strictest(sla, "ttft"), strictest(sla, "e2e"))
 
     def possible(self, alone: PredictedLatency) -> LatencyLimits:
         """These limits without those that a request with this forecast misses."""
@@ -75,12 +70,10 @@ UNLIMITED = LatencyLimits()
 
 
 class Overload(NamedTuple):
-    """The answer to a request that would miss a target: its forecast on the best replica, and in
-    how many seconds such a request would keep the targets if no other came.
-    """
+    """The answer to a request that would miss a target on every replica."""
 
-    predicted: PredictedLatency
-    wait_s: float
+    predicted: PredictedLatency  # on the best replica
+    wait_s: float  # until such a request would keep the targets if no other came
 
 
 class Admission:

@@ -17,36 +17,23 @@ from toolkit.errors import InputError
 from toolkit.routing.admission import UNLIMITED, Admission, LatencyLimits, Overload
 from toolkit.routing.replicas import PrefixIndex, Replica, RouterView, Sent
 from toolkit.routing.routers import Router, make_router
-from toolkit.routing.types import (
-    DEFAULT_EXPECTED_TOKENS,
-    PassLaw,
-    ReplicaReport,
-    ReplicaTraits,
-    RoutedRequest,
-)
-from toolkit.sched.eventlog import Lost
+from toolkit.routing.types import PassLaw, ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.sched.eventlog import Lost, whole_lines
 
 HISTORY = 1000  # outputs that the mean length is of
 NONE_UP, REFUSED = -1, -2  # in the log, where a request went to no replica
 
 
 class RoutingLogHeader(msgspec.Struct, frozen=True, tag="routing"):
-    """The configuration of the balancer: with the law of a pass, enough to create an equal one.
-    `ttft_s` and `e2e_s` are the targets of admission; None: there is none.
-    """
+    """The configuration of the balancer: with the law of a pass, enough to create an equal one."""
 
     router: str
     parameters: dict[str, bool | int | float | str]
     block_tokens: int
     index_limit: int
     seed: int = 0
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # the targets of admission; None: there is none
     e2e_s: float | None = None
-
-    @property
-    def latency_limits(self) -> LatencyLimits:
-        """The targets of admission."""
-        return LatencyLimits(self.ttft_s or math.inf, self.e2e_s or math.inf)
 
 
 class ReplicaAdded(msgspec.Struct, frozen=True, tag="added", omit_defaults=True):
@@ -59,22 +46,15 @@ class ReplicaAdded(msgspec.Struct, frozen=True, tag="added", omit_defaults=True)
     kind: str = ""
     weight: float = 1.0
 
-    def traits(self, law: PassLaw | None) -> ReplicaTraits:
-        """The replica's traits, with this law if it has one."""
-        sizes = self.capacity_tokens, self.pass_tokens, self.max_rows
-        return ReplicaTraits(*sizes, law if self.has_law else None, self.kind, self.weight)
-
 
 class Routed(msgspec.Struct, frozen=True, tag="route"):
-    """A request, and the replica that it went to; -1: none was up, -2: it was refused.
-    `is_offer`: it could be refused.
-    """
+    """A request, and the replica that it went to."""
 
     now_s: float
     request: RoutedRequest
-    replica: int
+    replica: int  # or `NONE_UP` or `REFUSED`
     excluded: tuple[int, ...] = ()
-    is_offer: bool = False
+    is_offer: bool = False  # it could be refused
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
@@ -111,13 +91,12 @@ class Balancer:
     """Routes requests.
 
     Args:
-        router: chooses.
         traits: of each replica.
         block_tokens: of the blocks that requests carry.
-        seed: of ties.
+        seed: of the random choice between equal replicas.
         limits: the targets by which `offer` refuses requests; with one, each replica needs a law.
-        index_limit: of the blocks that are remembered for each replica, where the router has no
-            bound of its own or a greater one; 0: none.
+        index_limit: bounds the blocks that are remembered for each replica, as the router does; the
+            lesser bound holds; 0: none.
         sink: gets every call and every choice.
     """
 
@@ -134,36 +113,38 @@ class Balancer:
     ) -> None:
         self.router, self._sink = router, sink
         self._admission = Admission(limits, router) if limits != UNLIMITED else None
-        self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
-        self._up = list(self.replicas)  # made anew at each change, not at each request
-        self._block_tokens, self._index_limit = block_tokens, index_limit
-        self._index = PrefixIndex(0, ttl_s=router.index_ttl_s)
-        for each in traits:
-            self._index.add_replica(self._index_bound(each))
+        self.replicas: list[Replica] = []
+        self._index_limit = index_limit
+        self._index = PrefixIndex(router.index_ttl_s)
         self._homes: dict[str, Replica] = {}
         self._lengths: deque[int] = deque(maxlen=HISTORY)
         self._length_sum = 0
-        self._view = RouterView(
-            self.replicas,
-            self._index,
-            block_tokens,
-            DEFAULT_EXPECTED_TOKENS,
-            np.random.default_rng(seed),
-            even=len({each.weight for each in traits}) <= 1,
-        )
+        rng = np.random.default_rng(seed)
+        self._view = RouterView(self.replicas, self._index, block_tokens, rng)
+        for each in traits:
+            self._add(each)
+        self._up = list(self.replicas)  # made anew at each change, not at each request
 
     def add(self, traits: ReplicaTraits) -> int:
         """A further replica, which is not up yet. Returns its index."""
-        replica = Replica(len(self.replicas), traits)
+        replica = self._add(traits)
         replica.is_up = False
-        self.replicas.append(replica)
-        self._view.even &= traits.weight == self.replicas[0].traits.weight
-        self._index.add_replica(self._index_bound(traits))
         if self._sink is not None:
             has_law = traits.law is not None
             sizes = traits.capacity_tokens, traits.pass_tokens, traits.max_rows
             self._sink(ReplicaAdded(*sizes, has_law, traits.kind, traits.weight))
         return replica.index
+
+    def _add(self, traits: ReplicaTraits) -> Replica:
+        replica, view = Replica(len(self.replicas), traits), self._view
+        self.replicas.append(replica)
+        view.even &= traits.weight == self.replicas[0].weight
+        # How many blocks to remember for it; 0: any number.
+        bound = max(self.router.index_blocks or traits.capacity_tokens // view.block_tokens, 0)
+        if self._index_limit:
+            bound = min(bound or self._index_limit, self._index_limit)
+        self._index.add_replica(bound)
+        return replica
 
     def route(
         self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
@@ -173,21 +154,21 @@ class Balancer:
         `excluded` are replicas that failed it before: they get it only if no other is up.
         """
         barred = tuple(excluded)
-        found = self._route(request, now_s, barred, None)
-        assert not isinstance(found, Overload)
+        choice = self._route(request, now_s, barred, None)
+        assert not isinstance(choice, Overload)
         if self._sink is not None:
-            self._sink(Routed(now_s, request, _logged(found), barred))
-        return found
+            self._sink(Routed(now_s, request, _logged(choice), barred))
+        return choice
 
     def offer(
         self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
     ) -> int | Overload | None:
         """As `route`, for a new request: it may be refused by the forecast."""
         barred = tuple(excluded)
-        found = self._route(request, now_s, barred, self._admission)
+        choice = self._route(request, now_s, barred, self._admission)
         if self._sink is not None:
-            self._sink(Routed(now_s, request, _logged(found), barred, is_offer=True))
-        return found
+            self._sink(Routed(now_s, request, _logged(choice), barred, is_offer=True))
+        return choice
 
     def _route(
         self,
@@ -249,24 +230,15 @@ class Balancer:
             self._sink(Reported(index, report))
 
     def change(self, index: int, *, is_up: bool, is_fresh: bool = False) -> None:
-        """A replica may be sent requests from now on, or may not. Its requests stay counted there
-        until they end or are routed again.
-        """
+        """A replica may be sent requests from now on, or may not. It keeps those that it has."""
         replica = self.replicas[index]
         replica.is_up = is_up
-        self._up = [each for each in self.replicas if each.is_up]
+        self._up = [replica for replica in self.replicas if replica.is_up]
         if is_fresh:
             self._index.clear(index)
             replica.report = None
         if self._sink is not None:
             self._sink(ReplicaChange(index, is_up, is_fresh))
-
-    def _index_bound(self, traits: ReplicaTraits) -> int:
-        """The most blocks to remember for a replica; 0: no bound."""
-        bound = self.router.index_blocks or traits.capacity_tokens // self._block_tokens
-        if bound <= 0:
-            return self._index_limit
-        return min(bound, self._index_limit) if self._index_limit else bound
 
 
 def _logged(choice: int | Overload | None) -> int:
@@ -285,16 +257,13 @@ def read_routes(lines: Iterable[bytes]) -> tuple[Balancer, list[BalancerEvent]]:
     The events end where lines are missing. Raises `InputError` for a log of another kind.
     """
     events: list[BalancerEvent] = []
-    for line in lines:
-        if not line.endswith(b"\n"):  # a kill has cut the last line
-            break
-        try:
-            event = _decode(line)
-        except msgspec.DecodeError as error:
-            raise InputError(f"not a log of a router: {error}", "it is from --event-log") from None
-        if isinstance(event, Lost):
-            break
-        events.append(event)
+    try:
+        for event in map(_decode, whole_lines(lines)):
+            if isinstance(event, Lost):
+                break
+            events.append(event)
+    except msgspec.DecodeError as error:
+        raise InputError(f"not a log of a router: {error}", "it is from --event-log") from None
     if not events or not isinstance(header := events[0], RoutingLogHeader):
         raise InputError("the log of a router begins with its header", "it is from --event-log")
     balancer = Balancer(
@@ -302,7 +271,7 @@ def read_routes(lines: Iterable[bytes]) -> tuple[Balancer, list[BalancerEvent]]:
         [],
         block_tokens=header.block_tokens,
         seed=header.seed,
-        limits=header.latency_limits,
+        limits=LatencyLimits(header.ttft_s or math.inf, header.e2e_s or math.inf),
         index_limit=header.index_limit,
     )
     return balancer, events
@@ -321,8 +290,10 @@ def replay_routes(
         match event:
             case RoutingLogHeader():
                 pass
-            case ReplicaAdded(kind=kind):
-                balancer.add(event.traits(law.get(kind) if isinstance(law, Mapping) else law))
+            case ReplicaAdded(capacity, pass_tokens, rows, has_law, kind, weight):
+                own = law.get(kind) if isinstance(law, Mapping) else law
+                own = own if has_law else None
+                balancer.add(ReplicaTraits(capacity, pass_tokens, rows, own, kind, weight))
             case Routed(now_s, request, logged, excluded, is_offer):
                 choose = balancer.offer if is_offer else balancer.route
                 chosen = _logged(choose(request, now_s, excluded))

@@ -8,10 +8,11 @@ every request.
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import accumulate
 
 from toolkit.errors import InputError
-from toolkit.routing.replicas import Replica, RouterView
-from toolkit.routing.types import PassLaw, RequestOutlook, RoutedRequest
+from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
+from toolkit.routing.types import PassLaw, RoutedRequest
 
 MOST_WEIGHED = 12  # replicas that `by-law` computes the costs of
 SHARPNESS = 16  # how fast the chance to miss a target rises near it
@@ -21,27 +22,24 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples spread turns evenly
 def in_turn(view: RouterView) -> int:
     """`round-robin`."""
     replicas = view.replicas
-    if not view.even and any(each.weight != replicas[0].weight for each in replicas):
-        total, ends = 0.0, []
-        for each in replicas:
-            total += each.weight
-            ends.append(total)
-        turn = view.routed * GOLDEN % 1.0 * total
+    if not view.even and any(replica.weight != replicas[0].weight for replica in replicas):
+        ends = list(accumulate([replica.weight for replica in replicas]))
+        turn = view.routed * GOLDEN % 1.0 * ends[-1]
         return replicas[min(bisect_right(ends, turn), len(ends) - 1)].index
     return replicas[view.routed % len(replicas)].index
 
 
 def fewest_requests(view: RouterView) -> int:
     """`least-requests`."""
-    loads = [float(len(each.sent)) for each in view.replicas]
-    return view.least_of(_for_weights(view, loads, 1.0))
+    loads = [float(len(replica.sent)) for replica in view.replicas]
+    return view.least(_for_weights(view, loads, 1.0))
 
 
 def fewest_tokens(view: RouterView, request: RoutedRequest) -> int:
     """`least-tokens`."""
     expected = view.expected_tokens
-    tokens = [each.prefill_tokens + len(each.sent) * expected for each in view.replicas]
-    return view.least_of(_for_weights(view, tokens, request.prompt_tokens + expected))
+    tokens = [replica.prefill_tokens + len(replica.sent) * expected for replica in view.replicas]
+    return view.least(_for_weights(view, tokens, request.prompt_tokens + expected))
 
 
 def least_memory(view: RouterView, request: RoutedRequest) -> int:
@@ -49,24 +47,24 @@ def least_memory(view: RouterView, request: RoutedRequest) -> int:
     size, expected, matched = view.block_tokens, view.expected_tokens, view.matched
     prompt = request.prompt_tokens
     costs = []
-    for each in view.replicas:
-        new = prompt - min(matched[each.index] * size, prompt - 1)
-        tokens = each.blocks * size + new + (len(each.sent) + 1) * expected
-        costs.append(tokens / each.capacity_tokens)
-    return view.least_of(costs)
+    for replica in view.replicas:
+        new = prompt - min(matched[replica.index] * size, prompt - 1)
+        tokens = replica.blocks * size + new + (len(replica.sent) + 1) * expected
+        costs.append(tokens / replica.capacity_tokens)
+    return view.least(costs)
 
 
 def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) -> int:
     """`session-hash` with a bound: the ring's first owner, from `at` on, that may take one more."""
     every, requests, weights = view.every, 0, 0.0
-    for each in view.replicas:
-        requests += len(each.sent)
-        weights += each.weight
+    for replica in view.replicas:
+        requests += len(replica.sent)
+        weights += replica.weight
     most = load_factor * (requests + 1) / weights
     for step in range(len(owners)):
         owner = owners[(at + step) % len(owners)]
-        each = every[owner]
-        if len(each.sent) + 1 <= most * each.weight:
+        replica = every[owner]
+        if len(replica.sent) + 1 <= most * replica.weight:
             return owner
     return fewest_requests(view)
 
@@ -74,20 +72,20 @@ def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) ->
 def longest_match(view: RouterView) -> int:
     """`prefix`."""
     matched = view.matched
-    return view.least_of([-float(matched[each.index]) for each in view.replicas])
+    return view.least([-float(matched[replica.index]) for replica in view.replicas])
 
 
 def llm_d(view: RouterView, prefix: float, queue: float, kv: float) -> int:
     """`llm-d`: its weights are those of the match, the shorter queue and the free cache."""
-    queues = [each.waiting for each in view.replicas]
+    queues = [replica.waiting for replica in view.replicas]
     shares = _shares(view)
     low, high = min(queues), max(queues)
     costs = []
-    for place, each in enumerate(view.replicas):
+    for place, replica in enumerate(view.replicas):
         shorter = (high - queues[place]) / (high - low) if high > low else 1.0
         score = prefix * shares[place] + queue * shorter
-        costs.append(-(score + kv * (1.0 - each.kv_usage)))
-    return view.least_of(costs)
+        costs.append(-(score + kv * (1.0 - replica.kv_usage)))
+    return view.least(costs)
 
 
 def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: float) -> int:
@@ -95,32 +93,32 @@ def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: flo
     size, blocks, prompt = view.block_tokens, view.blocks, request.prompt_tokens
     matched = view.matched
     costs = []
-    for each in view.replicas:
-        found = matched[each.index]
-        active = (each.prefill_tokens + prompt) / size - credit * found
-        kept = each.blocks + max(blocks - found, 0)
+    for replica in view.replicas:
+        cached = matched[replica.index]
+        active = (replica.prefill_tokens + prompt) / size - credit * cached
+        kept = replica.blocks + max(blocks - cached, 0)
         costs.append(prefill * (active if active > 0.0 else 0.0) + kept)
-    return view.least_of(costs)
+    return view.least(costs)
 
 
 def sglang(view: RouterView, threshold: float, abs_load: int, rel_load: float) -> int:
     """`sglang`: the bounds are between the most and the least requests of a replica."""
-    loads = [float(len(each.sent)) for each in view.replicas]
+    loads = [float(len(replica.sent)) for replica in view.replicas]
     low, high = min(loads), max(loads)
     if high - low > abs_load and high > rel_load * low:
-        return view.least_of(loads)
+        return view.least(loads)
     shares = _shares(view)
     if max(shares) > threshold:
-        return view.least_of([-share for share in shares])
-    return view.least_of(loads)
+        return view.least([-share for share in shares])
+    return view.least(loads)
 
 
 def load_aware(view: RouterView, beta: float) -> int:
     """`load-aware`: `beta` weighs the load above the mean."""
-    loads = [len(each.sent) for each in view.replicas]
+    loads = [len(replica.sent) for replica in view.replicas]
     shares, mean = _shares(view), sum(loads) / len(loads)
     scale = mean if mean > 1.0 else 1.0
-    return view.least_of(
+    return view.least(
         [beta * (load - mean) / scale - shares[place] for place, load in enumerate(loads)]
     )
 
@@ -128,18 +126,18 @@ def load_aware(view: RouterView, beta: float) -> int:
 def vllm_dp(view: RouterView, weight: float) -> int:
     """`vllm-dp`: the weight is that of a waiting request in a full cache."""
     costs = []
-    for each in view.replicas:
-        beyond = each.kv_usage - 0.5
-        load = max(len(each.sent), each.reported)
-        costs.append(load + weight * each.waiting * (beyond if beyond > 0.0 else 0.0))
-    return view.least_of(costs)
+    for replica in view.replicas:
+        beyond = replica.kv_usage - 0.5
+        load = max(len(replica.sent), replica.reported)
+        costs.append(load + weight * replica.waiting * (beyond if beyond > 0.0 else 0.0))
+    return view.least(costs)
 
 
 def _for_weights(view: RouterView, loads: list[float], one: float) -> list[float]:
-    """The loads of replicas of several kinds with `one` more each, for a replica of weight 1."""
+    """The loads of the replicas with `one` more each, by their weights where these differ."""
     if view.even:
         return loads
-    return [(loads[place] + one) / each.weight for place, each in enumerate(view.replicas)]
+    return [(loads[place] + one) / replica.weight for place, replica in enumerate(view.replicas)]
 
 
 def _shares(view: RouterView) -> list[float]:
@@ -147,23 +145,7 @@ def _shares(view: RouterView) -> list[float]:
     matched, blocks = view.matched, view.blocks
     if not blocks:
         return [0.0] * len(view.replicas)
-    return [matched[each.index] / blocks for each in view.replicas]
-
-
-class Weighed:
-    """What `by-law` finds for a replica: its cost in seconds, and what to expect there."""
-
-    __slots__ = ("cost_s", "first_s", "index", "is_late", "stalls")
-
-    def __init__(
-        self, index: int, cost_s: float, first_s: float, is_late: bool, stalls: bool
-    ) -> None:
-        self.index, self.cost_s, self.first_s = index, cost_s, first_s
-        self.is_late, self.stalls = is_late, stalls
-
-    def outlook(self, now_s: float) -> RequestOutlook:
-        """What to expect of the request."""
-        return RequestOutlook(now_s + self.first_s, self.is_late, self.stalls)
+    return [matched[replica.index] / blocks for replica in view.replicas]
 
 
 class LawWeights:
@@ -181,17 +163,17 @@ class LawWeights:
 def by_law(view: RouterView, request: RoutedRequest, weights: LawWeights) -> int:
     """`by-law`; it leaves what it expects in `view.outlook`."""
     view.replicas = _likely(view)
-    found = [weigh(view, request, each, weights) for each in view.replicas]
-    index = view.least_of([each.cost_s for each in found])
-    for each in found:
-        if each.index == index:
-            view.outlook = each.outlook(view.now_s)
+    outlooks = [weigh(view, request, replica, weights) for replica in view.replicas]
+    index = view.least([outlook.cost_s for outlook in outlooks])
+    for place, replica in enumerate(view.replicas):
+        if replica.index == index:
+            view.outlook = outlooks[place]
     return index
 
 
 def weigh(
     view: RouterView, request: RoutedRequest, replica: Replica, weights: LawWeights
-) -> Weighed:
+) -> RequestOutlook:
     """What `by-law` finds for a request on a replica. `InputError` if it has no law of a pass."""
     law = _law(replica)
     behind_s: float = law.behind_s
@@ -241,7 +223,7 @@ def weigh(
     cost_s = weights.first * first_s + expected * (plain_s + slower_s) + weights.others * lost_s
     cost_s += weights.late * late + weights.work * own_s * replica.weight
     is_late = weights.ttft_s > 0.0 and first_s > weights.ttft_s
-    return Weighed(replica.index, cost_s, first_s, is_late, stalls)
+    return RequestOutlook(view.now_s + first_s, is_late, stalls, cost_s)
 
 
 def _law(replica: Replica) -> PassLaw:
@@ -280,16 +262,6 @@ class _Few:
         self._worst = keys[-1]
 
 
-class _Likely:
-    """Of one kind, the replicas that may be best."""
-
-    __slots__ = ("in_time", "matched", "requests", "tokens")
-
-    def __init__(self, part: int, few: int) -> None:
-        self.matched, self.tokens, self.requests = _Few(part), _Few(part), _Few(part)
-        self.in_time = _Few(few)
-
-
 def _likely(view: RouterView) -> list[Replica]:
     """The replicas that may be best: where more than `MOST_WEIGHED` are up, those with the longest
     matches, with the fewest tokens to compute, the fewest requests, and the fewest in time; of
@@ -300,27 +272,28 @@ def _likely(view: RouterView) -> list[Replica]:
         return replicas
     last = replicas[0].kind
     kinds = {last}
-    for each in replicas:
-        if each.kind != last:
-            last = each.kind
+    for replica in replicas:
+        if replica.kind != last:
+            last = replica.kind
             kinds.add(last)
     part, few = max(MOST_WEIGHED // 3 // len(kinds), 1), max(2 // len(kinds), 1)
-    likely = {kind: _Likely(part, few) for kind in kinds}
-    matched, own = view.matched, likely[last]
-    for each in replicas:
-        if each.kind != last:
-            last = each.kind
-            own = likely[last]
-        own.matched.offer(-matched[each.index], each)
-        own.tokens.offer(each.prefill_tokens, each)
-        own.requests.offer(len(each.sent), each)
-        own.in_time.offer(each.in_time, each)
-    found: dict[int, Replica] = {}
-    for own in likely.values():
-        for few_of in (own.matched, own.tokens, own.requests, own.in_time):
-            for each in few_of.replicas:
-                found[each.index] = each
-    return [found[index] for index in sorted(found)]
+    likely = {kind: [_Few(part), _Few(part), _Few(part), _Few(few)] for kind in kinds}
+    matched = view.matched
+    by_match, by_tokens, by_requests, by_in_time = likely[last]
+    for replica in replicas:
+        if replica.kind != last:
+            last = replica.kind
+            by_match, by_tokens, by_requests, by_in_time = likely[last]
+        by_match.offer(-matched[replica.index], replica)
+        by_tokens.offer(replica.prefill_tokens, replica)
+        by_requests.offer(len(replica.sent), replica)
+        by_in_time.offer(replica.in_time, replica)
+    chosen: dict[int, Replica] = {}
+    for best in likely.values():
+        for few_of in best:
+            for replica in few_of.replicas:
+                chosen[replica.index] = replica
+    return [chosen[index] for index in sorted(chosen)]
 
 
 def _chance(expected_s: float, target_s: float) -> float:
@@ -349,8 +322,8 @@ def _memory_wait_s(
     slots = rows + 1 - replica.max_rows
     if not rows or (excess <= 0.0 and slots <= 0):
         return 0.0
-    each = held / rows
-    ends = excess / (each if each > 1.0 else 1.0)
+    row_tokens = held / rows
+    ends = excess / (row_tokens if row_tokens > 1.0 else 1.0)
     ends = slots if slots > ends else ends
     ends = ends if ends > 0.0 else 0.0
     return ends * expected * pass_s / min(rows, replica.max_rows)

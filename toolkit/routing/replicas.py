@@ -15,7 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 from mypy_extensions import i64
 
-from toolkit.routing.types import ReplicaReport, ReplicaTraits, RequestOutlook, RoutedRequest
+from toolkit.routing.types import (
+    DEFAULT_EXPECTED_TOKENS,
+    ReplicaReport,
+    ReplicaTraits,
+    RoutedRequest,
+)
 
 LEAST_KEPT = 1_024  # blocks of prompts are kept in any case
 WORD_BITS = 32  # of a set of replicas that are looked at together
@@ -26,7 +31,6 @@ class Sent:
 
     Attributes:
         cached_tokens: what the router expected to be cached.
-        new_tokens: prompt tokens that the replica has to compute.
         stalls: the stalls of the replica before it; -1: it is late in any case.
         first_s: when its first token is expected; 0: that was not computed.
     """
@@ -44,6 +48,25 @@ class Sent:
         self.has_token = False
         self.stalls = -1
         self.first_s = 0.0
+
+
+class RequestOutlook:
+    """What `by-law` expects of a request on a replica.
+
+    Attributes:
+        prefilled_s: when the prompts there, this one the last, have been computed.
+        is_late: whether it is expected to miss a target in any case.
+        stalls: whether its prompt delays a token of the others there beyond their target.
+        cost_s: what it costs there, in seconds.
+    """
+
+    __slots__ = ("cost_s", "is_late", "prefilled_s", "stalls")
+
+    def __init__(
+        self, prefilled_s: float, is_late: bool, stalls: bool, cost_s: float = 0.0
+    ) -> None:
+        self.prefilled_s, self.is_late, self.stalls = prefilled_s, is_late, stalls
+        self.cost_s = cost_s
 
 
 class Replica:
@@ -64,7 +87,7 @@ class Replica:
     """
 
     __slots__ = (
-        "_has_report", "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
+        "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
         "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up", "kind",
         "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
         "prompt_tokens", "reported", "sent", "traits", "weight",
@@ -79,7 +102,6 @@ class Replica:
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
         self._report: ReplicaReport | None = None
-        self._has_report = False
         self.reported = self._reported_waiting = 0
         self._reported_usage = 0.0
         self.in_time = self._stalls = 0
@@ -94,7 +116,6 @@ class Replica:
     @report.setter
     def report(self, report: ReplicaReport | None) -> None:
         self._report = report
-        self._has_report = report is not None
         self.reported = self._reported_waiting = 0
         self._reported_usage = 0.0
         if report is not None:
@@ -114,14 +135,14 @@ class Replica:
     @property
     def waiting(self) -> int:
         """Requests in its queue: as reported, or else those beyond the rows that it runs."""
-        if self._has_report:
+        if self._report is not None:
             return self._reported_waiting
         return max(len(self.sent) - self.max_rows, 0)
 
     @property
     def kv_usage(self) -> float:
         """The used share of its cache: as reported, or else by the prompts that it has."""
-        if self._has_report:
+        if self._report is not None:
             return self._reported_usage
         usage = self.prompt_tokens / self.capacity_tokens
         return usage if usage < 1.0 else 1.0
@@ -156,9 +177,7 @@ class Replica:
         if sent is None or sent.has_token:
             return None
         sent.has_token = True
-        self.prefills -= 1
-        self.prefill_tokens -= sent.new_tokens
-        self.prefill_cached -= sent.cached_tokens
+        self._end_prefill(sent)
         self.decode_tokens += sent.prompt_tokens
         return sent
 
@@ -173,9 +192,7 @@ class Replica:
         if sent.has_token:
             self.decode_tokens -= sent.prompt_tokens
         else:
-            self.prefills -= 1
-            self.prefill_tokens -= sent.new_tokens
-            self.prefill_cached -= sent.cached_tokens
+            self._end_prefill(sent)
         known = self._uses
         for block in sent.blocks:
             uses = known[block] - 1
@@ -185,11 +202,14 @@ class Replica:
                 del known[block]
                 self.blocks -= 1
 
+    def _end_prefill(self, sent: Sent) -> None:
+        self.prefills -= 1
+        self.prefill_tokens -= sent.new_tokens
+        self.prefill_cached -= sent.cached_tokens
+
 
 class _Prompt:
-    """A prompt that was sent to a replica: the blocks that it may be the last to have had, the
-    first `left` of `blocks`.
-    """
+    """A prompt that was sent to a replica. The first `left` of its blocks are remembered."""
 
     __slots__ = ("at_s", "blocks", "left")
 
@@ -200,16 +220,16 @@ class _Prompt:
 class PrefixIndex:
     """Which blocks each replica probably has cached: those of the prompts that were sent to it.
 
-    Each replica forgets the blocks that were used longest ago, of one prompt the last ones first,
-    when it has more than its capacity (blocks; 0: no limit), and those not used for `ttl_s` seconds
-    (0: no limit). One walk over a prompt's blocks finds the matches of all replicas. Times never
-    decrease from call to call.
+    Blocks beyond a replica's capacity are forgotten, those that were used longest ago first, and of
+    one prompt the last ones first. So are blocks that were not used for `ttl_s` seconds (0: no
+    limit). One walk over a prompt's blocks finds the matches of all replicas. Times never decrease
+    from call to call.
 
     The order of use is that of the prompts, and each block knows the last prompt that had it: so a
     prompt costs one entry of a dictionary for each block, however many replicas there are.
     """
 
-    def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
+    def __init__(self, ttl_s: float = 0.0) -> None:
         self._ttl_s = ttl_s
         self._holders: dict[object, int] = {}  # block to the set of replicas, as bits
         self._capacities: list[int] = []
@@ -217,11 +237,9 @@ class PrefixIndex:
         self._prompts: list[deque[_Prompt]] = []  # the oldest first
         self._kept: list[int] = []  # blocks of these prompts, also those that later ones had
         self._added: deque[tuple[float, int]] = deque()  # when to which replica; with `ttl_s` only
-        for _ in range(replicas):
-            self.add_replica(capacity)
 
     def add_replica(self, capacity: int) -> None:
-        """A further replica."""
+        """A further replica. `capacity` bounds its blocks; 0: no bound."""
         self._used.append({})
         self._prompts.append(deque())
         self._kept.append(0)
@@ -230,30 +248,28 @@ class PrefixIndex:
     def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
         self.expire(now_s)
-        found, holders = [0] * len(self._used), self._holders
+        counts, holders = [0] * len(self._used), self._holders
         if not blocks:
-            return found
-        number, left = 0, holders.get(blocks[0], 0)  # of the others nothing is found
-        for block in blocks:
+            return counts
+        left = holders.get(blocks[0], 0)  # the replicas that have all blocks so far
+        for number, block in enumerate(blocks):
             going_on = left & holders.get(block, 0)
             if going_on != left:
-                _write(found, left ^ going_on, number)
+                _write(counts, left ^ going_on, number)
                 left = going_on
             if not left:
-                return found
-            number += 1
-        _write(found, left, number)
-        return found
+                return counts
+        _write(counts, left, len(blocks))
+        return counts
 
     def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
         """How many leading blocks of a prompt one replica has."""
         self.expire(now_s)
-        used, number = self._used[index], 0
-        for block in blocks:
+        used = self._used[index]
+        for number, block in enumerate(blocks):
             if block not in used:
-                break
-            number += 1
-        return number
+                return number
+        return len(blocks)
 
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
@@ -276,12 +292,12 @@ class PrefixIndex:
         if self._kept[index] > 2 * len(used) + LEAST_KEPT:
             # keep of each prompt only the blocks that no later one had
             kept = deque[_Prompt]()
-            for each in self._prompts[index]:
-                own = each.blocks[: each.left]
-                each.blocks = [block for block in own if used.get(block) is each]
-                each.left = len(each.blocks)
-                if each.left:
-                    kept.append(each)
+            for old in self._prompts[index]:
+                remembered = old.blocks[: old.left]
+                old.blocks = [block for block in remembered if used.get(block) is old]
+                old.left = len(old.blocks)
+                if old.left:
+                    kept.append(old)
             self._prompts[index], self._kept[index] = kept, len(used)
 
     def clear(self, index: int) -> None:
@@ -321,7 +337,7 @@ class PrefixIndex:
             del self._holders[block]
 
 
-def _write(found: list[int], replicas: int, number: int) -> None:
+def _write(counts: list[int], replicas: int, number: int) -> None:
     """Write a number for each replica of a set, given as bits."""
     start = 0
     while replicas:
@@ -333,7 +349,7 @@ def _write(found: list[int], replicas: int, number: int) -> None:
                 at += 8
                 continue
             if word & 1:
-                found[at] = number
+                counts[at] = number
             word >>= 1
             at += 1
         replicas >>= WORD_BITS
@@ -343,21 +359,15 @@ def _write(found: list[int], replicas: int, number: int) -> None:
 class RouterView:
     """What is known when a request is to be routed.
 
-    Args:
-        every: all replicas, by index.
-        index: which blocks they probably have.
-
     Attributes:
-        replicas: those that are up, by index, in that order; at least one. The list is not changed.
-        blocks: the request's full blocks.
-        block_tokens: of a block.
+        every: all replicas, by index.
+        replicas: those that are up, in order of index; at least one. The list is not changed.
+        blocks: how many full blocks the request has, of `block_tokens` each.
         expected_tokens: mean output of the requests that ended last.
         routed: how many requests were routed before.
-        rng: for ties.
         rings: what `session-hash` keeps between requests.
-        now_s: the time.
         outlook: where a router says what it expects of the request, if it does.
-        even: replicas are known to be of one weight, so that no request looks at all weights.
+        even: whether all replicas have one weight, so that no request looks at all weights.
     """
 
     __slots__ = (
@@ -366,18 +376,11 @@ class RouterView:
     )  # fmt: skip
 
     def __init__(
-        self,
-        every: list[Replica],
-        index: PrefixIndex,
-        block_tokens: int,
-        expected_tokens: float,
-        rng: np.random.Generator,
-        *,
-        even: bool,
+        self, every: list[Replica], index: PrefixIndex, block_tokens: int, rng: np.random.Generator
     ) -> None:
         self.every, self.replicas, self._index = every, every, index
-        self.block_tokens, self.expected_tokens = block_tokens, expected_tokens
-        self.rng, self.even = rng, even
+        self.block_tokens, self.expected_tokens = block_tokens, float(DEFAULT_EXPECTED_TOKENS)
+        self.rng, self.even = rng, True  # rng: for ties
         self.routed = self.blocks = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0
@@ -394,29 +397,21 @@ class RouterView:
     @property
     def matched(self) -> list[int]:
         """By replica, how many of the request's leading blocks it probably has cached."""
-        found = self._matched
-        if found is None:
-            found = self._matched = self._index.matched(self._blocks, self.now_s)
-        return found
-
-    def share(self, request: RoutedRequest, replica: Replica) -> float:
-        """The share of the request's full blocks that a replica has cached, from 0 to 1."""
-        return self.matched[replica.index] / self.blocks if self.blocks else 0.0
+        matched = self._matched
+        if matched is None:
+            matched = self._matched = self._index.matched(self._blocks, self.now_s)
+        return matched
 
     def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
         if self._matched is None:  # only this one is asked for
-            found = self._index.matched_by(replica.index, self._blocks, self.now_s)
+            blocks = self._index.matched_by(replica.index, self._blocks, self.now_s)
         else:
-            found = self._matched[replica.index]
-        return min(found * self.block_tokens, request.prompt_tokens - 1)
+            blocks = self._matched[replica.index]
+        return min(blocks * self.block_tokens, request.prompt_tokens - 1)
 
-    def least(self, costs: Sequence[float]) -> int:
+    def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""
-        return self.least_of(costs if isinstance(costs, list) else list(costs))
-
-    def least_of(self, costs: list[float]) -> int:
-        """The same of a list."""
         replicas, lowest, at, ties = self.replicas, costs[0], 0, 0
         if len(costs) != len(replicas):
             raise ValueError(f"{len(costs)} costs of {len(replicas)} replicas")

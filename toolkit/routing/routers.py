@@ -9,52 +9,35 @@ formulas and defaults, which know no kinds of replicas. Ours count loads by weig
 from __future__ import annotations
 
 import hashlib
+import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing import formulas
-from toolkit.routing.replicas import Replica, RouterView
-from toolkit.routing.types import RequestOutlook, RoutedRequest
-from toolkit.sched.policies.parameters import (
-    Knob,
-    Value,
-    defaults,
-    knob,
-    knobs,
-    parameters,
-    validate,
-)
+from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
+from toolkit.routing.types import RoutedRequest, strictest
+from toolkit.sched.policies.parameters import Value, knob, knobs, parameters, validate
 
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
 RING_POINTS = 160  # of each replica of weight 1 on the ring of `session-hash`
 
 
-class Router(Protocol):
-    """A way to choose a replica. `reads_reports`: whether it reads what replicas report of
-    themselves. `index_blocks` bounds the blocks that are remembered for each
-    replica (0: those that its cache holds; -1: no bound), `index_ttl_s` the seconds (0: no bound).
+@dataclass(frozen=True)
+class Router(ABC):
+    """A way to choose a replica. The fields are its parameters.
+
+    `reads_reports`: whether it reads what replicas report of themselves. For each replica,
+    `index_blocks` bounds the blocks that are remembered (0: as many as its cache holds; -1: no
+    bound), and `index_ttl_s` the seconds (0: no bound).
     """
 
     name: ClassVar[str]
-    reads_reports: ClassVar[bool]
-    index_blocks: ClassVar[int]
-    index_ttl_s: ClassVar[float]
-
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
-        """The index of the replica that gets the request."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """Parameters that are checked when they are given."""
-
-    name: ClassVar[str] = ""
     reads_reports: ClassVar[bool] = False
     index_blocks: ClassVar[int] = 0
     index_ttl_s: ClassVar[float] = 0.0
@@ -62,9 +45,13 @@ class _Checked:
     def __post_init__(self) -> None:
         validate(self, f"router '{self.name}'")
 
+    @abstractmethod
+    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+        """The index of the replica that gets the request."""
+
 
 @dataclass(frozen=True)
-class RoundRobinRouter(_Checked):
+class RoundRobinRouter(Router):
     """To each replica in turn; of several kinds, to each as often as its weight says."""
 
     name: ClassVar[str] = "round-robin"
@@ -74,7 +61,7 @@ class RoundRobinRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class LeastRequestsRouter(_Checked):
+class LeastRequestsRouter(Router):
     """To the replica with the fewest requests that have not ended, for its weight."""
 
     name: ClassVar[str] = "least-requests"
@@ -84,7 +71,7 @@ class LeastRequestsRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class LeastTokensRouter(_Checked):
+class LeastTokensRouter(Router):
     """To the replica with the fewest tokens to compute, for its weight: prompts without a token
     yet, and outputs of the mean length.
     """
@@ -96,10 +83,8 @@ class LeastTokensRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class LeastMemoryRouter(_Checked):
-    """To the replica that would have the smallest share of its cache in use if all its requests
-    reached the mean output length.
-    """
+class LeastMemoryRouter(Router):
+    """To the replica with the smallest share of its cache in use once outputs have mean length."""
 
     name: ClassVar[str] = "future-memory"
 
@@ -108,7 +93,7 @@ class LeastMemoryRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class SessionHashRouter(_Checked):
+class SessionHashRouter(Router):
     """Consistent hashing of the session, or of the prompt's first block where there is none; to the
     replica with the fewest requests where there is neither.
 
@@ -135,7 +120,7 @@ class SessionHashRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class PrefixRouter(_Checked):
+class PrefixRouter(Router):
     """To the longest match, whatever the load there (vLLM production-stack, `prefixaware`)."""
 
     name: ClassVar[str] = "prefix"
@@ -146,7 +131,7 @@ class PrefixRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class LlmdRouter(_Checked):
+class LlmdRouter(Router):
     """The largest weighted sum of scores for match, queue and free cache (llm-d's scheduler)."""
 
     name: ClassVar[str] = "llm-d"
@@ -162,7 +147,7 @@ class LlmdRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class DynamoRouter(_Checked):
+class DynamoRouter(Router):
     """The fewest blocks to prefill and to keep for decoding (Dynamo's KV router, no events)."""
 
     name: ClassVar[str] = "dynamo"
@@ -179,7 +164,7 @@ class DynamoRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class SglangRouter(_Checked):
+class SglangRouter(Router):
     """The longest match if it is long enough, but the fewest requests if the load is unbalanced
     (SGLang's `cache_aware`).
     """
@@ -200,7 +185,7 @@ class SglangRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class LoadAwareRouter(_Checked):
+class LoadAwareRouter(Router):
     """The largest matched share less the load above the mean (production-stack, `loadaware`)."""
 
     name: ClassVar[str] = "load-aware"
@@ -213,7 +198,7 @@ class LoadAwareRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class VllmRouter(_Checked):
+class VllmRouter(Router):
     """vLLM's own balancer of data-parallel engines: the shortest queue, where waiting requests
     count more as the cache fills.
     """
@@ -228,7 +213,7 @@ class VllmRouter(_Checked):
 
 
 @dataclass(frozen=True)
-class LawRouter(_Checked):
+class LawRouter(Router):
     """The least time that the request adds to all requests, by the fitted law of a pass, and the
     fewest requests that miss a target because of it.
 
@@ -265,7 +250,7 @@ class LawRouter(_Checked):
 
     def outlook(self, request: RoutedRequest, replica: Replica, view: RouterView) -> RequestOutlook:
         """What to expect of a request on a replica."""
-        return formulas.weigh(view, request, replica, self._weights()).outlook(view.now_s)
+        return formulas.weigh(view, request, replica, self._weights())
 
     def _weights(self) -> formulas.LawWeights:
         return formulas.LawWeights(
@@ -292,21 +277,6 @@ ROUTERS: dict[str, type[Router]] = {
 }
 
 
-def router_knobs(router: type[Router] | type[_Checked]) -> dict[str, Knob]:
-    """The parameters of a router by name."""
-    return knobs(router)  # type: ignore[arg-type]
-
-
-def router_defaults(router: type[Router]) -> dict[str, Value]:
-    """The defaults of a router's parameters by name."""
-    return defaults(router)  # type: ignore[arg-type]
-
-
-def router_parameters(router: Router) -> dict[str, Value]:
-    """The parameters of one router object."""
-    return parameters(router)  # type: ignore[arg-type]
-
-
 def refuse_unknown_router(name: str, where: str = "") -> None:
     """`InputError` with the valid names for a router that does not exist."""
     if name not in ROUTERS:
@@ -318,7 +288,7 @@ def refuse_unknown_router(name: str, where: str = "") -> None:
 def make_router(name: str, parameters: Mapping[str, Value]) -> Router:
     """The router `name` with `parameters` over its defaults; `InputError` for what it lacks."""
     refuse_unknown_router(name)
-    known = router_knobs(ROUTERS[name])
+    known = knobs(ROUTERS[name])
     for parameter in parameters:
         if parameter not in known:
             hint = f"valid: {', '.join(known)}" if known else "it has no parameters"
@@ -328,13 +298,9 @@ def make_router(name: str, parameters: Mapping[str, Value]) -> Router:
 
 def targets_of(name: str, sla: Mapping[str, float]) -> dict[str, Value]:
     """The parameters of router `name` that are targets: the strictest of each kind in `sla`."""
-    known = router_knobs(ROUTERS[name])
-    found: dict[str, Value] = {}
-    for target, parameter in TARGETS.items():
-        limits = [seconds for key, seconds in sla.items() if key.startswith(f"{target}_")]
-        if limits and parameter in known:
-            found[parameter] = min(limits)
-    return found
+    known = knobs(ROUTERS[name])
+    limits = {TARGETS[metric]: strictest(sla, metric) for metric in TARGETS}
+    return {key: limit for key, limit in limits.items() if key in known and limit < math.inf}
 
 
 def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> RouterSpec | None:
@@ -349,14 +315,14 @@ def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> Rout
     name = name or own.name
     refuse_unknown_router(name, "replica_router: ")
     router = make_router(name, targets_of(name, recipe.sla) | given)
-    return RouterSpec(name=name, parameters=router_parameters(router))
+    return RouterSpec(name=name, parameters=parameters(router))
 
 
 def _ring(view: RouterView) -> tuple[list[int], list[int]]:
     """Points of the replicas that are up on a ring, ascending, and the replica of each."""
-    up = tuple(each.index for each in view.replicas)
+    up = tuple(replica.index for replica in view.replicas)
     if up not in view.rings:
-        sizes = [max(round(RING_POINTS * each.traits.weight), 1) for each in view.replicas]
+        sizes = [max(round(RING_POINTS * replica.weight), 1) for replica in view.replicas]
         pairs = sorted(
             (_point(f"{index}:{k}"), index)
             for index, size in zip(up, sizes, strict=True)

@@ -1,10 +1,9 @@
-"""What routing is about: requests, reports of replicas, and what is known of a replica before it
-serves.
-"""
+"""Requests and replicas as routers see them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -33,13 +32,11 @@ class RoutedRequest(msgspec.Struct, frozen=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """A replica's own figures, as its metrics had them at `at_s`. `kv_usage` is a share of its
-    cache, from 0 to 1.
-    """
+    """A replica's own figures, as its metrics had them at `at_s`."""
 
     waiting: int
     running: int
-    kv_usage: float
+    kv_usage: float  # the used share of its cache, from 0 to 1
     at_s: float
 
 
@@ -60,7 +57,6 @@ class PassLaw(Protocol):
         `decodes` rows decode, with `decode_cached` tokens in their caches together. `chunks` parts
         of prompts have `new_tokens` tokens together, which attend to `attended` keys.
         """
-        ...
 
 
 class ReplicaTraits(msgspec.Struct, frozen=True):
@@ -94,27 +90,19 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
         return prompts / self.law.pass_s(rows, context, max(prompts, 1.0), new, attended)
 
 
+def strictest(sla: Mapping[str, float], metric: str) -> float:
+    """The strictest target of a metric in a recipe, in seconds; infinity if it has none."""
+    limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
+    return min(limits, default=math.inf)
+
+
 def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
     """The kinds of a fleet with weights: by their laws, or by cache size where one has no law."""
     if len(kinds) == 1:
         return list(kinds)
-    lawful = all(each.law is not None for each in kinds)
-    sizes = [each.pace if lawful else float(each.capacity_tokens) for each in kinds]
+    lawful = all(kind.law is not None for kind in kinds)
+    sizes = [kind.pace if lawful else float(kind.capacity_tokens) for kind in kinds]
     return [
-        msgspec.structs.replace(each, weight=size / sizes[0])
-        for each, size in zip(kinds, sizes, strict=True)
+        msgspec.structs.replace(kind, weight=size / sizes[0])
+        for kind, size in zip(kinds, sizes, strict=True)
     ]
-
-
-class RequestOutlook(msgspec.Struct, frozen=True):
-    """What a router expects of a request on the replica that it chose.
-
-    Attributes:
-        prefilled_s: when the prompts there, this one the last, have been computed.
-        is_late: whether it is expected to miss a target in any case.
-        stalls: whether its prompt delays a token of the others there beyond their target.
-    """
-
-    prefilled_s: float
-    is_late: bool
-    stalls: bool

@@ -8,6 +8,7 @@ the decisions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -146,12 +147,14 @@ def lost_line(events: int, reason: str) -> bytes:
     return _encode(Lost(events, reason[:100]))
 
 
+def whole_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a log, without a last one that is incomplete, as after a kill."""
+    return takewhile(lambda line: line.endswith(b"\n"), lines)
+
+
 def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of a log. An incomplete last line, as after a kill, ends it."""
-    for line in lines:
-        if not line.endswith(b"\n"):
-            return
-        yield _decode(line)
+    """The events of a log."""
+    return map(_decode, whole_lines(lines))
 
 
 class RecordingScheduler(Scheduler):

@@ -1,9 +1,8 @@
 """Integers that policies keep per worker and recompute only for workers that changed.
 
-Without them, a router that looks at every worker at every arrival costs more with each worker and
-each waiting job. But its inputs only change when a round ends or a job comes or goes. So a
-`WorkerFigure` caches the numbers, the scheduler marks stale ones, and finding the least is one
-operation on an array.
+A router that looks at every worker at every arrival costs more with each worker and each waiting
+job. But what it reads only changes when a round ends or a job comes or goes. So `WorkerFigure`
+caches the numbers, the scheduler marks stale ones, and the least is found by one array operation.
 """
 
 from __future__ import annotations
@@ -30,13 +29,9 @@ FEW_WORKERS = 32  # up to so many, scanning all of them is faster than keeping a
 class WorkerFigure:
     """One number per worker, which may depend on `expected`, the expected length of an output.
 
-    If `expected` grows by one token, the number grows by 0 to `rows`. So the number for one length
-    bounds the number for another from below, and a new length requires recomputing only the workers
-    that might be the least.
-
-    Args:
-        workers: all workers, numbered from 0.
-        amount: computes the number and its rows.
+    `amount` computes the number and its rows. If `expected` grows by one token, the number grows by
+    0 to `rows`. So the number for one length bounds the number for another from below, and a new
+    length requires recomputing only the workers that might be the least.
     """
 
     def __init__(self, workers: Sequence[Worker], amount: Amount) -> None:
@@ -55,9 +50,7 @@ class WorkerFigure:
         self._bounds_for = -1
 
     def bounds(self, expected: int = 0) -> Numbers:
-        """The numbers of all workers [n], exact for `expected` or a lower bound: read only, and
-        valid until the next change.
-        """
+        """The numbers of all workers [n], exact for `expected` or lower bounds: read only."""
         for index in self._changed:
             self._work_out(index, expected)
         self._changed.clear()
@@ -80,8 +73,8 @@ class WorkerFigure:
         every = len(able) == len(figures)
         computed = self._cells[2]
         while True:
-            found = figures if every else figures[able]
-            index = int((found if score is None else score(found)).argmin())
+            own = figures if every else figures[able]
+            index = int((own if score is None else score(own)).argmin())
             if not every:
                 index = int(able[index])
             if computed[index] == expected:
@@ -163,8 +156,9 @@ class WorkerFigure:
 @final
 @mypyc_attr(acyclic=True)
 class LoadKey:
-    """A worker in the heap of `Loads`: what it is compared by, apart from the worker, so that a
-    comparison touches little memory, and its place there; -1 if it has none.
+    """A worker in the heap of `Loads`, and its `place` there; -1 if it has none.
+
+    A comparison touches little memory, because it does not read the worker.
     """
 
     __slots__ = ("assigned", "index", "load_s", "place")
@@ -242,18 +236,18 @@ class Loads:
             heap.sort(key=attrgetter("load_s", "assigned", "index"))
             for place, key in enumerate(heap):
                 key.place = place
-        found: list[tuple[float, int, int]] = []
+        loads: list[tuple[float, int, int]] = []
         # The keys below those found, with their places in the heap: the next is one of them.
         open_keys: list[tuple[float, int, int, int]] = []
         _open(open_keys, heap, 0)
         while open_keys:
             load_s, assigned, index, place = heappop(open_keys)
-            found.append((load_s, assigned, index))
-            if len(found) == count:
+            loads.append((load_s, assigned, index))
+            if len(loads) == count:
                 break
             _open(open_keys, heap, 2 * place + 1)
             _open(open_keys, heap, 2 * place + 2)
-        return found
+        return loads
 
 
 def _open(keys: list[tuple[float, int, int, int]], heap: list[LoadKey], place: int) -> None:

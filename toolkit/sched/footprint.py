@@ -19,13 +19,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
-
-from toolkit.sched.kernels import future_peak, padded_peak
 
 if TYPE_CHECKING:
     from toolkit.sched.protocols import MemoryLaw
     from toolkit.sched.types import Job, Worker
+
+LONGEST = 1 << 40  # tokens of a request at most, whatever the memory law says
 
 
 class Footprint:
@@ -234,9 +233,7 @@ class SlabFootprint(Footprint):
         return self._worker.joining == "shape" and rows > newcomers
 
     def _width(self, rows: int, newcomers: int, longest: int, entering: int) -> int:
-        """The slab's width before its first step. A prefill that is itself a step gives no token
-        before it.
-        """
+        """The slab's width before its first step, with tokens that prefills give before it."""
         if not newcomers:
             return longest
         return max(longest, entering + (0 if self._shapes(rows, newcomers) else self._worker.emits))
@@ -267,32 +264,15 @@ def footprint_of(worker: Worker) -> Footprint:
     return Footprint(worker) if worker.joining is None else SlabFootprint(worker)
 
 
-def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:
-    """The most tokens that rows will ever take together: M* of Past-Future, Eq. 2-4, or a slab's.
-
-    Args:
-        used: [n], the tokens that each row holds now.
-        remaining: [n], the tokens that each row will still generate.
-        padded: whether the rows are one slab.
-    """
-    return int(padded_peak(used, remaining) if padded else future_peak(used, remaining))
-
-
 def longest(memory: MemoryLaw, continuous: bool) -> int:
-    """Prompt + output, in tokens, of the longest request that fits alone on the worker: the bound
-    of what a request may ask for.
+    """Prompt + output, in tokens, of the longest request that fits alone on the worker.
 
     In rounds (`continuous`) that is the whole capacity. In a static batch the memory law decides,
     by bisection, because the law is monotone.
     """
     if continuous:
         return memory.usable_tokens
-
-    def fits(length: int) -> bool:
-        return bool(memory.max_batch(np.array([length]), 0, 0.0)[0] >= 1)
-
-    low, high = 0, 1 << 40
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    lengths = range(1, LONGEST + 1)
+    return bisect_left(
+        lengths, True, key=lambda n: bool(memory.max_batch(np.array([n]), 0, 0.0)[0] < 1)
+    )

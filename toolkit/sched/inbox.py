@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from heapq import heappop, heappush
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -25,19 +26,20 @@ RECALL_COUNT: Final = 64
 NO_JOBS: deque[Job] = deque()  # of every inbox that defers nothing; never changed
 MOST_ENTRIES: Final = 512  # entries of a block: few enough to move at once when one comes or goes
 
+# Of jobs, to sort by. Those that wait are in the order `turn_of`: of urgency, then of arrival.
+priority_of, _ticket = attrgetter("priority"), attrgetter("ticket")
+turn_of = attrgetter("priority", "ticket")
+
 Key = tuple[Any, ...]
 Entry = TypeVar("Entry", bound=Key)
 
 
 class SortedBlocks(Generic[Entry]):
-    """Distinct tuples in ascending order, cut into blocks.
+    """Distinct tuples in ascending order, in blocks of at most `MOST_ENTRIES`.
 
-    The blocks end to end are the sequence. No block has more than `MOST_ENTRIES` entries, and none
-    is empty but an only one.
-
-    An entry is found by its first values, here called its key, if no other entry has them. Of n
-    entries a search compares O(log n); to come or go, an entry moves those of its block. The ends
-    of the sequence cost one comparison.
+    No block is empty but an only one. An entry is found by its first values, here called its key,
+    if no other entry has them. A search compares O(log n) entries, at the ends of the sequence one.
+    To come or go, an entry moves those of its block.
     """
 
     __slots__ = ("_blocks", "size")
@@ -153,12 +155,11 @@ class LengthCounts:
 
 
 class Inbox:
-    """A queue of jobs that keeps `tokens`, the sum of their input lengths.
+    """A queue of jobs, and `tokens`, the sum of their input lengths.
 
-    The sum is kept so that no caller has to walk a long backlog. Taking a job costs its position,
-    so policies take jobs near the front. A policy may defer jobs: they wait in `behind`, ordered by
-    urgency and ticket, and come forward when no other job waits. `jobs`, the length and the
-    iteration have the jobs that are not deferred.
+    Taking a job costs its position, so policies take jobs near the front. A policy may defer jobs:
+    they wait in `behind`, ordered by urgency and ticket, and come forward when no other job waits.
+    `jobs`, the length and the iteration have the jobs that are not deferred.
     """
 
     __slots__ = ("_new", "behind", "jobs", "returned", "tokens")
@@ -280,20 +281,6 @@ class Inbox:
             self.jobs.extend(first)
 
 
-def priority_of(job: Job) -> int:
-    """To sort by."""
-    return job.priority
-
-
-def _ticket(job: Job) -> int:
-    return job.ticket
-
-
-def turn_of(job: Job) -> tuple[int, int]:
-    """The job's place among jobs that wait in order of urgency, then of arrival."""
-    return job.priority, job.ticket
-
-
 Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, standing
 Ranked = tuple[float, int, "Job"]  # standing, ticket
 
@@ -305,9 +292,8 @@ class RankedInbox(Inbox):
     its waiting time changes. Starving jobs are served by age, the others by standing: `_starved`
     has those that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
 
-    Args:
-        standing: maps a job and its generated tokens to its standing, which must not change while
-            the job waits. Less is served first; equal standings are served by ticket.
+    `standing` maps a job and its generated tokens to its standing, which must not change while the
+    job waits. Less is served first; equal standings are served by ticket.
     """
 
     __slots__ = (

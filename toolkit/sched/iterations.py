@@ -74,18 +74,10 @@ def to_line(what: IterationLogHeader | LoggedPass) -> bytes:
 
 
 def header_of(line: bytes) -> IterationLogHeader:
-    """The log's first line.
-
-    Raises:
-        msgspec.DecodeError: it is anything else.
-    """
+    """The log's first line; `msgspec.DecodeError` for anything else."""
     return _HEADER.decode(line)
 
 
 def passes_of(lines: Iterable[bytes]) -> list[LoggedPass]:
-    """The lines after the first.
-
-    Raises:
-        msgspec.DecodeError: a line is anything else.
-    """
+    """The lines after the first; `msgspec.DecodeError` for anything else."""
     return [_PASS.decode(line) for line in lines]

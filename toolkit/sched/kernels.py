@@ -1,8 +1,4 @@
-"""The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out.
-
-In order: batching of SCLS, the sorted history and peak memory of Past-Future, and its admission
-with sampled or known lengths.
-"""
+"""The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out."""
 
 from __future__ import annotations
 
@@ -28,9 +24,7 @@ else:
 
 @njit
 def split_by_serving_time(
-    input_lengths: NDArray[np.int64],
-    max_batch: NDArray[np.int64],
-    table: NDArray[np.float64],
+    input_lengths: NDArray[np.int64], max_batch: NDArray[np.int64], table: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Serving time-oriented batching (SCLS paper, Algorithm 1 and Eq. 10).
 
@@ -52,12 +46,8 @@ def split_by_serving_time(
     starts = np.zeros(n + 1, dtype=np.int64)
     for i in range(1, n + 1):
         length = float(input_lengths[i - 1])
-        best = total_s[i - 1] + table[0, 1] + length * (table[1, 1] + length * table[2, 1])
-        if has_flat:
-            flat = table[3, 1] + length * (table[4, 1] + length * table[2, 1])
-            best = max(best, total_s[i - 1] + flat)
-        start = i - 1
-        for size in range(2, min(i, max_batch[i - 1]) + 1):
+        best, start = np.inf, i - 1
+        for size in range(1, max(min(i, max_batch[i - 1]), 1) + 1):
             t = (
                 total_s[i - size]
                 + table[0, size]
@@ -98,35 +88,27 @@ def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.in
 
 
 @njit
-def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """The most tokens that these requests will ever hold together: M* of Past-Future, Eq. 2-4.
+def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], padded: bool) -> int:
+    """The most tokens that rows will ever take together: M* of Past-Future, Eq. 2-4, or a slab's.
+
+    Over the i rows with most remaining, in paged memory it is the maximum of sum(used) + i * (the
+    i-th most remaining), and in a slab that of i * (the longest used + the same); 0 if n is 0.
 
     Args:
-        used: [n], the tokens that each holds now.
-        remaining: [n], the tokens that each will still generate.
-
-    Returns:
-        The maximum over i of sum(used of the i requests with most remaining) + i * (the i-th most
-            remaining); 0 if n is 0.
+        used: [n], the tokens that each row holds now.
+        remaining: [n], the tokens that each row will still generate.
+        padded: whether the rows are one slab.
     """
     order = np.argsort(remaining)
     held, peak, n = 0, 0, len(used)
     for i in range(n):
         k = order[n - 1 - i]
-        held += used[k]
-        peak = max(peak, held + (i + 1) * remaining[k])
-    return peak
-
-
-@njit
-def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """`future_peak` of a slab: the largest that rows x the longest row still present becomes."""
-    order = np.argsort(remaining)
-    longest, peak, n = 0, 0, len(used)
-    for i in range(n):
-        k = order[n - 1 - i]
-        longest = max(longest, used[k])
-        peak = max(peak, (i + 1) * (longest + remaining[k]))
+        if padded:
+            held = max(held, used[k])
+            peak = max(peak, (i + 1) * (held + remaining[k]))
+        else:
+            held += used[k]
+            peak = max(peak, held + (i + 1) * remaining[k])
     return peak
 
 
@@ -171,7 +153,7 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
 def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
     """Insert `key` into the first n of `keys`, which descend, and return the peak of all n + 1.
 
-    A key is remaining << 32 | used. The peak is that of `padded_peak` or `future_peak`.
+    A key is remaining << 32 | used. The peak is that of `peak_to_come`.
     """
     at = n
     while at > 0 and keys[at - 1] < key:
@@ -242,30 +224,4 @@ def admit_past_future(
             key = ((final - generated) << 32) | waiting[k, 0]
             if _insert_and_peak(keys[s], n + k, key, padded) >= limit_tokens:
                 return k
-    return m
-
-
-@njit
-def admit_knowing(
-    used: NDArray[np.int64],
-    remaining: NDArray[np.int64],
-    waiting: NDArray[np.int64],
-    limit_tokens: float,
-    padded: bool = False,
-) -> int:
-    """`admit_past_future` with known lengths: `waiting` [2, m] has used and remaining tokens."""
-    n = len(used)
-    m: int = waiting.shape[1]
-    keys = np.empty(n + m, dtype=np.int64)
-    for i in range(n):
-        keys[i] = -((remaining[i] << 32) | used[i])
-    keys[:n].sort()
-    for i in range(n):
-        keys[i] = -keys[i]
-    for k in range(m):
-        if (
-            _insert_and_peak(keys, n + k, (waiting[1, k] << 32) | waiting[0, k], padded)
-            >= limit_tokens
-        ):
-            return k
     return m

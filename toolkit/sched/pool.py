@@ -1,12 +1,11 @@
 """Waiting jobs that are in no batch: in the pool, in a worker's inbox, or stranded.
 
 A new job, and a job that continues after its batch, gets a ticket and enters the pool. A policy
-that routes moves it to a worker's inbox; every policy takes jobs from either into a batch. Rounds
-put evicted jobs back into their worker's inbox themselves (`toolkit.sched.rounds`).
+that routes moves it to a worker's inbox; every policy takes jobs from either into a batch. Evicted
+jobs go back into their worker's inbox (`toolkit.sched.residents`).
 
-A stranded job fits only workers that are lost, in a fleet of several kinds. A lost worker is
-started again, so the job waits, as all jobs do if the only worker is lost. The wait is bounded, so
-that a kind of worker that does not come back does not keep clients waiting for ever.
+In a fleet of several kinds, a stranded job fits only workers that are lost. It waits, because these
+are started again, but for at most `RETURN_S`: a kind of worker may not come back.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from toolkit.sched.inbox import Inbox
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 
 # Seconds that jobs wait for a lost worker; loading the weights of a large model takes less.
@@ -110,13 +110,11 @@ class WaitingPool:
 
     def remove(self, job: Job) -> bool:
         """Remove a waiting job; False if it does not wait."""
+        waiting: Inbox | list[Job]
         if job.home >= 0:
-            inbox = self._workers[job.home].inbox
-            waits = job in inbox
-            if waits:
-                inbox.remove(job)
-            return waits
-        waiting = self.stranded if job in self.stranded else self.jobs
+            waiting = self._workers[job.home].inbox
+        else:
+            waiting = self.stranded if job in self.stranded else self.jobs
         if job not in waiting:
             return False
         waiting.remove(job)
@@ -128,19 +126,17 @@ class WaitingPool:
         self.add(inbox.all_jobs())
 
     def worker_lost(self, now_s: float) -> None:
-        """In a fleet of several kinds: strand the jobs that fit only the lost worker. Their wait
-        starts again.
-        """
+        """`divide` after a worker was lost. The wait of stranded jobs starts again."""
         self._lost_s = now_s
         self.divide()
 
     def divide(self) -> None:
-        """In a fleet of several kinds, after a worker was lost or came back: strand the jobs that
-        no alive worker holds. If no worker is alive, none is stranded.
+        """In a fleet of several kinds, strand the jobs that no alive worker holds.
+
+        If no worker is alive, none is stranded.
         """
-        self._longest = max(
-            (worker.longest for worker in self._workers if worker.alive), default=NO_LIMIT
-        )
+        alive = [worker.longest for worker in self._workers if worker.alive]
+        self._longest = max(alive, default=NO_LIMIT)
         all_jobs = sorted([*self.jobs, *self.stranded], key=lambda job: job.ticket)
         self.jobs[:] = [job for job in all_jobs if job.limit_tokens <= self._longest]
         self.stranded = [job for job in all_jobs if job.limit_tokens > self._longest]
@@ -149,13 +145,13 @@ class WaitingPool:
         """Remove and return the jobs that were stranded too long."""
         if now_s < self.wake_at_s:
             return []
-        found, self.stranded = self.stranded, []
+        jobs, self.stranded = self.stranded, []
         for worker in self._workers:
             if not worker.alive:
-                found += [job for batch in worker.queue for job in batch.jobs]
+                jobs += [job for batch in worker.queue for job in batch.jobs]
                 worker.queue.clear()
                 worker.load_s = 0.0
-        return found
+        return jobs
 
 
 class AcceptedJobs:
@@ -164,13 +160,10 @@ class AcceptedJobs:
     Rounds name their jobs by id. While batches are static and the driver numbers its requests,
     there is no index of ids until the first question, since in a long backlog each look-up waits
     for memory several times.
-
-    Attributes:
-        count: how many they are.
     """
 
     def __init__(self, pool: WaitingPool, workers: Sequence[Worker], *, named: bool) -> None:
-        self.count = 0
+        self.count = 0  # read only: how many jobs there are
         self._pool = pool
         self._workers = workers
         self._is_indexed = named

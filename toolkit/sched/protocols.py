@@ -27,20 +27,13 @@ class SliceLaw(Protocol):
 
     @property
     def prefill_emits_token(self) -> bool:
-        """Whether prefill gives the first output token.
-
-        If so, a slice of S tokens is a prefill and S - 1 decode steps, otherwise a prefill and S
-        decode steps (Eq. 1-2).
-        """
-        ...
+        """Whether prefill gives the first output token; if so, S - 1 steps follow (Eq. 1-2)."""
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
-        ...
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode steps after L tokens: sum of tau(L + i, N), i >= 1 (Eq. 2)."""
-        ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
         """Coefficients t [3, max_batch_size + 1]: T_serve = t[0,N] + t[1,N] L + t[2,N] L^2.
@@ -49,7 +42,6 @@ class SliceLaw(Protocol):
         and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
         `prefill_emits_token`.
         """
-        ...
 
 
 class LatencyLaw(SliceLaw, Protocol):
@@ -58,23 +50,19 @@ class LatencyLaw(SliceLaw, Protocol):
     @property
     def padded(self) -> bool:
         """Whether every row costs as much as the longest. If not, L is the rows' mean length."""
-        ...
 
     @property
     def round_s(self) -> float:
         """Seconds of a round besides prefills and steps: dispatch, result. 0: not measured."""
-        ...
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
 
         It is T(N, end) - T(N, start) + T(N, 0): the first pass has the fixed cost of a batch.
         """
-        ...
 
     def leave_s(self, length: float) -> float:
         """Seconds to remove a row of about `length` tokens from a batch; 0: not measured."""
-        ...
 
 
 class MemoryLaw(Protocol):
@@ -87,15 +75,10 @@ class MemoryLaw(Protocol):
 
         The share `reserve` of the memory is kept free. 0 if not even one row fits.
         """
-        ...
 
     @property
     def usable_tokens(self) -> int:
-        """The KV cache in tokens that all rows may take together, for continuous batching.
-
-        If the engine pads, padding counts too.
-        """
-        ...
+        """The tokens that all rows of a continuous batch may take together, padding included."""
 
 
 class SwapLaw(Protocol):
@@ -104,15 +87,12 @@ class SwapLaw(Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether transfers can run beside compute; else rounds wait despite `Moves.overlap`."""
-        ...
 
     def out_s(self, tokens: int) -> float:
         """Seconds from the device to host memory."""
-        ...
 
     def in_s(self, tokens: int) -> float:
         """Seconds from host memory to the device."""
-        ...
 
 
 class Policy(Protocol):
@@ -126,15 +106,10 @@ class Policy(Protocol):
     continuous: ClassVar[bool]  # whether its batches are rounds, which keep caches on the worker
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """The index of the worker for each pooled job, in the pool's order.
-
-        None if jobs stay in the pool until they are batched.
-        """
-        ...
+        """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
 
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` starts nothing."""
-        ...
 
 
 @runtime_checkable
@@ -155,14 +130,10 @@ AnyPolicy: TypeAlias = Policy | BuiltIn
 
 @runtime_checkable
 class PlansRounds(Protocol):
-    """A continuous policy that plans each worker's rounds by themselves.
-
-    The scheduler asks its planner directly, instead of for a `Decision` at each tick.
-    """
+    """A continuous policy with a planner, which the scheduler asks for each worker's rounds."""
 
     def planner(self, view: View) -> RoundPlanner | None:
         """The planner of one scheduler's workers; None: the scheduler calls `plan`."""
-        ...
 
 
 @runtime_checkable
@@ -171,7 +142,6 @@ class UsesHistory(Protocol):
 
     def first_history(self) -> LengthHistory:
         """The history before the first request ends."""
-        ...
 
 
 @runtime_checkable
@@ -184,7 +154,6 @@ class Reschedules(Protocol):
         Called at every tick before `route`, which gives each of them a worker. There they wait
         behind the jobs that are already waiting.
         """
-        ...
 
 
 # Maps a job and its generated tokens to its standing; less is served first.
@@ -197,7 +166,6 @@ class Ranks(Protocol):
 
     def standings(self, law: SliceLaw) -> Standing:
         """The standing of jobs under a worker's law. It must not change while a job waits."""
-        ...
 
 
 @runtime_checkable
@@ -209,7 +177,6 @@ class Reorders(Protocol):
 
         Called at every tick before `plan`.
         """
-        ...
 
 
 @runtime_checkable
@@ -218,4 +185,3 @@ class Oracle(Protocol):
 
     def with_lengths(self, output_tokens: Mapping[str, int]) -> Policy:
         """The same policy, with the true output length of each request id."""
-        ...

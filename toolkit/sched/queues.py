@@ -2,8 +2,7 @@
 
 A batch that ran out of memory is retried in two halves on its worker; a batch that lost its worker
 is retried on another. The policy decides what a batch holds. Where a retry goes is decided here, by
-the workers' own laws. The last part, `requests_per_s` and its users, compares the speed of workers
-of several kinds.
+the workers' own laws.
 """
 
 from __future__ import annotations
@@ -18,30 +17,23 @@ from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import View
 
-# The serving time of a static batch, T_serve: the unit of loads.
-
 
 def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> float:
-    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, and a step for each token it lacks."""
-    decode_steps = steps - law.prefill_emits_token
-    return law.prefill_s(batch_size, input_length) + law.decode_s(
-        batch_size, input_length, decode_steps
-    )
+    """T_serve(N, L, S) of a static batch in seconds, SCLS Eq. 1: the unit of loads."""
+    decode_s = law.decode_s(batch_size, input_length, steps - law.prefill_emits_token)
+    return law.prefill_s(batch_size, input_length) + decode_s
 
 
 class BatchQueues:
     """The queues of a scheduler's workers. It writes `Worker.queue`, `load_s` and `assigned`.
 
-    Args:
-        view: of the scheduler. A worker becomes due when a batch is queued at it. If workers are of
-            several kinds, a batch only goes where its jobs fit.
+    A worker becomes due when a batch is queued at it. If workers are of several kinds, a batch only
+    goes where its jobs fit.
     """
 
     def __init__(self, view: View) -> None:
+        self._view = view
         self._workers = view.workers
-        self._mixed = view.mixed
-        self._make_due = view.make_due
-        self._loads = view.loads
         self.batches = 0  # the next batch number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
@@ -52,10 +44,10 @@ class BatchQueues:
             self.batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
-        if self._loads.kept:
-            self._loads.note(worker)
+        if self._view.loads.kept:
+            self._view.loads.note(worker)
         if not worker.is_due:
-            self._make_due(worker)
+            self._view.make_due(worker)
         if first:
             worker.queue.appendleft(batch)
         else:
@@ -69,12 +61,12 @@ class BatchQueues:
         worker.load_s = (
             max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
         )
-        self._loads.note(worker)
+        self._view.loads.note(worker)
 
     def take_out(self, job: Job) -> bool:
         """Remove a cancelled job from its queued batch, and the batch if it becomes empty.
 
-        So an idle worker is not taken to have work. False if no queued batch has the job.
+        False if no queued batch has the job.
         """
         for worker in self._workers:
             for batch in worker.queue:
@@ -95,7 +87,7 @@ class BatchQueues:
         where = self._least_loaded(worker) if crashed else worker
         half = (len(jobs) + 1) // 2
         for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
-            if part and crashed and self._mixed:
+            if part and crashed and self._view.mixed:
                 self._place(batch, part, worker, first=True)
             elif part:
                 self.put(_retry(batch, part, where), first=True)
@@ -105,7 +97,7 @@ class BatchQueues:
         queue, lost.queue = lost.queue, deque()
         lost.load_s = 0.0
         for batch in queue:
-            if self._mixed:
+            if self._view.mixed:
                 self._place(batch, batch.jobs, lost)
             else:
                 batch.worker = self._least_loaded(lost).index
@@ -156,13 +148,8 @@ def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
     return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
 
 
-# The speed of a worker with a full memory, by its own laws, in which work is shared out among
-# unequal workers.
-#
-# The speed depends on how many rows decode at once. Under load, unequal workers differ in what they
-# achieve with as many rows as fit: each row stays for its decode steps and for the prefills of the
-# rows that join meanwhile.
-
+# Work is shared out among unequal workers by their speed, by their own laws, with as many rows as
+# fit: each row stays for its decode steps and for the prefills of the rows that join meanwhile.
 LEAST_STAY_S = 1e-9  # lower bound of a row's stay in seconds: a law may give zero
 ROWS_MAX = 256  # rows considered at most: the default limit of engines, and the range of the laws
 # The fractional part of the golden ratio: its multiples modulo 1 stay evenly spread.
@@ -174,12 +161,10 @@ def requests_per_s(
 ) -> float:
     """Requests with these lengths in tokens that a worker with full memory serves per second."""
     law = worker.latency
-    rows = max(
-        min(int(worker.capacity_tokens // (prompt + output)), worker.slots, most_rows, ROWS_MAX), 1
-    )
-    stays_s = output * law.decode_s(rows, int(prompt + output / 2), 1) + rows * law.prefill_s(
-        1, prompt
-    )
+    fitting = int(worker.capacity_tokens // (prompt + output))
+    rows = max(min(fitting, worker.slots, most_rows, ROWS_MAX), 1)
+    stays_s = output * law.decode_s(rows, int(prompt + output / 2), 1)
+    stays_s += rows * law.prefill_s(1, prompt)
     return rows / max(stays_s, LEAST_STAY_S)
 
 

@@ -66,6 +66,11 @@ class Residents:
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
 
     @property
+    def prefill_tokens(self) -> int:
+        """Input tokens of the residents that are being prefilled."""
+        return sum([job.length for job in self.prefilling]) if self.prefilling else 0
+
+    @property
     def longest(self) -> int:
         """Tokens that the longest resident holds; 0 if there is none."""
         if not self.jobs:
@@ -193,10 +198,9 @@ class Residents:
 
 
 class ParkedCaches:
-    """Jobs with caches that are paused on the device, or swapped out to host memory: in order of
-    arrival there, and the tokens that they hold.
+    """Jobs with caches that are paused on the device, or swapped out to host memory.
 
-    A round's `Moves` say which cache goes where; the others stay.
+    They are in order of arrival there; `tokens` are those that they hold.
     """
 
     __slots__ = ("jobs", "tokens")
@@ -279,10 +283,9 @@ class WorkerRounds:
             for job in moves.resume:
                 held.take(job)
                 residents.join(job)
-        if jobs:
-            for job in jobs:
-                residents.join(job)
-                job.slices += 1
+        for job in jobs:
+            residents.join(job)
+            job.slices += 1
         if batch.chunk_tokens and jobs:
             residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.emits > 0)
         if self._cancelled and worker.index in self._cancelled:
@@ -291,12 +294,7 @@ class WorkerRounds:
             batch.release = tuple(self._released.pop(worker.index))
 
     def finish(
-        self,
-        worker: Worker,
-        batch: Batch,
-        result: RoundResult,
-        jobs: dict[str, Job],
-        now_s: float,
+        self, worker: Worker, batch: Batch, result: RoundResult, jobs: dict[str, Job], now_s: float
     ) -> list[Job]:
         """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
         residents = worker.residents
@@ -308,14 +306,11 @@ class WorkerRounds:
         if result.steps:
             residents.steps += result.steps
             worker.stepped_s = now_s
-        if result.missed:
-            for request_id, steps in result.missed:
-                residents.miss(jobs[request_id], steps)
-        ended: list[Job] = []
-        for request_id in result.ended:
-            job = jobs[request_id]
+        for request_id, steps in result.missed:
+            residents.miss(jobs[request_id], steps)
+        ended = [jobs[request_id] for request_id in result.ended]
+        for job in ended:
             residents.leave(job)
-            ended.append(job)
         if self._cancelled and worker.index in self._cancelled:
             gone = self._cancelled[worker.index]
             left = [job for job in gone if job.request_id not in result.ended]
@@ -341,8 +336,7 @@ class WorkerRounds:
     ) -> Job | None:
         """A round ran out of memory: half of the dropped jobs may enter with the next round.
 
-        If nothing was dropped, the limit on rows stays. Returns a job that was dropped although it
-        was alone on the device, else None.
+        Returns a job that was dropped although it was alone on the device.
         """
         if not result.dropped:
             return None

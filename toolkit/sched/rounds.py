@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-# Which newcomers share a padded prefill: those of similar length (BATON, section 4.2).
-
-# A row joins a group if it adds less padding than this many tokens, or than this share of the
-# longest row: about what a forward pass of its own would cost on top.
+# Newcomers of similar length share a padded prefill (BATON, section 4.2). A row joins if it adds
+# less padding than this many tokens, or than this share of the longest row: about what a forward
+# pass of its own would cost on top.
 PADDING_TOKENS = 32
 PADDING_SHARE = 0.25
 
@@ -49,9 +48,6 @@ def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-# Prefill in passes: which newcomers share a pass, how far each pass goes, and what changes if a
-# newcomer leaves.
-#
 # A pass is one forward call over some columns of a group of similar length. While rows decode,
 # passes are bounded and alternate with decode steps, so that a long prompt does not stall the
 # running rows.
@@ -98,8 +94,7 @@ class PrefillPass(Generic[Key]):
 class PrefillPasses(Generic[Key]):
     """Newcomers that are on their way into a batch, in order of arrival as far as groups allow.
 
-    Args:
-        mixes: whether newcomers of any lengths share a group, as in a static batch.
+    With `mixes`, newcomers of any lengths share a group, as in a static batch.
     """
 
     __slots__ = ("_mixes", "_waiting", "group")

@@ -51,12 +51,9 @@ _index = attrgetter("index")
 class Scheduler:
     """Requests in, batches out.
 
-    Args:
-        policy: decides what runs where and when.
-        workers: one `Worker` per engine instance, numbered from 0. They may be of several kinds
-            with laws of their own.
-        seed: of the policy's random draws.
-        finished: output lengths of earlier requests, to start the history with.
+    `workers` has one `Worker` per engine instance, numbered from 0; they may be of several kinds.
+    `seed` is that of the policy's random draws. `finished` are output lengths of earlier requests,
+    with which the history starts.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class Scheduler:
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
-        self._mixed = self._view.mixed
         self._queues = BatchQueues(self._view)
         self._planner: RoundPlanner | None = (
             policy.planner(self._view) if isinstance(policy, PlansRounds) else None
@@ -103,7 +99,7 @@ class Scheduler:
     def wake_at_s(self) -> float:
         """When to call `tick` again even if nothing happens; infinity if there is no need."""
         due_s = self._view.due_s if self._pool.jobs else math.inf
-        return min(due_s, self._pool.wake_at_s) if self._mixed else due_s
+        return min(due_s, self._pool.wake_at_s) if self._view.mixed else due_s
 
     @property
     def jobs(self) -> int:
@@ -130,10 +126,7 @@ class Scheduler:
         """A request arrives. Returns a `Refusal`, and keeps nothing of it, if it can never fit.
 
         `number` is for drivers that would rather look jobs up in a list than by id: `Job.number`.
-        Such a driver gives each id once.
-
-        Raises:
-            ValueError: a request with this id has not ended yet.
+        Such a driver gives each id once. `ValueError`: a request with this id has not ended yet.
         """
         total, most = request.prompt_tokens + request.max_new_tokens, self._longest
         if total > most:
@@ -152,7 +145,7 @@ class Scheduler:
         """The batches to start now, at most one per worker."""
         view, pool = self._view, self._pool
         view.now_s = now_s
-        if self._mixed:
+        if view.mixed:
             self._refuse_stranded(now_s)
         if self._reschedules is not None:  # released jobs are routed again
             released = self._reschedules.release(view, now_s)
@@ -170,14 +163,8 @@ class Scheduler:
         planner = self._planner
         if planner is not None:
             if view.arrived:
-                for index, count in view.arrived.items():
-                    worker = self.workers[index]
-                    running = worker.running
-                    if running is None or running.interrupted or not worker.inbox.jobs:
-                        continue
-                    if planner.should_interrupt(worker, count):
-                        running.interrupted = True
-                        self.interrupts.append(index)
+                for index in planner.interrupts():
+                    self._interrupt(index)
                 view.arrived.clear()
             return self._start_rounds(planner, now_s) if due else []
         decision = self.policy.plan(view, now_s)
@@ -200,8 +187,7 @@ class Scheduler:
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
-        view, queues = self._view, self._queues
-        due, figures = view.due, view.figures
+        due, queues = self._view.due, self._queues
         started: list[Batch] = []
         for worker in due:
             worker.is_due = False
@@ -212,19 +198,14 @@ class Scheduler:
                 worker.assigned += 1
                 for job in batch.jobs:
                     take_waiting(worker, job)
-                self._rounds.begin(worker, batch, now_s)
-                batch.started_s = now_s
-                worker.running = batch
-                if figures:
-                    view.changed(worker.index)
+                self._start(worker, batch, now_s)
                 started.append(batch)
         due.clear()
         return started
 
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""
-        view, idle = self._view, self._view.idle
-        due, figures = view.due, view.figures
+        due, idle = self._view.due, self._view.idle
         if len(due) > 1:
             due.sort(key=_index)
         started: list[Batch] = []
@@ -232,32 +213,32 @@ class Scheduler:
             worker.is_due = False
             if worker.queue:
                 batch = worker.queue.popleft()
-                if batch.keep_cache:
-                    self._rounds.begin(worker, batch, now_s)
-                batch.started_s = now_s
-                worker.running = batch
-                if figures:
-                    view.changed(worker.index)
+                self._start(worker, batch, now_s)
                 del idle[bisect_left(idle, worker.index)]
                 started.append(batch)
         due.clear()
         return started
+
+    def _start(self, worker: Worker, batch: Batch, now_s: float) -> None:
+        if batch.keep_cache:
+            self._rounds.begin(worker, batch, now_s)
+        batch.started_s = now_s
+        worker.running = batch
+        if self._view.figures:
+            self._view.changed(worker.index)
 
     def take_interrupts(self) -> list[int]:
         """Workers that should stop their round at its next allowed step, since the last call.
 
         A driver may ignore them if its engine cannot stop a round: then the round ends later.
         """
-        if not self.interrupts:
-            return []
         interrupts, self.interrupts = self.interrupts, []
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         """A worker reports the result of its batch. A failed batch is retried in halves.
 
-        Raises:
-            ValueError: the worker does not run that batch.
+        `ValueError`: the worker does not run that batch.
         """
         worker = self.workers[result.worker]
         batch = worker.running
@@ -314,9 +295,7 @@ class Scheduler:
             self._queues.halve(worker, batch, going_on, crashed=result.failure == "crashed")
 
     def _strike(self, job: Job, failure: str) -> bool:
-        """Count the failure of a job that ran alone, and end the job if it is given up: at the
-        second one without a token in between, or at the fifth in all. Returns whether it is.
-        """
+        """Count the failure of a job that ran alone, and end the job if it is given up (True)."""
         job.strikes += 1
         job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
         job.struck_at = job.generated
@@ -336,11 +315,10 @@ class Scheduler:
             self.interrupts.append(index)
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
-        """The driver ended the request after `generated` tokens for a reason the worker cannot see.
+        """The driver ended the request after `generated` tokens, for example at a stop string.
 
-        For example at a stop string. The request counts as finished, and its length enters the
-        history. A row that still runs is removed in the way of a cancelled one. Unknown or ended
-        requests are ignored.
+        The request counts as finished, and its length enters the history. A row that still runs is
+        removed in the way of a cancelled one. Unknown or ended requests are ignored.
         """
         job = self._accepted.by_id().get(request_id)
         if job is not None and not job.cancelled:

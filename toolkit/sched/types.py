@@ -1,7 +1,7 @@
 """The data types of the scheduler: requests, jobs, batches, results and workers.
 
 Times are seconds on the driver's clock; lengths are tokens. Policies read these objects and never
-write to them: only the scheduler and its parts (`pool`, `queues`, `rounds`) change a `Job` or a
+write to them: only the scheduler and its parts (`pool`, `queues`, `residents`) change a `Job` or a
 `Worker`. No type here knows how long an output will be.
 
 The types that a decision creates have constructors by hand: a generated one takes several times as
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal
 
 from mypy_extensions import mypyc_attr
@@ -29,6 +30,8 @@ NO_LIMIT: Final = 1 << 40
 Until = Literal["any", "all"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.
 Joining = Literal["embed", "shape"]
+# What workers of one kind have in common.
+_kind_of = attrgetter("latency", "memory", "swap", "host_tokens", "joining", "slots")
 
 
 @mypyc_attr(acyclic=True)
@@ -177,10 +180,7 @@ class Batch:
         estimated_s: T_serve(N, L, S) in seconds, SCLS Eq. 1-2.
         evict: evicted or cancelled jobs: their caches are dropped before the round.
         release: jobs that left the worker and were routed again: their caches are dropped too.
-        moves: set by preemptive policies.
         chunk_tokens: 0: whole prefills before the first step.
-        batch_id: assigned by the scheduler.
-        interrupted: whether it was asked to stop early.
         refused: memo of the policy: this job may not enter before the round ends.
     """
 
@@ -240,8 +240,7 @@ class Worker:
         inbox: jobs routed here and not yet batched.
         load_s: T_load(w) of SCLS Eq. 11, in seconds.
         assigned: batches assigned so far: breaks ties so that every worker gets work.
-        longest: the longest prompt + output in tokens that fits its memory alone; set by the
-            scheduler.
+        longest: prompt + output in tokens of the longest job that fits; set by the scheduler.
         stepped_s: when its last reported decode step ended.
         held, swapped: jobs that are paused, and jobs with caches in host memory.
         is_due: whether it is in `View.due`.
@@ -258,20 +257,17 @@ class Worker:
         latency: LatencyLaw,
         memory: MemoryLaw,
         *,
-        alive: bool = True,
-        load_s: float = 0.0,
         slots: int = NO_LIMIT,
         swap: SwapLaw | None = None,
         host_tokens: int = 0,
         joining: Joining | None = None,
-        longest: int = NO_LIMIT,
     ) -> None:
         self.latency = latency
         self.memory = memory
         self.queue: deque[Batch] = deque()
-        self.load_s = load_s
+        self.load_s = 0.0
         self.oom_events = 0
-        self.longest = longest
+        self.longest = NO_LIMIT
         self.swap = swap
         self.host_tokens = host_tokens
         self.joining = joining
@@ -279,7 +275,7 @@ class Worker:
         self.held = ParkedCaches()
         # What every round needs lies together: with hundreds of workers, a round waits for memory.
         self.index = index
-        self.alive = alive
+        self.alive = True
         self.is_due = False
         self.running: Batch | None = None
         self.inbox = Inbox()
@@ -299,27 +295,16 @@ class Worker:
 
     @property
     def footprint(self) -> Footprint:
-        """Of its residents as they are now, for decisions that are made every round. What a policy
-        adds is valid until the footprint of another worker is asked for.
-        """
+        """Of its residents as they are now; valid until that of another worker is asked for."""
         return self.scratch.of(self)
 
-    def chunk_of(self, tokens: int) -> int:
-        """`Batch.chunk_tokens` if a policy wants `tokens`: 0 on engines that shape newcomers."""
-        return 0 if self.joining == "shape" else tokens
-
     def holds(self, job: Job) -> bool:
-        """Whether the job fits the worker's memory alone, even if it generates all that it may.
-
-        In a fleet of several kinds of workers, a job only goes to workers that hold it.
-        """
+        """Whether the job fits the worker's memory alone, even if it generates all that it may."""
         return job.limit_tokens <= self.longest
 
     def is_like(self, other: Worker) -> bool:
         """Whether the two are of one kind: equal laws, capacity and ways to batch."""
-        mine = self.latency, self.memory, self.swap, self.host_tokens, self.joining, self.slots
-        its = other.latency, other.memory, other.swap, other.host_tokens, other.joining, other.slots
-        return mine == its
+        return bool(_kind_of(self) == _kind_of(other))
 
     def left_s(self, now_s: float) -> float:
         """Seconds of `load_s` that remain, without what the running batch has done by now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -14,17 +15,13 @@ from numpy.typing import NDArray
 
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
-from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.types import Batch, Job, Moves, Worker
 
 
 class LengthHistory:
-    """The output lengths of the last `window` finished requests.
+    """The output lengths of the last `window` finished requests, in order of completion.
 
-    It keeps them in order of completion, and sorted once `ascending` was called.
-
-    Args:
-        window: how many lengths are kept.
-        start: initial lengths, which real ones replace.
+    They are also kept sorted once `ascending` was called. Real lengths replace those of `start`.
     """
 
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:
@@ -87,14 +84,13 @@ class View:
         due_s: float,
         finished: LengthHistory,
         rng: np.random.Generator,
-        now_s: float = 0.0,
     ) -> None:
         self.pool = pool
         self.workers = workers
         self.due_s = due_s
         self.finished = finished
         self.rng = rng
-        self.now_s = now_s
+        self.now_s = 0.0
         self.prioritised = False
         self.arrived: dict[int, int] = {}  # workers that jobs were routed to since, and how many
         self.due: list[Worker] = []
@@ -106,7 +102,7 @@ class View:
         self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
         self.planner: RoundPlanner | None = None
-        self.rules: object = None  # what a policy keeps for this scheduler
+        self.rules: Any = None  # what a policy keeps for this scheduler
         self._alive: list[Worker] = []
         # Indices of able workers, by the number of leading `kinds` that are too small for a job.
         self._able: dict[int, Numbers] = {}
@@ -156,10 +152,9 @@ class View:
 
     def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
         """The numbers that `amount` computes per worker, cached under `key` for the next call."""
-        found = self.figures.get(key)
-        if found is None:
-            found = self.figures[key] = WorkerFigure(self.workers, amount)
-        return found
+        if key not in self.figures:
+            self.figures[key] = WorkerFigure(self.workers, amount)
+        return self.figures[key]
 
     def changed(self, index: int) -> None:
         """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""
@@ -204,14 +199,15 @@ NOTHING = Decision()  # the decision of most ticks
 class RoundPlanner:
     """Plans the rounds of continuous policies, for the workers in `view`, one worker at a time.
 
-    It belongs to one scheduler. It holds what a policy's parameters say in the form that its
-    decisions need, and may keep what it worked out for a worker until its next round. Everything in
-    it follows from what the scheduler saw, so a log of the calls still replays exactly. Of a worker
-    it reads only this worker's state, so one round can start before the next one is planned.
+    It belongs to one scheduler, and may keep what it worked out for a worker until its next round.
+    All of that follows from what the scheduler saw, so a log of the calls still replays exactly.
+    For a worker's round it reads only this worker's state, so one round can start before the next
+    one is planned.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, chunk_tokens: int) -> None:
         self.view = view
+        self.chunk_tokens = chunk_tokens
         # Gives each pooled job a worker, as `Policy.route`; None: the policy does.
         self.router: Callable[[View, int], Sequence[int]] | None = None
         self.router_rows = 0  # the most rows on a worker, for the router
@@ -226,6 +222,45 @@ class RoundPlanner:
         """The next round of a worker that runs nothing and has work."""
         raise NotImplementedError
 
+    def make_round(
+        self,
+        worker: Worker,
+        entering: list[Job],
+        steps: int,
+        evict: list[Job],
+        moves: Moves | None = None,
+        stop_every: int = 1,
+    ) -> Batch:
+        """A round as a `Batch`; engines that shape newcomers prefill without passes."""
+        longest = 0
+        for job in entering:
+            if job.length > longest:
+                longest = job.length
+        return Batch(
+            worker.index,
+            tuple(entering),
+            steps,
+            longest,
+            until="any",
+            keep_cache=True,
+            evict=tuple(evict),
+            stop_every=stop_every,
+            moves=moves,
+            chunk_tokens=0 if worker.joining == "shape" else self.chunk_tokens,
+        )
+
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
         raise NotImplementedError
+
+    def interrupts(self) -> list[int]:
+        """The workers with a round that should stop early for the jobs that arrived there."""
+        indices: list[int] = []
+        for index, count in self.view.arrived.items():
+            worker = self.view.workers[index]
+            running = worker.running
+            if running is None or running.interrupted or not worker.inbox.jobs:
+                continue
+            if self.should_interrupt(worker, count):
+                indices.append(index)
+        return indices

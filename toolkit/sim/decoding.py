@@ -20,7 +20,7 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from toolkit.estimators.laws import LawTimes, SegmentedLaw
-from toolkit.sched.footprint import peak_to_come
+from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
 from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps

@@ -17,7 +17,7 @@ from toolkit.errors import InputError, nearest
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, RouterSpec
 from toolkit.files.tuning import Outcome, ParameterValue, searched_key
-from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_defaults, router_knobs
+from toolkit.routing.routers import ROUTERS, refuse_unknown_router
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
 from toolkit.sim.world import flags_of
@@ -174,7 +174,7 @@ def router_spaces(
             if key.rpartition(".")[0] == name
         }
         searched = _distributions(
-            f"router '{name}'", router_knobs(ROUTERS[name]), router.parameters, given
+            f"router '{name}'", knobs(ROUTERS[name]), router.parameters, given
         )
         named = {f"{name}.{parameter}": among for parameter, among in searched.items()}
         distributions = {**space.distributions, **named}
@@ -212,8 +212,8 @@ def make_spaces(
         if policy in ROUTERS:
             _distributions(
                 f"router '{policy}'",
-                router_knobs(ROUTERS[policy]),
-                router_defaults(ROUTERS[policy]),
+                knobs(ROUTERS[policy]),
+                defaults(ROUTERS[policy]),
                 {parameter: values},
             )
             continue

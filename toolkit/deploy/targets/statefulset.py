@@ -43,7 +43,8 @@ from toolkit.deploy.targets.kubernetes import (
 )
 from toolkit.deploy.targets.objects import Object
 from toolkit.files.strict import dump_yaml
-from toolkit.routing.routers import LlmdRouter, router_defaults
+from toolkit.routing.routers import LlmdRouter
+from toolkit.sched.policies.parameters import defaults
 
 ANY = "0.0.0.0"
 ALIVE_FOLDER = "/etc/llmctl-alive"
@@ -81,7 +82,7 @@ def render(order: Order) -> Rendered:
     weights: dict[str, float] = {}  # of a picker's scorers, where the plan's router is llm-d's
     router = order.plan.replica_router
     if router is not None and router.name == LlmdRouter.name:
-        given = router_defaults(LlmdRouter) | dict(router.parameters)
+        given = defaults(LlmdRouter) | dict(router.parameters)
         weights = {scorer: float(given[parameter]) for scorer, parameter in SCORERS.items()}
         # What a Gateway's endpoint picker reads when it starts: no object of the cluster.
         cache, *others = ({"type": scorer} for scorer in weights)

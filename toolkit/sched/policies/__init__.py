@@ -5,6 +5,7 @@ and add it to the list below.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
@@ -14,7 +15,7 @@ from toolkit.sched.policies.continuous import (
     ConservativePolicy,
     FcfsPolicy,
 )
-from toolkit.sched.policies.parameters import Value, checked_names
+from toolkit.sched.policies.parameters import Value, knobs
 from toolkit.sched.policies.past_future import (
     PastFutureOracle,
     PastFuturePolicy,
@@ -47,13 +48,13 @@ BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
 # Policies that know the true output lengths, so they exist in simulations only.
 ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})
+P = TypeVar("P", bound=AnyPolicy)
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
     """The policy `name` of the toolkit's scheduler, with `parameters` over its defaults.
 
-    Raises:
-        InputError: an unknown name, parameter or value, or a policy that is built into an engine.
+    `InputError`: an unknown name, parameter or value, or a policy that is built into an engine.
     """
     if name in BUILT_IN:
         raise InputError(
@@ -61,20 +62,24 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
             "our scheduler cannot run it",
             "choose another policy; see docs/explanation/policies.md",
         )
-    if name not in POLICIES:
-        raise InputError(f"there is no policy '{name}'", nearest(name, POLICIES))
-    policy = POLICIES[name]
-    return policy(**checked_names(policy, dict(parameters)))
+    return _make(POLICIES, name, parameters)
 
 
 def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
     """Like `make_policy`, but also policies built into an engine, to simulate or configure."""
-    if name in BUILT_IN:
-        built_in = BUILT_IN[name]
-        return built_in(**checked_names(built_in, dict(parameters)))
-    if name not in POLICIES:
-        raise InputError(f"there is no policy '{name}'", nearest(name, KNOWN))
-    return make_policy(name, parameters)
+    return _make(KNOWN, name, parameters)
+
+
+def _make(policies: Mapping[str, type[P]], name: str, parameters: Mapping[str, Value]) -> P:
+    if name not in policies:
+        raise InputError(f"there is no policy '{name}'", nearest(name, policies))
+    known = knobs(policies[name])
+    for parameter in parameters:
+        if parameter not in known:
+            raise InputError(
+                f"policy '{name}' has no parameter '{parameter}'", nearest(parameter, known)
+            )
+    return policies[name](**parameters)
 
 
 def refuse_oracle(name: str) -> None:
@@ -119,8 +124,6 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
     # A server that the toolkit does not run schedules by itself: the policy only describes it.
 
 
-# Which engine can run which policy, and how tables mark a policy that its engine cannot run.
-#
 # A policy that an engine cannot run may still be simulated with that engine's laws. Its figures
 # then only estimate what another engine would give. `simulate`, `compare`, `tune` and the report
 # all mark it with `MARK` after its name and one footnote under the table.

@@ -32,7 +32,7 @@ NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other
 class Peak:
     """The most tokens that rows will ever take together: M* of Past-Future, Eq. 2-4, or a slab's.
 
-    As `toolkit.sched.kernels.future_peak` and `padded_peak`, for rows that come one by one.
+    As `toolkit.sched.kernels.peak_to_come`, for rows that come one by one.
     """
 
     def __init__(self, padded: bool) -> None:

@@ -12,9 +12,6 @@ footprint knows what rows take of it, paged or padded.
 If requests have priorities, urgent ones come first. The least urgent rows are evicted first. If the
 most urgent waiting job may not enter, the fewest less urgent rows that make room are evicted, or
 none if that is not enough.
-
-In order: `RoundPolicy`, `ContinuousPolicy`, `AggressivePolicy`, `ConservativePolicy`, `FcfsPolicy`
-and `BatonPolicy`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,14 @@ from typing import Any, ClassVar
 
 from toolkit.sched.footprint import Footprint
 from toolkit.sched.policies.continuous_rounds import BatonRounds, Bounds, ContinuousRounds
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
+from toolkit.sched.policies.parameters import (
+    choice,
+    chunk_knob,
+    knob,
+    prefill_knob,
+    rows_knob,
+    validate,
+)
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import NOTHING, Decision, RoundPlanner, View
@@ -47,19 +51,23 @@ class RoundPolicy(ABC):
     """
 
     __slots__ = ()
+    name: ClassVar[str]
+    continuous: ClassVar[bool] = True
     router: str  # the name of a router, a parameter
+
+    def __post_init__(self) -> None:
+        validate(self)
 
     @abstractmethod
     def make_planner(self, view: View) -> RoundPlanner:
         """A planner with these parameters."""
 
     @property
-    @abstractmethod
     def most_rows(self) -> int:
         """The most residents that the policy allows on any worker."""
+        return NO_LIMIT
 
     def planner(self, view: View) -> RoundPlanner | None:
-        """See `PlansRounds`."""
         if type(self).plan is not RoundPolicy.plan:
             return None
         planner = self.make_planner(view)
@@ -68,7 +76,6 @@ class RoundPolicy(ABC):
         return planner
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """See `Policy`."""
         return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
@@ -79,14 +86,7 @@ class RoundPolicy(ABC):
         batches = [
             planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
         ]
-        interrupts = []
-        for index, count in view.arrived.items():
-            worker = view.workers[index]
-            running = worker.running
-            if running is None or running.interrupted or not worker.inbox:
-                continue
-            if planner.should_interrupt(worker, count):
-                interrupts.append(index)
+        interrupts = planner.interrupts()
         return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
 
 
@@ -99,8 +99,6 @@ class ContinuousPolicy(RoundPolicy):
     `interval_steps` is the 10 of Past-Future's Table 1, that of `max_prefill_tokens` its 32,768.
     """
 
-    name: ClassVar[str]
-    continuous: ClassVar[bool] = True
     # Whether another job than the first may be the next to enter, when the policy reorders.
     any_may_come: ClassVar[bool] = False
 
@@ -112,13 +110,7 @@ class ContinuousPolicy(RoundPolicy):
         log=True,
         doc="decode steps from one attempt to admit to the next",
     )
-    max_prefill_tokens: int = knob(
-        32_768,
-        low=1,
-        search=(512, 65_536),
-        log=True,
-        doc="an attempt admits until it has so many prompt tokens",
-    )
+    max_prefill_tokens: int = prefill_knob("an attempt admits until it has so many prompt tokens")
     overfill: bool = knob(
         False,
         doc="true: a job enters without room for it now, and may be evicted after a step "
@@ -126,9 +118,6 @@ class ContinuousPolicy(RoundPolicy):
     )
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def bounds(self, worker: Worker) -> Bounds:
         """The most tokens that the rows of this worker may take and be promised when a job enters.
@@ -138,10 +127,9 @@ class ContinuousPolicy(RoundPolicy):
         return Bounds()
 
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        """Whether `job` may be admitted beside the rows in `footprint` before one of them ends, as
-        far as `bounds` do not say.
+        """Whether `job` may join the rows in `footprint` by a criterion that is no bound on tokens.
 
-        `False` must be certain: the question is asked again only after a row ended, which is what
+        `False` must hold until one of these rows ends, because it is not asked again before. This
         lets a round be long.
         """
         return True
@@ -160,11 +148,6 @@ class ContinuousPolicy(RoundPolicy):
 
         `entering`: how many jobs enter with the round.
         """
-        return NO_LIMIT
-
-    @property
-    def most_rows(self) -> int:
-        """The most residents that the policy allows on any worker."""
         return NO_LIMIT
 
     def make_planner(self, view: View) -> ContinuousRounds:
@@ -226,9 +209,7 @@ class FcfsPolicy(ContinuousPolicy):
 
     name: ClassVar[str] = "fcfs"
 
-    max_batch_size: int = knob(
-        32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
-    )
+    max_batch_size: int = rows_knob(32)
 
     @property
     def most_rows(self) -> int:
@@ -257,11 +238,8 @@ class BatonPolicy(RoundPolicy):
     """
 
     name: ClassVar[str] = "baton"
-    continuous: ClassVar[bool] = True
 
-    max_batch_size: int = knob(
-        16, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
-    )
+    max_batch_size: int = rows_knob(16)
     memory_threshold: float = knob(
         0.9,
         low=0.01,
@@ -280,9 +258,6 @@ class BatonPolicy(RoundPolicy):
     max_prefill_tokens: int = prefill_knob()
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     @property
     def most_rows(self) -> int:

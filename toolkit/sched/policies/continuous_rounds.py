@@ -6,8 +6,8 @@ are read once, so that a round costs few calls.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.sched.footprint import Footprint, footprint_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toolkit.sched.policies.continuous import BatonPolicy, ContinuousPolicy
 
 
+@dataclass(frozen=True)
 class Bounds:
     """The most tokens that rows may take, and that they may be promised, when a job enters.
 
@@ -28,24 +29,9 @@ class Bounds:
         prompts_only: whether an evicted job counts its prompt alone in `taken`.
     """
 
-    __slots__ = ("promised", "prompts_only", "taken")
-
-    def __init__(
-        self, *, taken: int = NO_LIMIT, promised: int = NO_LIMIT, prompts_only: bool = False
-    ) -> None:
-        self.taken = taken
-        self.promised = promised
-        self.prompts_only = prompts_only
-
-    def equals(self, other: Bounds) -> bool:
-        """Whether the bounds are the same."""
-        mine = self.taken, self.promised, self.prompts_only
-        return mine == (other.taken, other.promised, other.prompts_only)
-
-
-def most_below(limit: float) -> int:
-    """The largest number of tokens below `limit`."""
-    return math.ceil(limit) - 1
+    taken: int = NO_LIMIT
+    promised: int = NO_LIMIT
+    prompts_only: bool = False
 
 
 class ContinuousRounds(RoundPlanner):
@@ -56,17 +42,16 @@ class ContinuousRounds(RoundPlanner):
     """
 
     def __init__(self, view: View, policy: ContinuousPolicy) -> None:
-        super().__init__(view)
+        super().__init__(view, policy.chunk_tokens)
         self._interval: int = policy.interval_steps
         self._most_prefill: int = policy.max_prefill_tokens
         self._most_rows: int = policy.most_rows
-        self._chunk_tokens: int = policy.chunk_tokens
         self._overfill: bool = policy.overfill
         self._any_may_come: bool = policy.any_may_come
         self._bounds: list[Bounds] = []  # by worker; those in a row that are equal are one object
         for worker in view.workers:
             own = policy.bounds(worker)
-            same = self._bounds and self._bounds[-1].equals(own)
+            same = self._bounds and self._bounds[-1] == own
             self._bounds.append(self._bounds[-1] if same else own)
         self.admissible: Callable[[Worker, Job, Footprint], bool] | None = None
         self.admit: Callable[[View, Worker, Sequence[Job]], int] | None = None
@@ -92,7 +77,6 @@ class ContinuousRounds(RoundPlanner):
         waiting = len(inbox.jobs)
         entering: list[Job] = []
         evicted: list[Job] = []
-        longest = 0
         if footprint.needs > capacity:
             order = eviction_order(worker) if self.view.prioritised else reversed(residents.jobs)
             for job in order:
@@ -108,9 +92,6 @@ class ContinuousRounds(RoundPlanner):
                     entering = [inbox.jobs[0]]
                     footprint.enter(inbox.jobs[0])
             if entering:
-                for job in entering:
-                    if job.length > longest:
-                        longest = job.length
                 footprint.prefilled()
         count = len(entering)
         steps = footprint.room(capacity)
@@ -127,18 +108,7 @@ class ContinuousRounds(RoundPlanner):
                 until = interval - residents.steps % interval
                 if until < steps:
                     steps = until
-        return Batch(
-            worker.index,
-            tuple(entering),
-            steps,
-            longest,
-            0.0,
-            "any",
-            True,
-            evict=tuple(evicted),
-            stop_every=interval,
-            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
-        )
+        return self.make_round(worker, entering, steps, evicted, stop_every=interval)
 
     def _entering(self, worker: Worker, footprint: Footprint) -> list[Job]:
         """The jobs that enter; `footprint` is afterwards that with them."""
@@ -146,10 +116,8 @@ class ContinuousRounds(RoundPlanner):
         first = inbox.jobs[0]
         if not self._may_enter(worker, first, footprint):
             return []
-        most, prefill = min(self._most_rows, worker.row_limit) - rows, 0
-        if worker.residents.prefilling:
-            prefill = sum([job.length for job in worker.residents.prefilling])
-        capacity = worker.capacity_tokens
+        most = min(self._most_rows, worker.row_limit) - rows
+        prefill, capacity = worker.residents.prefill_tokens, worker.capacity_tokens
         candidates: list[Job] = []
         for job in inbox.jobs:
             if prefill >= self._most_prefill or len(candidates) >= most:
@@ -164,12 +132,10 @@ class ContinuousRounds(RoundPlanner):
         admitted = len(candidates)
         if admitted and self.admit is not None:
             admitted = self.admit(self.view, worker, candidates)
-        if not (admitted or rows):
-            candidates = [first]  # a lone row may fill the memory to its last token
-        elif admitted == len(candidates):
+        if admitted and admitted == len(candidates):
             return candidates
-        else:
-            candidates = candidates[:admitted]
+        # a lone row may fill the memory to its last token
+        candidates = candidates[:admitted] if admitted or rows else [first]
         footprint.reset()
         for job in candidates:
             footprint.enter(job)
@@ -233,12 +199,11 @@ class BatonRounds(RoundPlanner):
     """The planner of `BatonPolicy`."""
 
     def __init__(self, view: View, policy: BatonPolicy) -> None:
-        super().__init__(view)
+        super().__init__(view, policy.chunk_tokens)
         self._most_rows: int = policy.max_batch_size
         self._threshold: float = policy.memory_threshold
         self._headroom: int = policy.headroom_steps
         self._most_prefill: int = policy.max_prefill_tokens
-        self._chunk_tokens: int = policy.chunk_tokens
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
@@ -252,7 +217,6 @@ class BatonRounds(RoundPlanner):
         footprint, leave = self._leaving(worker)
         back: list[Job] = []
         enter: list[Job] = []
-        longest = 0
         if not leave:
             if swapped.jobs:  # they come back, the most urgent first, then by ticket
                 for job in sorted(swapped.jobs, key=turn_of):
@@ -261,17 +225,13 @@ class BatonRounds(RoundPlanner):
                     footprint.join(job.length)
                     back.append(job)
             if len(back) == len(swapped.jobs):
-                prefill = 0
-                if residents.prefilling:
-                    prefill = sum([job.length for job in residents.prefilling])
+                prefill = residents.prefill_tokens
                 for job in inbox.jobs:
                     if prefill >= self._most_prefill or not self._has_room(worker, footprint, job):
                         break
                     footprint.enter(job)
                     prefill += job.length
                     enter.append(job)
-                    if job.length > longest:
-                        longest = job.length
         footprint.prefilled()
         # one step, if the next waiting job might enter after it
         more = len(back) == len(swapped.jobs) and len(enter) < len(inbox.jobs)
@@ -291,18 +251,7 @@ class BatonRounds(RoundPlanner):
                     evict.append(job)
             if back or swap_out:
                 moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
-        return Batch(
-            worker.index,
-            tuple(enter),
-            steps,
-            longest,
-            0.0,
-            "any",
-            True,
-            evict=tuple(evict),
-            moves=moves,
-            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
-        )
+        return self.make_round(worker, enter, steps, evict, moves)
 
     def _room(self, footprint: Footprint) -> int:
         """Decode steps until memory reaches the threshold; a lone row may use all of it."""

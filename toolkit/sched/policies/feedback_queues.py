@@ -9,37 +9,34 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.placement import STARVES, Path, Rank, RankedJob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
+
+if TYPE_CHECKING:
+    from toolkit.sched.policies.preemptive import MlfqPolicy
 
 NEVER: Final = 1 << 40  # returned if a job never leaves its queue, in tokens
 LONGEST_QUANTUM_TOKENS: Final = 1 << 24  # a quantum that lasts longer counts as never used up
 MOST_TOKENS: Final = 1 << 32  # more than a job generates
 JOBS_KEPT: Final = 1 << 16  # entries of a cache of jobs
-LAWS_KEPT = 8  # entries of the caches of laws
+LAWS_KEPT = 8  # entries of the cache of laws
 
 
 class FeedbackQueues:
-    """The queues under one law, numbered from 0.
+    """The `count` queues under a worker's latency law, numbered from 0.
 
-    A job joins the first queue with a quantum that covers its prefill, or queue 0 if joining is
-    naive or the job was promoted. It leaves a queue when it has used up the quantum. The last queue
-    has no quantum.
+    A job joins the first queue with a quantum that covers its prefill, or queue 0 without
+    `skip_join` or after a promotion. It leaves a queue when it has used up the quantum. Queue 0 has
+    a quantum of `first_s`, each further queue one `growth` times as long, and the last has none.
 
     Service is measured in seconds of the law as if the job ran alone: T_prefill(1, L), plus the
     time of each decode step.
-
-    Args:
-        law: the worker's latency law.
-        first_s: quantum of queue 0, in seconds.
-        growth: factor from one quantum to the next.
-        count: the number of queues.
-        skip_join: false: every job joins queue 0.
     """
 
     def __init__(
@@ -101,14 +98,10 @@ class FeedbackQueues:
             high *= 2
             if high > LONGEST_QUANTUM_TOKENS:
                 return NEVER
-        low = max(least, high // 2)
-        while low < high:
-            middle = (low + high) // 2
-            if self.service_s(prompt_tokens, middle) >= service_s:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        counts = range(max(least, high // 2), high)
+        return counts.start + bisect_left(
+            counts, service_s, key=lambda tokens: self.service_s(prompt_tokens, tokens)
+        )
 
 
 def place_on(path: Path, generated: int) -> tuple[int, int]:
@@ -121,36 +114,16 @@ def place_on(path: Path, generated: int) -> tuple[int, int]:
     return queue, NEVER
 
 
-def queues_of(
-    law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
-) -> FeedbackQueues:
-    """The `FeedbackQueues` of these arguments, cached with what they have computed."""
-    key = (id(law), first_s, growth, count, skip_join)
-    known = _by_identity.get(key)
-    # comparing laws by value would take longer than the rest
-    if known is None or known[0] is not law:
-        if len(_by_identity) >= LAWS_KEPT:
-            _by_identity.clear()
-        known = _by_identity[key] = law, _by_value(law, first_s, growth, count, skip_join)
-    return known[1]
-
-
-_by_identity: dict[tuple[int, float, float, int, bool], tuple[SliceLaw, FeedbackQueues]] = {}
-_by_value = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
+# The `FeedbackQueues` of these arguments, cached with what they have computed.
+queues_of = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 
 
 class FeedbackRounds(PreemptiveRounds):
-    """The planner of `MlfqPolicy`; call `use` before it plans."""
+    """The planner of `MlfqPolicy`, with the `queues` of each worker."""
 
-    _queues: list[FeedbackQueues]
-
-    def use(self, queues: list[FeedbackQueues]) -> FeedbackRounds:
-        """Rank by these queues of each worker. Returns itself."""
+    def __init__(self, view: View, policy: MlfqPolicy, queues: list[FeedbackQueues]) -> None:
+        super().__init__(view, policy)
         self._queues = queues
-        return self
-
-    def standing(self, worker: Worker, job: Job, generated: int) -> float:
-        return self._queues[worker.index].standing(job, generated)
 
     def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
         job, queues = row.job, self._queues[worker.index]
@@ -178,7 +151,7 @@ class FeedbackRounds(PreemptiveRounds):
         for standing, count in zip(standings, counts, strict=True):
             ahead.append(ahead[-1] + count)
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
-        found: dict[Job, tuple[float, Rank]] = {}
+        next_runs: dict[Job, tuple[float, Rank]] = {}
         wanted = {row.job for row in rows}
         before_s = 0.0
         for row in cached:
@@ -195,9 +168,9 @@ class FeedbackRounds(PreemptiveRounds):
                         others_s += equals * own_s
                     waiting_s = starving * quanta_s[0] + others_s
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
-                found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
+                next_runs[row.job] = min(before_s + waiting_s, promotion_s), row.rank
             before_s += own_s
-        return found
+        return next_runs
 
     def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
         """The quantum, in seconds, of the queue of a standing."""

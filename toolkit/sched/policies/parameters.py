@@ -1,4 +1,4 @@
-"""Parameters of policies: dataclass fields with their bounds, meaning and search range."""
+"""Parameters of policies and routers: dataclass fields with bounds, meaning and search range."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from toolkit.errors import InputError, nearest
-from toolkit.sched.protocols import AnyPolicy
+from toolkit.errors import InputError
 
 Value = bool | int | float | str
 LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
@@ -50,15 +49,15 @@ def chunk_knob() -> Any:
     )
 
 
-def prefill_knob() -> Any:
-    """The parameter `max_prefill_tokens` of policies that prefill before they decode."""
-    return knob(
-        32_768,
-        low=1,
-        search=(512, 65_536),
-        log=True,
-        doc="a round prefills until it has so many prompt tokens",
-    )
+def rows_knob(default: int) -> Any:
+    """The parameter `max_batch_size` of policies of rounds."""
+    doc = "the most rows that run at once on a worker"
+    return knob(default, low=1, search=(1, 256), log=True, doc=doc)
+
+
+def prefill_knob(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
+    """The parameter `max_prefill_tokens` of policies of rounds."""
+    return knob(32_768, low=1, search=(512, 65_536), log=True, doc=doc)
 
 
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
@@ -66,20 +65,19 @@ def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
     return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})
 
 
-def knobs(policy: type[AnyPolicy]) -> dict[str, Knob]:
-    """The parameters of a policy by name."""
-    return {f.name: f.metadata["knob"] for f in fields(policy)}  # type: ignore[arg-type]
+def knobs(kind: Any) -> dict[str, Knob]:
+    """The parameters of a class of policies or routers by name."""
+    return {f.name: f.metadata["knob"] for f in fields(kind)}
 
 
-def defaults(policy: type[AnyPolicy]) -> dict[str, Value]:
-    """The parameters' defaults by name."""
-    every = fields(policy)  # type: ignore[arg-type]
-    return {f.name: f.default for f in every if f.default is not MISSING}
+def defaults(kind: Any) -> dict[str, Value]:
+    """The defaults of a class's parameters by name."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def parameters(policy: AnyPolicy) -> dict[str, Value]:
-    """The parameters of one policy object."""
-    return {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
+def parameters(policy: Any) -> dict[str, Value]:
+    """The parameters of one policy or router."""
+    return {f.name: getattr(policy, f.name) for f in fields(policy)}
 
 
 def validate(settings: Any, owner: str = "") -> None:
@@ -90,17 +88,6 @@ def validate(settings: Any, owner: str = "") -> None:
     for f in fields(settings):
         value, limits = getattr(settings, f.name), f.metadata["knob"]
         check(owner or f"policy '{settings.name}'", f.name, type(f.default), value, limits)
-
-
-def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str, Value]:
-    """`given`, or `InputError` for a parameter that the policy does not have."""
-    known = knobs(policy)
-    for name in given:
-        if name not in known:
-            raise InputError(
-                f"policy '{policy.name}' has no parameter '{name}'", nearest(name, known)
-            )
-    return given
 
 
 def split(word: str, example: str) -> tuple[str, str]:

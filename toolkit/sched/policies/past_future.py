@@ -1,25 +1,22 @@
 """Past-Future: admission by the predicted peak of memory, from the lengths of past outputs.
 
 Gong et al., *Past-Future Scheduler for LLM Serving under SLA Guarantees*, section 3. Nothing is
-kept between attempts to admit: each samples all lengths again. In order: the policy of the paper,
-its oracle with the true lengths, and a variant that also keeps limits of TTFT and MTPOT.
-`toolkit.sched.policies.admission` has the criteria.
+kept between attempts to admit: each samples all lengths again. `toolkit.sched.policies.admission`
+has the criteria.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import ClassVar
 
-import numpy as np
-
 from toolkit.errors import InputError
-from toolkit.sched.kernels import admit_knowing
-from toolkit.sched.policies.admission import SampledPeak, WithinLimits
+from toolkit.sched.policies.admission import Peak, SampledPeak, WithinLimits
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds, most_below
+from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import knob
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import LengthHistory, View
@@ -64,25 +61,19 @@ class PastFuturePolicy(ContinuousPolicy):
             self.window, repeat(self.initial_length, min(self.initial_count, self.window))
         )
 
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        return self._rules(view).admit(view, worker, candidates)
-
     def make_planner(self, view: View) -> ContinuousRounds:
         planner = ContinuousPolicy.make_planner(self, view)
-        if type(self).admit is PastFuturePolicy.admit:
-            planner.admit = self._rules(view).admit
+        planner.admit = self._rules(view).admit
         return planner
 
     def _rules(self, view: View) -> SampledPeak:
-        if not isinstance(view.rules, SampledPeak):
-            view.rules = self._make_rules(view)
-        return view.rules
-
-    def _make_rules(self, view: View) -> SampledPeak:
-        return SampledPeak(self)
+        rules: SampledPeak = view.rules or SampledPeak(self)
+        view.rules = rules
+        return rules
 
     def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(taken=most_below((1.0 - self.reserve) * worker.capacity_tokens))
+        # The most whole tokens below the share.
+        return Bounds(taken=math.ceil((1.0 - self.reserve) * worker.capacity_tokens) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +106,16 @@ class _OracleWithLengths(PastFutureOracle):
         object.__setattr__(self, "_output_tokens", output_tokens)
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        steps = worker.residents.steps
-        jobs = list(worker.residents.jobs)
-        used = np.array([job.length + steps - job.joined for job in jobs], dtype=np.int64)
-        remaining = np.array(
-            [self._remaining(job) - steps + job.joined for job in jobs], dtype=np.int64
-        )
-        waiting = np.array([(job.length, self._remaining(job)) for job in candidates]).T
-        return int(
-            admit_knowing(used, remaining, waiting, float(worker.capacity_tokens), worker.padded)
-        )
+        peak = Peak(worker.padded)
+        for job in worker.residents.jobs:
+            ran = worker.residents.steps - job.joined
+            peak.add(job.length + ran, self._remaining(job) - ran)
+        peak.sort()
+        for k, job in enumerate(candidates):
+            peak.insert(job.length, self._remaining(job))
+            if peak.tokens() >= worker.capacity_tokens:
+                return k
+        return len(candidates)
 
     def _remaining(self, job: Job) -> int:
         return self._output_tokens[job.request_id] - job.generated
@@ -157,9 +148,9 @@ class PastFutureSlaPolicy(PastFuturePolicy):
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
         """At attempts to admit: the late jobs to defer, and the deferred jobs to advance."""
-        rules = self._rules(view)
-        assert isinstance(rules, WithinLimits)
-        return rules.reorder(view, now_s)
+        return self._rules(view).reorder(view, now_s)
 
-    def _make_rules(self, view: View) -> SampledPeak:
-        return WithinLimits(view, self)
+    def _rules(self, view: View) -> WithinLimits:
+        rules: WithinLimits = view.rules or WithinLimits(view, self)
+        view.rules = rules
+        return rules

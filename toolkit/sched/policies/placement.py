@@ -47,7 +47,7 @@ class RankedJob:
         own: its standing if it does not starve, which holds while it was promoted at `promoted_at`
             and has generated at least `since` tokens and less than `leaves`.
         path: of feedback queues: how the job goes through them since it was promoted.
-        runs: whether it is one of those that `mark_running` was told last.
+        runs: whether it was in the last `run` of `mark_running`.
     """
 
     __slots__ = (
@@ -55,28 +55,14 @@ class RankedJob:
         "runs", "since", "standing", "ticket", "tokens", "waits_s",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        job: Job,
-        location: int,
-        tokens: int,
-        generated: int,
-        needs: int,
-        waits_s: float,
-        standing: float,
-        age_s: float,
-    ) -> None:
+    def __init__(self, job: Job, location: int) -> None:
         self.job = job
         self.location = location
-        self.tokens = tokens
-        self.generated = generated
-        self.needs = needs
-        self.waits_s = waits_s
-        self.standing = standing
-        self.age_s = age_s
         self.ticket = job.ticket
-        self.own = standing
-        self.since = self.leaves = 0  # it holds nowhere
+        self.tokens = self.generated = self.needs = 0
+        self.waits_s = RUNS
+        self.standing = self.age_s = self.own = 0.0
+        self.since = self.leaves = 0  # `own` holds nowhere
         self.promoted_at = -1
         self.path: Path | None = None
         self.runs = False
@@ -97,11 +83,6 @@ class RankedJob:
         if self.age_s != other.age_s:
             return self.age_s < other.age_s
         return self.ticket < other.ticket
-
-
-def rank_of(row: RankedJob) -> Rank:
-    """`RankedJob.rank`, to sort by."""
-    return row.standing, row.age_s, row.ticket
 
 
 def mark_running(cached: Sequence[RankedJob], run: Sequence[RankedJob]) -> None:
@@ -125,8 +106,7 @@ class Newcomers:
         self._open = True
 
     def next(self, free: float, cache_room: float) -> RankedJob | None:
-        """The next job that needs at most `free` device tokens and has room for its cache in
-        `cache_room` tokens.
+        """The next job that needs at most `free` device tokens, and `cache_room` for its cache.
 
         Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
         other job may enter before it.
@@ -157,8 +137,10 @@ class Newcomers:
         return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
 
     def _row(self, job: Job, waits_s: float, standing: float, age_s: float) -> RankedJob:
-        length, needs = job.length, job.length + self._grows
-        return RankedJob(job, NOWHERE, length, job.generated, needs, waits_s, standing, age_s)
+        row = RankedJob(job, NOWHERE)
+        row.tokens, row.generated, row.needs = job.length, job.generated, job.length + self._grows
+        row.waits_s, row.standing, row.age_s = waits_s, standing, age_s
+        return row
 
 
 def free_cache_tokens(worker: Worker) -> int:
@@ -167,28 +149,14 @@ def free_cache_tokens(worker: Worker) -> int:
     return device + worker.host_tokens - worker.swapped.tokens
 
 
-class Chosen:
-    """The jobs that should run and their footprint.
-
-    `closed`: no other waiting job without a cache could get one.
-    """
-
-    __slots__ = ("closed", "footprint", "rows")
-
-    def __init__(self, rows: list[RankedJob], footprint: Footprint, closed: bool) -> None:
-        self.rows = rows
-        self.footprint = footprint
-        self.closed = closed
-
-
 class Placement:
-    """What a round does with every cache.
+    """What a round does with every cache; at first, the jobs that should run.
 
     Attributes:
         run: the jobs that run, of which `footprint` is.
+        closed: no other waiting job without a cache could get one.
         kept, fetched: the jobs that do not run and have caches on the device.
         overlap: whether transfers run beside the round's compute.
-        closed: no waiting job without a cache could get one.
         awaited: jobs that should run are in transfer, or wait for the room that transfers make.
     """
 
@@ -197,16 +165,16 @@ class Placement:
         "swap_out",
     )  # fmt: skip
 
-    def __init__(self, run: list[RankedJob], footprint: Footprint) -> None:
+    def __init__(self, run: list[RankedJob], footprint: Footprint, closed: bool) -> None:
         self.run = run
         self.footprint = footprint
+        self.closed = closed
         self.kept: list[RankedJob] = []
         self.fetched: list[RankedJob] = []
         self.swap_out: list[RankedJob] = []
         self.swap_in: list[RankedJob] = []
         self.evict: list[RankedJob] = []
         self.overlap = False
-        self.closed = False
         self.awaited = False
 
     def moves(self, promote: Sequence[Job]) -> Moves | None:
@@ -223,9 +191,7 @@ class Placement:
         return Moves(pause, resume, swap_out, swap_in, tuple(promote), overlap)
 
     def room(self, worker: Worker) -> int:
-        """Decode steps until the running rows and the caches beside them exceed the device's
-        capacity, after `mark_running`.
-        """
+        """Decode steps until rows and caches exceed the device's capacity, after `mark_running`."""
         aside = 0
         for row in self.kept:
             if not row.runs:
@@ -254,7 +220,7 @@ class Placement:
 def _keep(
     worker: Worker,
     others: Sequence[RankedJob],
-    chosen: Chosen,
+    chosen: Placement,
     spare: int,
     share: int,
     *,
@@ -266,7 +232,7 @@ def _keep(
     growth, `share` tokens for newcomers.
     """
     free = worker.capacity_tokens - chosen.footprint.needs - spare - share
-    placed = Placement(list(chosen.rows), chosen.footprint)
+    placed = Placement(list(chosen.run), chosen.footprint, chosen.closed)
     leaving: list[RankedJob] = []
     for row in others:
         if row.location == ON_DEVICE:
@@ -299,18 +265,18 @@ def _keep(
 
 
 def after_transfers(
-    worker: Worker, others: Sequence[RankedJob], chosen: Chosen, spare: int, share: int
+    worker: Worker, others: Sequence[RankedJob], chosen: Placement, spare: int, share: int
 ) -> Placement:
     """The round waits for its transfers, and then runs all of `chosen`."""
     placed = _keep(worker, others, chosen, spare, share, fetch=False)
-    placed.swap_in = [row for row in chosen.rows if row.location == IN_HOST]
+    placed.swap_in = [row for row in chosen.run if row.location == IN_HOST]
     return placed
 
 
 def beside_transfers(
     worker: Worker,
     others: Sequence[RankedJob],
-    chosen: Chosen,
+    chosen: Placement,
     spare: int,
     share: int,
     most: int,
@@ -328,7 +294,7 @@ def beside_transfers(
     footprint.capacity -= (
         worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
     )
-    for row in chosen.rows:
+    for row in chosen.run:
         if (
             row.location == IN_HOST
             and row.tokens <= footprint.capacity - footprint.needs
@@ -351,7 +317,7 @@ def beside_transfers(
             return None
         else:
             placed.awaited = True
-    for row in sorted(placed.kept, key=rank_of):
+    for row in sorted(placed.kept, key=lambda row: row.rank):
         if len(placed.run) >= most:
             break
         footprint.capacity += row.tokens

@@ -18,13 +18,8 @@ when a job arrives that would run. If no waiting job could enter whatever its ra
 paused or swapped out, the round continues until a row ends.
 
 `toolkit.sched.policies.preemptive_rounds` plans the rounds, `toolkit.sched.policies.placement` has
-the ranked jobs, the newcomers and where caches go.
-
-`PreemptivePolicy` is the base. `MlfqPolicy` is the skip-join MLFQ (and the naive one) of Wu et al.,
-*Fast Distributed Inference Serving for Large Language Models* (FastServe): it puts short jobs first
-without knowing their lengths, promotes starving jobs, and swaps in the order ENST.
-`toolkit.sched.policies.feedback_queues` has its queues. `SrptOracle` is the shortest-remaining
-baseline with true lengths.
+the ranked jobs, the newcomers and where caches go. The policies are those of Wu et al., *Fast
+Distributed Inference Serving for Large Language Models* (FastServe).
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ from typing import ClassVar
 from toolkit.errors import InputError
 from toolkit.sched.policies.continuous import RoundPolicy, router_choice
 from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, rows_knob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw, Standing
 from toolkit.sched.types import Job
@@ -49,12 +44,7 @@ from toolkit.sched.view import RoundPlanner, View
 class PreemptivePolicy(RoundPolicy):
     """Base of the preemptive policies: subclasses rank jobs, their planners say for how long."""
 
-    name: ClassVar[str]
-    continuous: ClassVar[bool] = True
-
-    max_batch_size: int = knob(
-        32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
-    )
+    max_batch_size: int = rows_knob(32)
     interval_steps: int = knob(
         64,
         low=1,
@@ -77,9 +67,6 @@ class PreemptivePolicy(RoundPolicy):
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
 
-    def __post_init__(self) -> None:
-        validate(self)
-
     @property
     def patience_s(self) -> float:
         """A job that has waited for so many seconds goes first, and is promoted when it runs."""
@@ -101,12 +88,11 @@ class PreemptivePolicy(RoundPolicy):
 class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
 
-    A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
-    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs
-    before all that do not, and is promoted to the first queue with a new quantum. Queues are served
-    in order, and each queue in order of arrival. See `FeedbackQueues`.
-
-    Each priority has its own queues: all queues of a more urgent one come first.
+    So short jobs go first, although no length is known. Queues are served in order, and each queue
+    in order of arrival; `FeedbackQueues` says how jobs move through them. A job that has waited for
+    `starvation_s` starves: it runs before all that do not, and is promoted to the first queue with
+    a new quantum. Caches are swapped in the order ENST. Each priority has its own queues: all
+    queues of a more urgent one come first.
     """
 
     name: ClassVar[str] = "mlfq"
@@ -136,7 +122,7 @@ class MlfqPolicy(PreemptivePolicy):
 
     def make_planner(self, view: View) -> RoundPlanner:
         queues = [self._queues(worker.latency) for worker in view.workers]
-        return FeedbackRounds(view, self).use(queues)
+        return FeedbackRounds(view, self, queues)
 
     def _queues(self, law: SliceLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)

@@ -20,7 +20,6 @@ from toolkit.sched.policies.placement import (
     ON_DEVICE,
     RUNS,
     STARVES,
-    Chosen,
     Newcomers,
     Placement,
     Rank,
@@ -46,27 +45,25 @@ class PreemptiveRounds(RoundPlanner):
     """
 
     def __init__(self, view: View, policy: PreemptivePolicy) -> None:
-        super().__init__(view)
+        super().__init__(view, policy.chunk_tokens)
         self.max_batch_size: int = policy.max_batch_size
         self.interval_steps: int = policy.interval_steps
         self.max_prefill_tokens: int = policy.max_prefill_tokens
         self.proactive: bool = policy.swap == "proactive"
         self.free_share: float = policy.free_share
-        self.chunk_tokens: int = policy.chunk_tokens
         self.patience_s: float = policy.patience_s
         # By worker: the rows of jobs with a cache, by rank as of the last decision, and by job.
         self._ranked: list[list[RankedJob]] = [[] for _ in view.workers]
         self._rows_of: list[dict[Job, RankedJob]] = [{} for _ in view.workers]
 
-    def standing(self, worker: Worker, job: Job, generated: int) -> float:
-        """The standing of a job that has generated so many tokens: see `Ranks`."""
+    def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
+        """The standing of a row's job that has generated so many tokens: see `Ranks`.
+
+        A subclass may say in the row how long it holds.
+        """
         inbox = worker.inbox
         assert isinstance(inbox, RankedInbox)
-        return inbox.standing(job, generated)
-
-    def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
-        """`standing` of a row's job; a subclass may say in the row how long it holds."""
-        return self.standing(worker, row.job, generated)
+        return inbox.standing(row.job, generated)
 
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
@@ -88,6 +85,7 @@ class PreemptiveRounds(RoundPlanner):
         """
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         assert running is not None
+        assert isinstance(inbox, RankedInbox)
         cache_room = free_cache_tokens(worker)
         last = list(islice(reversed(inbox.jobs), newcomers))
         if all(job.length >= cache_room for job in last):
@@ -95,7 +93,7 @@ class PreemptiveRounds(RoundPlanner):
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
         best_standing, best_ticket = min(
-            [(self.standing(worker, job, job.generated), job.ticket) for job in last]
+            [(inbox.standing(job, job.generated), job.ticket) for job in last]
         )
         for job in residents.jobs:  # whether the best of them ranks before a resident
             if job not in residents.prefilling:
@@ -122,37 +120,30 @@ class PreemptiveRounds(RoundPlanner):
         if not (worker.held.jobs or worker.swapped.jobs or worker.residents.prefilling):
             steps = self._unchanged_round(worker, now_s)
             if steps:
-                chunk = worker.chunk_of(self.chunk_tokens)
-                return Batch(worker.index, (), steps, 0, 0.0, "any", True, chunk_tokens=chunk)
+                return self.make_round(worker, [], steps, [])
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
-        mark_running(cached, chosen.rows)
+        mark_running(cached, chosen.run)
         others = [row for row in cached if not row.runs]
         if others:
             next_runs = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: next_runs[row.job])
         proactive = self.proactive
-        most, spare = self._most(worker), self._spare(worker, len(chosen.rows))
+        most, spare = self._most(worker), self._spare(worker, len(chosen.run))
         share = int(self.free_share * worker.capacity_tokens) if proactive else 0
         placed = None
         if proactive:
             placed = beside_transfers(worker, others, chosen, spare, share, most, self.patience_s)
         if placed is None:
             placed = after_transfers(worker, others, chosen, spare, share)
-        placed.closed = chosen.closed
         mark_running(cached, placed.run)
         enter = [row for row in placed.run if row.location == NOWHERE]
-        return Batch(
-            worker.index,
-            tuple([row.job for row in enter]),
+        return self.make_round(
+            worker,
+            [row.job for row in enter],
             self._steps(worker, placed, cached, enter, now_s),
-            max([row.tokens for row in enter], default=0),
-            0.0,
-            "any",
-            keep_cache=True,
-            evict=tuple([row.job for row in placed.evict]),
-            moves=placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s]),
-            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+            [row.job for row in placed.evict],
+            placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s]),
         )
 
     def _unchanged_round(self, worker: Worker, now_s: float) -> int:
@@ -217,7 +208,7 @@ class PreemptiveRounds(RoundPlanner):
         known = self._rows_of[worker.index]
         row = known.get(job)
         if row is None:
-            row = known[job] = RankedJob(job, ON_DEVICE, 0, 0, 0, RUNS, 0.0, 0.0)
+            row = known[job] = RankedJob(job, ON_DEVICE)
             self._ranked[worker.index].append(row)
         return row
 
@@ -250,7 +241,7 @@ class PreemptiveRounds(RoundPlanner):
             row.own = self.rank(worker, row, generated)
         return row.own
 
-    def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
+    def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Placement:
         """The jobs that should run: those that fit, by rank; lower ranks fill what room is left.
 
         A running job continues while one more step fits. A job that joins needs room for more
@@ -296,7 +287,7 @@ class PreemptiveRounds(RoundPlanner):
                 taken += 1
                 row = left[taken] if taken < count else None
         more = self._spare(worker, len(chosen) + 1)
-        return Chosen(chosen, footprint, not newcomers.possible(cache_room - more))
+        return Placement(chosen, footprint, not newcomers.possible(cache_room - more))
 
     def _steps(
         self,

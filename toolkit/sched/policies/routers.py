@@ -30,7 +30,7 @@ Router = Callable[[View, int], Sequence[int]]
 def round_robin(view: View, rows: int) -> Sequence[int]:
     """In turn by order of arrival; among several kinds, in proportion to speed."""
     if view.mixed:
-        expected, kinds = expected_output(view), [kind[0] for kind in view.kinds]
+        expected, kinds = view.finished.mean(), [kind[0] for kind in view.kinds]
         homes = []
         for job in view.pool:
             able = view.holders(job)
@@ -60,7 +60,7 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
 
     The peak is that of Past-Future, Eq. 2-4, with expected lengths.
     """
-    expected = expected_output(view)
+    expected = view.finished.mean()
     figure = view.figure("future memory", _future_memory)
     added: dict[int, list[Job]] = {}
     homes: list[int] = []
@@ -68,16 +68,10 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
         index = _lowest_peak(view, figure, added, job, expected)
         homes.append(index)
         if len(homes) < len(view.pool):
-            worker, new_jobs = view.workers[index], added.setdefault(index, [])
+            new_jobs = added.setdefault(index, [])
             new_jobs.append(job)
-            peak = _peak(worker, new_jobs, expected, empty=1)
-            figure.write(index, expected, peak, _rows_of(worker, new_jobs))
+            figure.write(index, expected, *_future_memory(view.workers[index], expected, new_jobs))
     return homes
-
-
-def expected_output(view: View) -> int:
-    """The mean output length of the requests that ended last; 1 before the first."""
-    return view.finished.mean()
 
 
 def soonest(
@@ -90,7 +84,7 @@ def soonest(
     *,
     depends: bool = True,
 ) -> int:
-    """The worker that would be first to finish its tokens of `figure` and the job's `own`.
+    """The worker that would be first to finish its tokens of `figure` and `job_tokens` more.
 
     `depends`: whether the figure depends on `expected`.
     """
@@ -104,7 +98,7 @@ def soonest(
 
 
 def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
-    expected = expected_output(view)
+    expected = view.finished.mean()
     figure = view.figure("outstanding", _outstanding)
     homes = []
     for job in jobs:
@@ -171,14 +165,11 @@ def _lowest_peak(
     return figure.least_by(able, expected, bound, exact)
 
 
-def _future_memory(worker: Worker, expected: int) -> tuple[int, int]:
-    """The peak of a worker with one more new job of no input, and how many jobs these are."""
-    return _peak(worker, (), expected, empty=1), _rows_of(worker, ())
-
-
-def _rows_of(worker: Worker, added: Sequence[Job]) -> int:
+def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> tuple[int, int]:
+    """The peak of a worker with `newcomers` and a new job of no input, and the number of jobs."""
     aside = len(worker.held.jobs) + len(worker.swapped.jobs)
-    return len(worker.residents.jobs) + worker.inbox.waiting + aside + len(added) + 1
+    rows = len(worker.residents.jobs) + worker.inbox.waiting + aside + len(newcomers) + 1
+    return _peak(worker, newcomers, expected, empty=1), rows
 
 
 def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int = 0) -> int:

@@ -6,9 +6,6 @@ time is least (Algorithm 1), and the batches go to the least loaded workers, lon
 T adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to
 the pool with their generated tokens as part of the input. Workers of several kinds are beyond the
 paper: `share_out` divides the pool among the kinds, and each kind then proceeds as in the paper.
-
-`SequencePolicy` is the paper's baseline (SLS, section 5.1), and `SliceContinuousPolicy` its section
-7.
 """
 
 from __future__ import annotations
@@ -29,25 +26,22 @@ from toolkit.sched.policies.admission import SliceEnds
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.routers import ROUTERS, expected_output, round_robin, soonest
+from toolkit.sched.policies.routers import ROUTERS, round_robin, soonest
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import Decision, View
 
 # Dividing the pool among kinds of workers with different laws.
 #
-# Algorithm 1 uses one law for how long batches take and how many rows fit; a batch made by the laws
-# of a large card is wrong for a small one. So jobs are shared out first. The pool is ordered by
-# length, as Algorithm 1 needs it anyway, and cut; each kind batches its own stretch by its own
-# laws. So the rows of a batch have similar lengths, and little is padded. Of a few cuts, which give
-# one kind the shortest or the longest jobs, the one with the least total wait is taken: the sum
-# over all jobs of the seconds until their batch is done. Minimising the makespan instead, so that
-# all workers end at the same time, would make all jobs wait for the slow workers
-# (docs/decisions/).
+# Algorithm 1 uses one law, but a batch made by the laws of a large card is wrong for a small one.
+# So the pool, ordered by length, is cut, and each kind batches its own stretch by its own laws: the
+# rows of a batch have similar lengths, and little is padded. Of a few cuts, which give one kind the
+# shortest or the longest jobs, the one with the least total wait is taken: the sum over all jobs of
+# the seconds until their batch is done. Minimising the makespan instead would make all jobs wait
+# for the slow workers (docs/decisions/).
 #
 # A job that only larger workers hold goes to them whatever the cut. A kind that would end later
-# than the others with even one job gets none: so a slow card stays idle while a fast one will soon
-# be free.
+# than the others with even one job gets none.
 
 # Cuts that are tried from either end, between two kinds; fewer if there are more kinds.
 CUTS_PER_END = 8
@@ -198,9 +192,9 @@ class SlicePolicy:
         max_batch = np.minimum(np.maximum(max_batch, 1), max(largest, 1))
         # A power of two, so that the law caches few tables.
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
-        found, least_s = split_by_serving_time(lengths, max_batch, table)
+        firsts, least_s = split_by_serving_time(lengths, max_batch, table)
         # The walk back touches each job once: those of a long backlog come from memory each time.
-        places, starts, total_s = order.tolist(), found.tolist(), least_s.tolist()
+        places, starts, total_s = order.tolist(), firsts.tolist(), least_s.tolist()
         batches, end = [], len(pool)
         while end > 0:
             start = starts[end]
@@ -223,10 +217,10 @@ class SlicePolicy:
 
 def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
     """For each worker, the batch with the oldest job."""
-    found: dict[int, Batch] = {}
+    oldest: dict[int, Batch] = {}
     for batch in sorted(batches, key=lambda batch: min(job.ticket for job in batch.jobs)):
-        found.setdefault(batch.worker, batch)
-    return [found[index] for index in workers if index in found]
+        oldest.setdefault(batch.worker, batch)
+    return [oldest[index] for index in workers if index in oldest]
 
 
 def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
@@ -356,7 +350,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         if self.router != SLICES or not view.alive():
             return ContinuousPolicy.route(self, view, now_s)
         promised = self._promised(view)
-        homes, expected = [-1] * len(view.pool), expected_output(view)
+        homes, expected = [-1] * len(view.pool), view.finished.mean()
         period = self._rules(view).period
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
@@ -370,30 +364,18 @@ class SliceContinuousPolicy(ContinuousPolicy):
             promised.add(homes[k], job_tokens)
         return homes
 
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        return self._rules(view).admit(view, worker, candidates)
-
     def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(taken=self._make_rules().limit(worker) - 1)
-
-    def longest_round(self, worker: Worker, entering: int) -> int:
-        return self._make_rules().longest_round(worker, entering)
+        return Bounds(taken=SliceEnds(self).limit(worker) - 1)
 
     def make_planner(self, view: View) -> ContinuousRounds:
-        planner, kind = ContinuousPolicy.make_planner(self, view), type(self)
-        if kind.admit is SliceContinuousPolicy.admit:
-            planner.admit = self._rules(view).admit
-        if kind.longest_round is SliceContinuousPolicy.longest_round:
-            planner.longest_round = self._rules(view).longest_round
+        planner, rules = ContinuousPolicy.make_planner(self, view), self._rules(view)
+        planner.admit, planner.longest_round = rules.admit, rules.longest_round
         return planner
 
     def _promised(self, view: View) -> WorkerFigure:
         return view.figures.get(SLICES) or view.figure(SLICES, self._rules(view).promise)
 
     def _rules(self, view: View) -> SliceEnds:
-        if not isinstance(view.rules, SliceEnds):
-            view.rules = self._make_rules()
-        return view.rules
-
-    def _make_rules(self) -> SliceEnds:
-        return SliceEnds(self)
+        rules: SliceEnds = view.rules or SliceEnds(self)
+        view.rules = rules
+        return rules
