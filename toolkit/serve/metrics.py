@@ -6,7 +6,6 @@ They have our names and, on request, also vLLM's, for dashboards and autoscalers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 from prometheus_client.core import (
@@ -82,53 +81,33 @@ class Exposition:
     def _own(self, now: Gauges) -> Iterator[Metric]:
         stats, labels = self._stats, {"model_name": self._model}
         alive = sum(worker.alive for worker in now.workers)
+        usage = "Share of KV cache that running batches may fill."
+        predicted = "Predicted TTFT of a request that arrives now."
         for name, text, value in (
             ("requests_running", "Requests in batches that run now.", now.running),
             ("requests_waiting", "Requests that no worker runs now.", now.waiting),
-            (
-                "kv_cache_usage_ratio",
-                "Share of KV cache that running batches may fill.",
-                now.kv_usage,
-            ),
+            ("kv_cache_usage_ratio", usage, now.kv_usage),
             ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
             ("workers_alive", "Workers that can take batches.", alive),
+            ("predicted_ttft_seconds", predicted, now.predicted_ttft_s),
         ):
             yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
         info = labels | dict(now.engine)
         yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
-        yield from self._workers(now.workers, labels)
-        text = "Predicted TTFT of a request that arrives now."
-        name = "llmctl_predicted_ttft_seconds"
-        yield family_of(GaugeMetricFamily, name, text, labels, now.predicted_ttft_s)
         yield from self._histograms(labels, _HISTOGRAMS)
         for name, text, attribute in _COUNTERS:
-            value = getattr(stats, attribute)
-            yield family_of(CounterMetricFamily, name, text, labels, value)
-        text = "Requests that ended, and how."
-        name = "llmctl_requests"
-        yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", stats.ended)
-        text = "Connections and bodies that got 429 or a reset because of a client's share."
-        name = "llmctl_client_limited"
-        yield by_label(CounterMetricFamily, name, text, labels, "limit", stats.share_refusals)
-        text = "Sums over slices: measured time, predicted time, arrivals, and their products."
-        sums: dict[str, float] = asdict(stats.slice_sums)
-        yield by_label(CounterMetricFamily, "llmctl_slice_sums", text, labels, "of", sums)
-
-    def _workers(self, workers: Sequence[WorkerGauges], labels: Labels) -> Iterator[Metric]:
-        """The metrics of each worker, with one series per worker.
-
-        The quotient of the last two is actual over predicted batch time.
-        """
-
-        compared = [self._stats.compared[index] for index in range(len(workers))]
-        kinds: tuple[tuple[FamilyKind, Sequence[object], tuple[tuple[str, str, str], ...]], ...] = (
-            (GaugeMetricFamily, workers, _WORKER_GAUGES),
-            (CounterMetricFamily, compared, _WORKER_COUNTERS),
-        )
-        for kind, found, metrics in kinds:
-            for name, text, attribute in metrics:
-                values = {str(worker): getattr(one, attribute) for worker, one in enumerate(found)}
-                yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
+            yield family_of(CounterMetricFamily, name, text, labels, getattr(stats, attribute))
+        limited = "Connections and bodies that got 429 or a reset because of a client's share."
+        sums = "Sums over slices: measured time, predicted time, arrivals, and their products."
+        for name, text, label, values in (
+            ("llmctl_requests", "Requests that ended, and how.", "finish_reason", stats.ended),
+            ("llmctl_client_limited", limited, "limit", stats.share_refusals),
+            ("llmctl_slice_sums", sums, "of", stats.slice_sums),
+        ):
+            yield by_label(CounterMetricFamily, name, text, labels, label, values)
+        compared = [stats.compared[index] for index in range(len(now.workers))]
+        yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
+        yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         """The usage of each key of a keys file, with one series per name."""
@@ -197,7 +176,8 @@ _COUNTERS = (
         "reporting_s",
     ),
 )
-# Of workers: name, help text and attribute.
+# Of workers: name, help text and attribute. The quotient of the counters is actual over predicted
+# batch time.
 _WORKER_GAUGES = (
     ("load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
     ("requests_running", "Requests in a worker.", "rows"),
@@ -235,6 +215,17 @@ _VLLM_HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds": ("e2e", "As llmctl_e2e_seconds."),
     "vllm:request_queue_time_seconds": ("queue", "As llmctl_queue_seconds."),
 }
+
+
+def _of_workers(
+    kind: FamilyKind,
+    labels: Labels,
+    metrics: Sequence[tuple[str, str, str]],
+    workers: Sequence[object],
+) -> Iterator[Metric]:
+    for name, text, attribute in metrics:
+        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(workers)}
+        yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
 
 
 def family_of(kind: FamilyKind, name: str, text: str, labels: Labels, value: float) -> Metric:
