@@ -50,7 +50,7 @@ from toolkit.serve.generation import (
     json_response,
     unknown_model,
 )
-from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge, in_thread
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.status import DATA, PAGE, Status, failure, gauges, state
 
@@ -76,25 +76,24 @@ def make_app(
     driver: Driver,
     tokenizer: Tokenizer,
     settings: FrontSettings,
-    status: Status | None = None,
-    keyring: Keyring | None = None,
-    read_large: ReadLarge | None = None,
+    keyring: Keyring,
+    read_large: ReadLarge,
+    status: Status | None,
 ) -> ASGIApp:
     """The ASGI application over a driver that the caller starts and stops.
 
     Args:
         driver: serves the requests.
         tokenizer: the model's.
-        settings: names, limits and keys.
+        settings: names and limits.
+        keyring: the accepted keys, which may be replaced at any time.
+        read_large: reads large bodies without blocking the event loop.
         status: the status page, if there should be one.
-        keyring: the accepted keys, which may be replaced at any time; by default the settings'.
-        read_large: reads large bodies; by default in a thread.
     """
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_bug)
-    keyring = keyring or Keyring(settings.api_key, settings.keys)
     routes = Routes(driver, tokenizer, settings, keyring, read_large)
     for path, endpoint, methods in (
         ("/v1/completions", routes.completions, ["POST"]),
@@ -133,12 +132,12 @@ class Routes:
         tokenizer: Tokenizer,
         settings: FrontSettings,
         keyring: Keyring,
-        read_large: ReadLarge | None,
+        read_large: ReadLarge,
     ) -> None:
         self._driver = driver
         self._settings = settings
         self._reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
-        self._read_large = read_large or in_thread(self._reader)
+        self._read_large = read_large
         self._generation = Generation(driver, tokenizer, settings, self._reader)
         self._document = document(settings)
         self._created = int(time.time())

@@ -42,15 +42,6 @@ TRIM_BYTES = 1 << 20  # after a larger body the process returns memory to the sy
 ReadLarge = Callable[[str, bytes], Awaitable[Any]]
 
 
-def in_thread(reader: BodyReader) -> ReadLarge:
-    """Read in a thread instead of a helper. It blocks other requests while it parses."""
-
-    async def read(kind: str, body: bytes) -> Any:
-        return await asyncio.to_thread(getattr(reader, kind), body)
-
-    return read
-
-
 class ReadingProcess:
     """The process, seen from the server. It starts with the first body, and again if it has died.
 

@@ -115,6 +115,7 @@ class Launch:
     settings: FrontSettings
     host: str
     port: int
+    access: Callers = ("", ())  # the one key, or several keys; without any everything is open
     insecure: bool = False
     limits: LatencyLimits = UNLIMITED
     client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
@@ -126,7 +127,7 @@ class Launch:
     on_foreign: OnForeign | None = None
     ray: str = ""
     room_timeout_s: float = 60.0
-    # The files of the settings' keys, if they may change while the server runs.
+    # The file of the keys, if it may change while the server runs.
     callers: server.WatchedFiles[Callers] | None = None
     certificate: server.WatchedFiles[SSLContext] | None = None  # None: no TLS
     manager: Manager = field(default_factory=Manager)  # gets health reports
@@ -146,7 +147,8 @@ def launch(
     """
     if not order.ray:
         require_gpu(kind.recipe for kind in order.plan.kinds)
-    server.check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
+    asks_key = any(order.access)
+    server.check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
     with ExitStack() as stack:
         listener = stack.enter_context(server.listen(order.host, order.port))
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
@@ -161,11 +163,11 @@ def launch(
         driver = _driver(order, workers, events, requests)
         facts = facts_of(order.plan, order.settings.model)
         status = Status(driver, facts) if order.settings.status_page else None
-        keyring = Keyring(order.settings.api_key, order.settings.keys)
-        local = server.is_loopback(order.host) and not order.settings.asks_key
+        keyring = Keyring(*order.access)
+        local = server.is_loopback(order.host) and not asks_key
         settings = replace(order.settings, local_hosts_only=local)
         helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        app = make_app(driver, tokenizer, settings, status, keyring, helper)
+        app = make_app(driver, tokenizer, settings, keyring, helper, status)
         followed, tls = server.followed_files(order.callers, keyring.renew, order.certificate)
         gc.collect()
         # Imported objects stay: no later collection should pause all streams to walk over them.
