@@ -1,10 +1,8 @@
 """The HTTP surface: OpenAI's routes, health, metrics, and the OpenAPI document that describes them.
 
-`make_app` builds the ASGI application. Each method of `Routes` reads a form, makes one call, and
-writes the response. `document` returns the OpenAPI document for client generators and fuzzers: the
-schemas of requests are those of the forms, with this server's own limits. A schema cannot state
-everything (a prompt's length in tokens, one parameter against another); such errors get a 400
-response that names them.
+`document` returns the OpenAPI document for client generators and fuzzers: the schemas of requests
+are those of the forms, with this server's own limits. A schema cannot state everything (a prompt's
+length in tokens, one parameter against another); such errors get a 400 response that names them.
 """
 
 from __future__ import annotations
@@ -36,7 +34,9 @@ from toolkit.serve.forms import (
     DetokenizeForm,
     GenerationForm,
     Message,
+    array,
     harmless_values,
+    read_form,
     read_json_bytes,
 )
 from toolkit.serve.generation import (
@@ -124,7 +124,7 @@ def make_app(
 
 
 class Routes:
-    """The route handlers, and what they share."""
+    """The route handlers. Each reads a form, makes one call, and writes the response."""
 
     def __init__(
         self,
@@ -211,10 +211,10 @@ class Routes:
         """The form of a request, and its prompts in tokens if the body was large."""
         body = await read_json_bytes(request, self._settings.max_body_bytes)
         if len(body) <= LARGE_BODY_BYTES:
-            return self._reader.form(form, body), None
+            return read_form(form, body), None
         self._generation.check_room()
-        read: tuple[GenerationFormT, Prompts] = await self._read_large(kind, body)
-        return read
+        form_and_prompts: tuple[GenerationFormT, Prompts] = await self._read_large(kind, body)
+        return form_and_prompts
 
     async def _translate(
         self, request: Request, kind: Literal["tokenize", "detokenize"]
@@ -232,7 +232,7 @@ class Routes:
         if not form.stream:
             return await json_response(exchange, request.receive)
         keepalive_s = self._settings.keepalive_s
-        return EventStream(exchange, include_usage=form.include_usage, keepalive_s=keepalive_s)
+        return EventStream(exchange, keepalive_s, include_usage=form.include_usage)
 
     def _model(self) -> dict[str, object]:
         return {
@@ -307,8 +307,7 @@ def _schemas(settings: FrontSettings) -> Json:
         token["maximum"] = settings.vocab_size - 1
     null: Json = {"type": "null"}
     model: Json = {"type": ["string", "null"]}
-    messages: Json = {"type": "array", "items": _ref("Message")}
-    messages |= {"minItems": 1, "maxItems": MAX_MESSAGES}
+    messages = array(_ref("Message"), MAX_MESSAGES)
     with_prompt = {"model": model, "prompt": {"type": "string"}, "messages": null}
     with_messages = {"model": model, "prompt": null, "messages": messages}
     prompt_or_messages = [

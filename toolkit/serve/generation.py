@@ -1,16 +1,11 @@
 """From a validated form to submitted requests, and from their replies to a response.
 
-`Generation` checks limits, tokenizes prompts, and submits one request per prompt and choice. It
-refuses what it can before the work is done: a full queue before tokenizing. It submits all choices
-of a request or none.
+`Generation` submits one request per prompt and choice, all choices of a request or none. It refuses
+what it can before the work is done: a full queue before tokenizing.
 
-`json_response` and `EventStream` write the response: one JSON body when all choices have ended, or
-a stream of server-sent events. Both cancel the requests when the client disconnects. An event
-carries everything that arrived since the last one, so a slow reader gets fewer and larger events. A
-reader that stops is disconnected by `toolkit.serve.http`.
-
-`CompletionFormat` and `ChatFormat` write the JSON objects of the two endpoints, by the same
-methods. Their structs mirror OpenAI's objects.
+`json_response` and `EventStream` write the response, and cancel the requests when the client
+disconnects. An event carries everything that arrived since the last one, so a slow reader gets
+fewer and larger events. A reader that stops is disconnected by `toolkit.serve.http`.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -79,7 +74,7 @@ class Generation:
         self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, keyed)
         prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
         limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
-        return self._submit(form, prompts, limits, CompletionFormat(*self._head("cmpl")), keyed)
+        return self._submit(form, prompts, limits, CompletionFormat(self._settings.model), keyed)
 
     def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
         """As `completion`, for a chat. `prompts` has one element."""
@@ -87,7 +82,7 @@ class Generation:
         self._admit(form, 1, max_tokens, keyed)
         prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
         limits = [self._limit(len(prompts[0]), max_tokens, self._settings.max_new_tokens)]
-        return self._submit(form, prompts, limits, ChatFormat(*self._head("chatcmpl")), keyed)
+        return self._submit(form, prompts, limits, ChatFormat(self._settings.model), keyed)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -135,16 +130,12 @@ class Generation:
                 headers["Connection"] = "close"
             raise ApiError(text, status=503, code="unavailable", headers=headers)
 
-    def _head(self, prefix: str) -> tuple[str, int, str]:
-        """The id of a response, when it was created, and the model."""
-        return f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
-
     def _submit(
         self,
         form: GenerationForm,
         prompts: Prompts,
         limits: Sequence[int],
-        shape: CompletionFormat | ChatFormat,
+        shape: CompletionFormat,
         keyed: KeyedRequest,
     ) -> Exchange:
         """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
@@ -241,7 +232,7 @@ class Exchange:
     """A submitted request: the source of its text, the format of its response, and its cancel."""
 
     reply: Reply
-    shape: CompletionFormat | ChatFormat
+    shape: CompletionFormat
     prompt_tokens: int
     cancel: Callable[[], None]  # has no effect on choices that have ended
 
@@ -298,13 +289,13 @@ class EventStream(Response):
 
     Args:
         exchange: the request to answer.
-        include_usage: every chunk carries `usage: null`, and a last one without choices the usage.
         keepalive_s: a comment is sent after this many seconds without new output.
+        include_usage: every chunk carries `usage: null`, and a last one without choices the usage.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, *, include_usage: bool, keepalive_s: float) -> None:
+    def __init__(self, exchange: Exchange, keepalive_s: float, *, include_usage: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
@@ -323,22 +314,20 @@ class EventStream(Response):
                 failed = next((delta.failure for delta in deltas if delta.failure), "")
                 if failed:
                     left = 0
-                    events = b"".join(self._event(delta) for delta in deltas if delta.tokens)
-                    events += b"data: " + error_body(request_failed(failed)) + b"\n\n" + DONE
+                    events = [self._chunk(delta) for delta in deltas if delta.tokens]
+                    events.append(error_body(request_failed(failed)))
                 else:
                     left -= sum(bool(delta.finish) for delta in deltas)
                     tokens += sum(delta.tokens for delta in deltas)
-                    events = b"".join(map(self._event, deltas)) or STILL_WAITING
-                    if not left:
-                        if self._include_usage:
-                            last = exchange.shape.last_chunk(exchange.usage(tokens))
-                            events += b"data: " + last + b"\n\n"
-                        events += DONE
-                await send({"type": "http.response.body", "body": events, "more_body": left > 0})
+                    events = [self._chunk(delta) for delta in deltas]
+                    if not left and self._include_usage:
+                        events.append(exchange.shape.last_chunk(exchange.usage(tokens)))
+                body = b"".join([b"data: %b\n\n" % event for event in events]) or STILL_WAITING
+                body += b"" if left else DONE
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
-    def _event(self, delta: Delta) -> bytes:
-        usage = None if self._include_usage else UNSET
-        return b"data: " + self._exchange.shape.chunk(delta, usage) + b"\n\n"
+    def _chunk(self, delta: Delta) -> bytes:
+        return self._exchange.shape.chunk(delta, None if self._include_usage else UNSET)
 
 
 _encode = msgspec.json.Encoder().encode
@@ -382,6 +371,9 @@ class ChatDeltaChoice(Struct, frozen=True):
     logprobs: None = None
 
 
+AnyChoice = TextChoice | ChatChoice | ChatDeltaChoice
+
+
 class Completion(Struct, frozen=True):
     """The object of both endpoints: a whole response or a chunk of a stream."""
 
@@ -389,65 +381,57 @@ class Completion(Struct, frozen=True):
     object: str
     created: int
     model: str
-    choices: Sequence[TextChoice | ChatChoice | ChatDeltaChoice]
-    usage: Usage | UnsetType | None = UNSET
+    choices: Sequence[AnyChoice]
+    usage: Usage | UnsetType | None
 
 
-@dataclass(slots=True, frozen=True)
-class ResponseHead:
-    """The fields that all objects of a response share."""
+class CompletionFormat:
+    """The JSON objects of a response of /v1/completions."""
 
-    id: str
-    created: int
-    model: str
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def encode(
-        self,
-        kind: str,
-        choices: Sequence[TextChoice | ChatChoice | ChatDeltaChoice],
-        usage: Usage | UnsetType | None,
-    ) -> bytes:
-        """An object of the response as JSON."""
-        return _encode(Completion(self.id, kind, self.created, self.model, choices, usage))
-
-
-class CompletionFormat(ResponseHead):
-    """/v1/completions."""
-
-    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
-        choice = TextChoice(delta.index, delta.text, delta.finish or None)
-        return self.encode("text_completion", [choice], usage)
-
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self.encode("text_completion", [], usage)
+    def __init__(self, model: str) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created, self._model = int(time.time()), model
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        texts = [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices]
-        return self.encode("text_completion", texts, usage)
+        return self._object(self.kind, [self._choice(choice) for choice in choices], usage)
+
+    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
+        return self._object(self.chunk_kind, [self._chunk_choice(delta)], usage)
+
+    def last_chunk(self, usage: Usage) -> bytes:
+        return self._object(self.chunk_kind, [], usage)
+
+    def _choice(self, choice: Delta) -> AnyChoice:
+        return TextChoice(choice.index, choice.text, choice.finish or None)
+
+    def _chunk_choice(self, delta: Delta) -> AnyChoice:
+        return self._choice(delta)
+
+    def _object(
+        self, kind: str, choices: Sequence[AnyChoice], usage: Usage | UnsetType | None
+    ) -> bytes:
+        return _encode(Completion(self.id, kind, self._created, self._model, choices, usage))
 
 
-@dataclass(slots=True, frozen=True)
-class ChatFormat(ResponseHead):
-    """/v1/chat/completions.
+class ChatFormat(CompletionFormat):
+    """The JSON objects of a response of /v1/chat/completions.
 
     A choice's first chunk carries the role with the first text, because clients count the first
     chunk as the first token.
     """
 
-    _begun: set[int] = field(default_factory=set)
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self._begun: set[int] = set()  # choices
+
+    def _choice(self, choice: Delta) -> AnyChoice:
+        return ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
+
+    def _chunk_choice(self, delta: Delta) -> AnyChoice:
         role = UNSET if delta.index in self._begun else "assistant"
         self._begun.add(delta.index)
-        choice = ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
-        return self.encode("chat.completion.chunk", [choice], usage)
-
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self.encode("chat.completion.chunk", [], usage)
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        messages = [
-            ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
-            for choice in choices
-        ]
-        return self.encode("chat.completion", messages, usage)
+        return ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
