@@ -158,12 +158,7 @@ _PART: JsonSchemaValue = {
     "required": ["type", "text"],
 }
 PROMPT_SCHEMA: JsonSchemaValue = {
-    "anyOf": [
-        _TEXT,
-        array(_TEXT, MAX_PROMPTS),
-        array(_TOKEN),
-        array(array(_TOKEN), MAX_PROMPTS),
-    ]
+    "anyOf": [_TEXT, array(_TEXT, MAX_PROMPTS), array(_TOKEN), array(array(_TOKEN), MAX_PROMPTS)]
 }
 STOP_SCHEMA: JsonSchemaValue = {
     "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]
