@@ -24,7 +24,6 @@ from msgspec import Raw
 from toolkit.serve.errors import ApiError
 
 ID_BITS = 53
-BLOCKS = "blocks"  # the first word of a job about a body
 
 
 class BlockedPrompt(NamedTuple):
@@ -62,7 +61,7 @@ def prompt_content(body: bytes) -> list[int] | bytes | None:
 
 
 def blocks_of_prompt(
-    body: bytes, prompt_tokens: int, key: bytes, block_tokens: int, block_bytes: int
+    body: bytes, key: bytes, prompt_tokens: int, block_tokens: int, block_bytes: int
 ) -> BlockedPrompt | None:
     """The ids of the prompt in a body, one for every `block_tokens` of its `prompt_tokens`.
 
@@ -94,7 +93,10 @@ def _pieces(content: bytes, size: int) -> Iterator[bytes]:
 
 
 class PromptBlocks:
-    """The ids of the prompts of one recording. `ask` answers a job about a body by `answer_job`."""
+    """The ids of the prompts of one recording.
+
+    `ask` returns the result of `blocks_of_prompt` in msgpack, for its three numbers and a body.
+    """
 
     def __init__(self, block_tokens: int, ask: Callable[[str, bytes], Awaitable[bytes]]) -> None:
         self._block_tokens, self._ask = block_tokens, ask
@@ -103,22 +105,15 @@ class PromptBlocks:
     async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:
         """The ids of a request's prompt; None where they cannot be known."""
         while True:
-            job = f"{BLOCKS} {prompt_tokens} {self._block_tokens} {self._block_bytes}"
+            job = f"{prompt_tokens} {self._block_tokens} {self._block_bytes}"
             try:
-                answered = await self._ask(job, body)
+                answer = await self._ask(job, body)
             except ApiError:  # too many bodies wait to be read
                 return None
-            found = msgspec.msgpack.decode(answered, type=BlockedPrompt | None)
-            if found is None:
+            prompt = msgspec.msgpack.decode(answer, type=BlockedPrompt | None)
+            if prompt is None:
                 return None
-            self._block_bytes = self._block_bytes or found.block_bytes
-            if found.block_bytes in (0, self._block_bytes):
-                return found.ids
+            self._block_bytes = self._block_bytes or prompt.block_bytes
+            if prompt.block_bytes in (0, self._block_bytes):
+                return prompt.ids
             # Another request was the first to be counted meanwhile: cut this one as that one.
-
-
-def answer_job(job: str, body: bytes, key: bytes) -> bytes:
-    """The answer to a job of `PromptBlocks`."""
-    prompt_tokens, block_tokens, block_bytes = map(int, job.split()[1:])
-    found = blocks_of_prompt(body, prompt_tokens, key, block_tokens, block_bytes)
-    return msgspec.msgpack.encode(found)
