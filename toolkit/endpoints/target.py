@@ -1,9 +1,7 @@
 """A server as a target: how to trust it, find it, talk to it, and read its metrics.
 
-Order: TLS certificates (`trust`, `verify`); `find_target`, with `get` and `post`; `learn`, which
-finds the fields that the server accepts (its `Dialect`); `scrape` for /metrics; `look`, a short
-report on health, readiness and load. Nothing here turns certificate verification off. The system's
-authorities are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others.
+Nothing here turns certificate verification off. The system's authorities are OpenSSL's:
+SSL_CERT_FILE and SSL_CERT_DIR name others.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
+OK, NOT_FOUND, NOT_READY = 200, 404, 503
 KEY_REFUSED = (401, 403)
-NOT_READY = 503
 NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
 KEY_VARIABLE = "LLMCTL_API_KEY"
 REPLICA_METRICS = "/replicas/metrics"  # of all replicas of a front, with their URLs as a label
@@ -173,7 +171,7 @@ class FrontState(msgspec.Struct):
 
     @property
     def up(self) -> list[FrontReplica]:
-        return [each for each in self.replicas if each.state == "up"]
+        return [replica for replica in self.replicas if replica.state == "up"]
 
 
 def front_state(target: Target) -> FrontState:
@@ -227,7 +225,7 @@ def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, byt
 def get(target: Target, path: str) -> bytes:
     """The body of the answer. Raises `InputError` if there is none, or its status is not 200."""
     answer = _answer(target, path)
-    if answer.status_code != 200:
+    if answer.status_code != OK:
         raise refusal(target, path, answer.status_code, answer.content)
     return answer.content
 
@@ -354,11 +352,15 @@ FULL = Dialect()
 
 class TargetUsage(msgspec.Struct):
     prompt_tokens: int
-    completion_tokens: int
+
+
+class AnswerChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
 
 
 class Answer(msgspec.Struct):
-    usage: TargetUsage
+    usage: TargetUsage | None = None
+    choices: list[AnswerChoice] = []
 
 
 def learn(target: Target) -> Dialect:
@@ -373,7 +375,7 @@ def learn(target: Target) -> Dialect:
         dialect = Dialect(*fields)
         prompt = dialect.prompt(np.random.default_rng(0), 8, 64)
         status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1))
-        if status == 200:
+        if status == OK:
             return dialect if dialect.token_ids else _calibrated(target, dialect)
         if status not in REFUSED:
             first = status, body
@@ -381,14 +383,6 @@ def learn(target: Target) -> Dialect:
         first = first or (status, body)
     assert first
     raise refusal(target, COMPLETIONS, *first, "llmctl needs a server of text completions")
-
-
-class AnswerChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-
-
-class AnswerWithIds(msgspec.Struct):
-    choices: list[AnswerChoice]
 
 
 def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
@@ -399,12 +393,17 @@ def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
         return dialect
     fuller = replace(dialect, answer_ids=True)
     fields = fuller.request(target.model, [1], 1, stream=False, keep=True)
+    _, answer = _complete(target, fields)
+    return fuller if answer.choices and answer.choices[0].token_ids else dialect
+
+
+def _complete(target: Target, fields: dict[str, object]) -> tuple[int, Answer]:
+    """The status and the answer, which is empty if it is not OpenAI's."""
     status, body = post(target, COMPLETIONS, fields)
     try:
-        choices = msgspec.json.decode(body, type=AnswerWithIds).choices if status == 200 else []
+        return status, msgspec.json.decode(body, type=Answer) if status == OK else Answer()
     except msgspec.DecodeError:
-        return dialect
-    return fuller if choices and choices[0].token_ids else dialect
+        return status, Answer()
 
 
 def _calibrated(target: Target, dialect: Dialect) -> Dialect:
@@ -421,16 +420,13 @@ def _calibrated(target: Target, dialect: Dialect) -> Dialect:
 
 def _counted(target: Target, dialect: Dialect, words: int) -> int:
     prompt = dialect.prompt(np.random.default_rng(words), words, 0)
-    status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1, stream=False))
-    try:
-        if status == 200:
-            return msgspec.json.decode(body, type=Answer).usage.prompt_tokens
-    except msgspec.DecodeError:
-        pass
-    raise InputError(
-        f"{target.url}: HTTP {status} without usage for {words} words",
-        "a server must count its tokens",
-    )
+    status, answer = _complete(target, dialect.request(target.model, prompt, 1, stream=False))
+    if answer.usage is None:
+        raise InputError(
+            f"{target.url}: HTTP {status} without usage for {words} words",
+            "a server must count its tokens",
+        )
+    return answer.usage.prompt_tokens
 
 
 class CacheCounts(NamedTuple):
@@ -496,7 +492,6 @@ def parsed_metrics(text: str) -> list[Metric]:
 
 
 LOOK_TIMEOUT_S = 5.0
-OK, NOT_FOUND = 200, 404
 RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
 WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
 KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # both are shares, from 0 to 1
@@ -538,16 +533,11 @@ class Look:
     @property
     def ended(self) -> dict[str, int]:
         """The number of ended requests so far, by finish reason."""
-        found = [self.by_label(name, label) for name, label in ENDED]
-        return {reason: int(count) for reason, count in next(filter(None, found), {}).items()}
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of a metric by one of its labels."""
-        return {
-            metric.labels.get(label, ""): metric.value
-            for metric in self.metrics
-            if metric.name == name
-        }
+        for name, label in ENDED:
+            shown = [metric for metric in self.metrics if metric.name == name]
+            if shown:
+                return {metric.labels.get(label, ""): int(metric.value) for metric in shown}
+        return {}
 
 
 def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:

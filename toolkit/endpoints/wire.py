@@ -1,18 +1,15 @@
 """HTTP/1.1 on the wire, as asyncio protocols over httptools' parser, for little CPU per event.
 
 `Upstream` is a proxy's client: it passes requests on to one server, and the answers come back byte
-for byte. Nothing is decoded or followed: compression and redirects are between the client and the
-server. Its connections (`Link`) are kept and reused, so that a request does not pay for a
-handshake. Requests go out as bytes and answers come back in pieces as they arrive. With httpx and
-h11 an event of a stream costs 130 us of CPU (`benchmarks/serving/record_proxy.py`). Pieces that
-arrive before the last one was read are merged. When more than `MAX_HELD_BYTES` of an answer is
-held, reading from the server pauses.
+for byte, in pieces as they arrive. Nothing is decoded or followed: compression and redirects are
+between the client and the server. Pieces that arrive before the last one was read are merged. When
+more than `MAX_HELD_BYTES` of an answer is held, reading from the server pauses. With httpx and h11
+an event of a stream costs 130 us of CPU (`benchmarks/serving/record_proxy.py`).
 
-`StreamCall` is one streaming request of the load generator, on its own connection, which notes the
-times of its tokens in a `Sample`. The load generator shares the machine with the server that it
-measures: it costs 16 us of CPU per token with uvloop, against 460 us with httpx and 39 us with h11
-(200 streams at once; docs/how-to/measure.md). It reads OpenAI's event streams only: no redirects,
-no compression, no keep-alive. `ClientConnection` builds the requests and sends them.
+`StreamCall` is one streaming request of the load generator, which shares the machine with the
+server that it measures: it costs 16 us of CPU per token with uvloop, against 460 us with httpx and
+39 us with h11 (200 streams at once; docs/how-to/measure.md). It reads OpenAI's event streams only:
+no redirects, no compression, no keep-alive.
 """
 
 from __future__ import annotations
@@ -166,8 +163,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        if self._has_head and self._ends_with_connection and exc is None:
-            self._complete = True
+        self._complete |= self._has_head and self._ends_with_connection and exc is None
         self._event.set()
 
     # httptools' callbacks
@@ -222,11 +218,7 @@ class UpstreamAnswer:
         return self._link.body(self._upstream.silence_s)
 
     async def close(self) -> None:
-        """Release the connection.
-
-        If the answer was not read to its end the connection is closed, which tells the server to
-        stop.
-        """
+        """Release the connection. It closes if the answer was not read to its end."""
         self._upstream.release(self._link)
 
 
