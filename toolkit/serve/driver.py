@@ -1,12 +1,8 @@
 """Drive the scheduler on the real clock: move requests, batches and tokens on one asyncio loop.
 
 The scheduler makes all decisions. `Driver` reports events to it, starts the batches that it returns
-and passes tokens to clients as they arrive. `WorkerActivity` sends batches to the workers and turns
-their events into tokens of requests and results for the scheduler. `ResidentRows` maps requests to
-the row numbers of one worker that keeps its rows between rounds.
-
-The driver keeps each request's tokens, so a request that lost its slice continues after the last
-token that its client has seen. Nothing here waits for a client.
+and passes tokens to clients as they arrive. It keeps each request's tokens, so a request that lost
+its slice continues after the last token that its client has seen. Nothing here waits for a client.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from toolkit.engines.protocol import FinishReason, Round, RoundOutput
@@ -100,6 +96,7 @@ class Driver:
         self._accept = accept
         self._active = ActiveRequests(stats, self.forecast, self._ended)
         self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
+        self.flights = self._activity.flights  # the batch that each worker runs now
         self._start_s = 0.0
         self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -108,11 +105,6 @@ class Driver:
     def now_s(self) -> float:
         """Seconds since `start`. The loop's own clock has a resolution of 1 ms on uvloop."""
         return time.monotonic() - self._start_s
-
-    @property
-    def flights(self) -> dict[int, InFlightBatch]:
-        """The batch that each worker runs now."""
-        return self._activity.flights
 
     def silent(self) -> list[SilentWorker]:
         """Workers that take longer than their work should take."""
@@ -148,20 +140,14 @@ class Driver:
         Requests that have not ended by then fail. Returns how many failed.
         """
         self.state = "draining"
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._active.empty.wait(), timeout_s)
-        except TimeoutError:
-            late = list(self._active.by_id.values())
-            for active in late:
-                self._fail(active, SHUTTING_DOWN)
-            return len(late)
-        return 0
+        return self._fail_all()
 
     async def stop(self) -> None:
         """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
-        for active in list(self._active.by_id.values()):
-            self._fail(active, SHUTTING_DOWN)
+        self._fail_all()
         for handle in (self._next_tick, self._wake):
             if handle:
                 handle.cancel()
@@ -210,6 +196,12 @@ class Driver:
         self._activity.cancel_row(active)
         self._active.end(active, "cancelled")
         self._tick_later()
+
+    def _fail_all(self) -> int:
+        left = list(self._active.by_id.values())
+        for active in left:
+            self._fail(active, SHUTTING_DOWN)
+        return len(left)
 
     def _fail(self, active: ActiveRequest, reason: str) -> None:
         self.scheduler.cancel(active.request.request_id, self.now_s)
@@ -385,13 +377,12 @@ class WorkerActivity:
             worker, follows = batch.worker, batch.worker in self._just_freed
             requests = tuple(self._find(job.request_id) for job in batch.jobs)
             started += requests
+            flight = self.flights[worker] = InFlightBatch(batch, follows, submitted)
             if batch.keep_cache:
-                self.flights[worker] = InFlightBatch(batch, (), [], follows, submitted)
                 plan = self._resident[worker].begin(batch, self._find)
                 self._workers.run_round(worker, batch.batch_id, plan, batch.estimated_s)
                 continue
-            flight = InFlightBatch(batch, requests, [0] * len(requests), follows, submitted)
-            self.flights[worker] = flight
+            flight.requests, flight.received = requests, [0] * len(requests)
             for active in requests:
                 active.flight = flight
             rows = [active.row() for active in requests]
@@ -426,7 +417,7 @@ class WorkerActivity:
         return output
 
     def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[RowOutput]]:
-        """A slice has ended. Returns it, and the tokens that had not arrived before."""
+        """Returns the slice that has ended, and the tokens that had not arrived before."""
         flight = self._take(event.worker)
         for active in flight.requests:
             active.flight = None
@@ -438,7 +429,7 @@ class WorkerActivity:
         ]
 
     def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
-        """A round has ended, and all its tokens have arrived. Returns it and its result."""
+        """Returns the round that has ended, and its result. All its tokens have arrived."""
         flight, resident = self._take(event.worker), self._resident[event.worker]
         if event.output is None:
             return flight, resident.crashed(flight.batch)

@@ -2,10 +2,7 @@
 
 `Reply` hands text from the driver, which writes it, to the response, which reads it. A reply merges
 what arrives between two reads, so it holds at most the text of its choices: a slow reader costs
-memory that `max_tokens` bounds, and never blocks the driver. `TextOutput` turns tokens into the
-text that a client may see, and cuts it at the first stop string. `ActiveRequest` is one choice in
-the driver, `InFlightBatch` a batch on a worker, and `ActiveRequests` holds all requests that have
-not ended: it delivers tokens and counts latencies.
+memory that `max_tokens` bounds, and never blocks the driver.
 """
 
 from __future__ import annotations
@@ -249,10 +246,10 @@ class InFlightBatch:
     """
 
     batch: Batch
-    requests: tuple[ActiveRequest, ...]
-    received: list[int]
     follows: bool  # it was sent as soon as the worker's last batch had ended
     submitted_before: int  # requests that had been submitted when it started
+    requests: tuple[ActiveRequest, ...] = ()
+    received: list[int] = field(default_factory=list)
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
