@@ -236,7 +236,7 @@ class Keyring:
         self._accounts: dict[str, Account] = {}  # by name, of removed keys too
         self.replace(api_key, keys)
 
-    def replace(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+    def replace(self, api_key: str, keys: Sequence[ApiKey]) -> None:
         """Accept these keys from now on, and no others.
 
         A name that stays, or returns, keeps its usage. Accepted requests are answered to their end.

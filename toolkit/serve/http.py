@@ -237,11 +237,11 @@ class HttpServer:
 
         Returns whether there was one.
         """
-        inactive = (found for found in chain(self.idle, self.heads) if found in connections)
-        oldest = next(inactive, None)
-        if oldest is not None:
-            oldest.abort()
-        return oldest is not None
+        for connection in chain(self.idle, self.heads):
+            if connection in connections:
+                connection.abort()
+                return True
+        return False
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection that is closed, or is about to be."""

@@ -1,10 +1,6 @@
 """HTTP/1.1 messages: parse requests, and frame the responses of an ASGI application.
 
-`RequestParser` turns bytes into requests. It does no I/O: its connection feeds it bytes, and gets
-each request's head and body by callbacks. llhttp (through httptools) parses; the bounds
-on sizes are here. `HttpExchange` is one request and its response, as the application sees them: it
-gives the application the body, and frames what the application sends. `error_message` is a whole
-response for a request that does not reach the application.
+llhttp (through httptools) parses; the bounds on sizes are here.
 """
 
 from __future__ import annotations
@@ -50,8 +46,9 @@ class RequestRefusedError(Exception):
 class RequestParser:
     """Parses the requests of one connection, within bounds on the sizes of head and body.
 
-    The connection's methods `head_begun`, `head_complete`, `body_received` and `body_complete` may
-    raise `RequestRefusedError`.
+    It does no I/O: its connection feeds it bytes, and gets each request's parts by the methods
+    `head_begun`, `head_complete`, `body_received` and `body_complete`, which may raise
+    `RequestRefusedError`.
     """
 
     def __init__(self, connection: Connection, limits: WireLimits) -> None:
@@ -175,7 +172,7 @@ class RequestParser:
 
 
 class HttpExchange:
-    """One request and its response, as the application sees them."""
+    """One request and its response: gives the application the body, and frames what it sends."""
 
     def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
         self.scope = scope

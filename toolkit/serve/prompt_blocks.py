@@ -5,14 +5,15 @@ A block's id is a keyed hash of its content and of the id before it (a chain), c
 every JSON reader holds exactly. The key is random, made for one recording, and never stored, so
 nothing can be looked up in the ids, also not by trying texts.
 
-A prompt of token ids is cut into blocks of tokens. Of text the recorder does not know the tokens.
-It takes the prompt, or of a chat the tools and the messages as the client wrote them, as bytes, and
-cuts these into blocks of as many bytes as a block of tokens had in the first text that the server
-counted. Each prompt gets as many ids as its counted tokens make.
+A prompt of token ids is cut into blocks of tokens. The tokens of a text are unknown: the bytes of
+the prompt, or of a chat's tools and messages as the client wrote them, are cut into blocks of as
+many bytes as a block of tokens had in the first text that the server counted. Each prompt gets as
+many ids as its counted tokens make.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from hashlib import blake2b
@@ -42,19 +43,17 @@ class _Prompt(msgspec.Struct):
 def prompt_content(body: bytes) -> list[int] | bytes | None:
     """The tokens or the text of a request's only prompt; None where there is no such prompt."""
     try:
-        found = msgspec.json.decode(body, type=_Prompt)
+        request = msgspec.json.decode(body, type=_Prompt)
     except (msgspec.DecodeError, RecursionError):
         return None
-    match found.prompt:
+    match request.prompt:
         case None:
-            parts = [] if bytes(found.tools) == b"null" else [found.tools]
-            content = b"\n".join(map(bytes, [*parts, *(found.messages or ())]))
-        case str(text):
-            content = text.encode(errors="surrogatepass")
-        case [str(text)]:
+            parts = [] if bytes(request.tools) == b"null" else [request.tools]
+            content = b"\n".join(map(bytes, [*parts, *(request.messages or ())]))
+        case str(text) | [str(text)]:
             content = text.encode(errors="surrogatepass")
         case [int(), *_]:
-            return [token for token in found.prompt if isinstance(token, int)]
+            return [token for token in request.prompt if isinstance(token, int)]
         case _:
             return None
     return content or None
@@ -71,7 +70,6 @@ def blocks_of_prompt(
     content = prompt_content(body)
     if content is None or prompt_tokens < 1:
         return None
-    wanted = -(-prompt_tokens // block_tokens)
     if isinstance(content, bytes):
         block_bytes = block_bytes or max(round(len(content) * block_tokens / prompt_tokens), 1)
         pieces = _pieces(content, block_bytes)
@@ -81,7 +79,7 @@ def blocks_of_prompt(
         pieces = _pieces(array("q", content).tobytes(), 8 * block_tokens)
     ids: list[int] = []
     before = b""
-    for _ in range(wanted):
+    for _ in range(math.ceil(prompt_tokens / block_tokens)):
         # Behind the content the chain goes on: a longer prompt has other ids there.
         before = blake2b(before + next(pieces, b""), digest_size=16, key=key).digest()
         ids.append(int.from_bytes(before[:8], "big") >> (64 - ID_BITS))

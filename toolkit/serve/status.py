@@ -6,12 +6,9 @@ elsewhere cannot read it through a browser: nothing here allows other origins, a
 `toolkit.serve.access` refuses a Host that is a name other than `localhost`, which its owner may
 have pointed to this machine ("DNS rebinding").
 
-`StatusPage` has the two routes; `Status` is that of one engine, and the gateway has one of its own.
-`MetricHistory` keeps the last hour in bounded memory: a point every
-few seconds from what `Stats` counts anyway, percentiles of the last minute, and incidents.
-`failure`, `state` and `problem` say how the server is: /health is about the front alone, /ready
-about whether requests should be sent here. The server replaces a dead or hung worker itself, and
-its requests continue; a service manager that restarted the server for it would lose them.
+/health is about the front alone, /ready about whether requests should be sent here. The server
+replaces a dead or hung worker itself, and its requests continue; a service manager that restarted
+the server for it would lose them.
 """
 
 from __future__ import annotations
@@ -136,7 +133,7 @@ class StatusPage(ABC):
 
     @abstractmethod
     def _now(self) -> dict[str, Any]:
-        """What only this kind of server is_ours: its state, problem, uptime, workers and totals."""
+        """What this kind of server adds: its state, problem, uptime, workers and totals."""
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -287,7 +284,9 @@ INCIDENTS = (  # a counter of `Counts`, and what one and several mean
 
 
 class MetricHistory:
-    """The last hour of a server, in points. Call `sample` every `SAMPLE_S` seconds."""
+    """The last hour of a server, in bounded memory: points, percentiles of the last minute, and
+    incidents. Call `sample` every `SAMPLE_S` seconds.
+    """
 
     def __init__(
         self, stats: Stats, gauges: Callable[[], Gauges], now_s: Callable[[], float]
