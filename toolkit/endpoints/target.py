@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -503,28 +503,11 @@ ENDED = (
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """The state of a server, llmctl's own or vLLM's, at one moment.
+    """The state of a server, llmctl's own or vLLM's, at one moment."""
 
-    `healthy` and `ready` are None if the server did not answer. `metrics` is empty if /metrics
-    needs a key.
-    """
-
-    healthy: bool | None
-    ready: bool | None
-    metrics: list[Metric]
-    problem: str = "no answer"  # the state if `healthy` is None
-
-    @property
-    def state(self) -> str:
-        """The state in one or two words.
-
-        Loading and draining look alike from outside: both are healthy and not ready.
-        """
-        if self.healthy is None:
-            return self.problem
-        if not self.healthy:
-            return "unhealthy"
-        return "ready" if self.ready else "not ready"
+    state: str  # in one or two words
+    metrics: list[Metric] = field(default_factory=list)  # empty, too, if /metrics needs a key
+    answered: bool = True
 
     def total(self, *names: str) -> float | None:
         """As the module's `total`, of these metrics."""
@@ -550,10 +533,9 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
         trusted = verify(url, certificate)
         status = _status(f"{url}/health", trusted)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Look(None, None, [], "not trusted" if distrusted(error) else "no answer")
+        return Look("not trusted" if distrusted(error) else "no answer", answered=False)
     except InputError:  # the certificate's file is missing
-        return Look(None, None, [], "not trusted")
-    healthy = status == OK
+        return Look("not trusted", answered=False)
     try:
         metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
     except InputError:  # it stopped in between
@@ -562,7 +544,9 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
         ready = _status(f"{url}/ready", trusted)
     except httpx.HTTPError:
         ready = None
-    return Look(healthy, healthy if ready == NOT_FOUND else ready == OK, metrics)
+    # Loading and draining look alike from outside: both are healthy and not ready.
+    state = "ready" if ready in (OK, NOT_FOUND) else "not ready"
+    return Look(state if status == OK else "unhealthy", metrics)
 
 
 def _status(url: str, trusted: ssl.SSLContext | bool) -> int:

@@ -301,8 +301,7 @@ class KeyedRequest:
     def enter(self, scope: Scope) -> None:
         """Count the request. Raises `ApiError` if the key may not send one now."""
         account, bucket, now_s = self._account, self._account.requests, self._now_s()
-        wait_s = bucket.wait_s(1, now_s) if bucket else 0.0
-        if bucket and wait_s:
+        if bucket and (wait_s := bucket.wait_s(1, now_s)):
             text = f"sends at most {bucket.size} requests a minute"
             raise self._refusal("requests", text, wait_s)
         if account.running >= account.max_concurrent:
@@ -363,8 +362,7 @@ class KeyedRequest:
 
     def _check_tokens(self, tokens: int) -> None:
         bucket = self._account.tokens
-        wait_s = bucket.wait_s(tokens, self._now_s()) if bucket else 0.0
-        if bucket and wait_s:
+        if bucket and (wait_s := bucket.wait_s(tokens, self._now_s())):
             text = (
                 f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all "
                 f"choices together; this request may take {tokens}"

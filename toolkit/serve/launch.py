@@ -81,7 +81,7 @@ class Manager:
             manager.send(state.encode(), flags)
 
     async def report_health(self, healthy: Callable[[], bool]) -> None:
-        """Report twice per `watchdog_s` that the server is healthy. A blocked loop reports nothing."""
+        """Report health twice per `watchdog_s`, while there is any. A blocked loop reports none."""
         while self.watchdog_s:
             if healthy():
                 self.beat()
