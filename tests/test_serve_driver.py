@@ -25,7 +25,7 @@ def submit(
     driver: Driver, what: GenerationRequest, stops: tuple[str, ...] = ()
 ) -> tuple[ActiveRequest, Reply]:
     reply = Reply(1)
-    return driver.submit(what, TextOutput(ByteDetokenizer(), stops), reply, 0), reply
+    return driver.submit(what, TextOutput(ByteDetokenizer(), stops), reply), reply
 
 
 async def take(reply: Reply) -> Delta:

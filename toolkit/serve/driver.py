@@ -153,13 +153,8 @@ class Driver:
                 handle.cancel()
         await self._workers.stop()
 
-    def submit(
-        self, request: GenerationRequest, output: TextOutput, reply: Reply, index: int
-    ) -> ActiveRequest:
-        """Submit a request; its text goes to choice `index` of `reply`.
-
-        Raises `RefusedError` if it can never fit.
-        """
+    def submit(self, request: GenerationRequest, output: TextOutput, reply: Reply) -> ActiveRequest:
+        """Submit a request. Raises `RefusedError` if it can never fit."""
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
@@ -172,7 +167,7 @@ class Driver:
         if refusal:
             raise RefusedError(refusal.reason)
         self.stats.arrived += 1
-        active = ActiveRequest(request, output, reply, index, now_s, predicted)
+        active = ActiveRequest(request, output, reply, now_s, predicted)
         self._active.begin(active)
         if request.timeout_s < math.inf:
             loop = asyncio.get_running_loop()

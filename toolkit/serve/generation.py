@@ -169,8 +169,8 @@ class Generation:
                     min(form.timeout or math.inf, self._settings.request_timeout_s),
                 )
                 detokenizer = self._tokenizer.detokenizer()
-                output = TextOutput(detokenizer, form.stop, own.min_tokens)
-                choices.append(self._driver.submit(request, output, reply, index))
+                output = TextOutput(detokenizer, form.stop, own.min_tokens, index)
+                choices.append(self._driver.submit(request, output, reply))
         except RefusedError as error:
             cancel()
             choices.clear()
