@@ -234,7 +234,7 @@ def app_of(
     reader = BodyReader(ByteTokenizer(), settings.vocab_size, settings.max_model_len)
 
     async def read(kind: str, body: bytes) -> Any:
-        return await asyncio.to_thread(getattr(reader, kind), body)
+        return await asyncio.to_thread(reader.read, kind, body)
 
     return make_app(driver, ByteTokenizer(), settings, keyring or Keyring(), read, status)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -27,6 +27,7 @@ from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, ErrorBody, on_api_error, on_bug, on_http_exception
 from toolkit.serve.forms import (
+    FORMS,
     MAX_MESSAGES,
     BodyReader,
     ChatForm,
@@ -42,7 +43,6 @@ from toolkit.serve.forms import (
 from toolkit.serve.generation import (
     ChatChoice,
     EventStream,
-    Exchange,
     Generation,
     Prompts,
     TextChoice,
@@ -54,7 +54,6 @@ from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.status import DATA, PAGE, Status, failure, gauges, state
 
-GenerationFormT = TypeVar("GenerationFormT", bound=GenerationForm)
 Json = dict[str, Any]
 
 _REQUESTS = (CompletionForm, ChatForm, DetokenizeForm, Message)
@@ -153,14 +152,10 @@ class Routes:
         )
 
     async def completions(self, request: Request) -> Response:
-        form, prompts = await self._form(request, "completion", CompletionForm)
-        exchange = self._generation.completion(form, KeyedRequest.of(request.scope), prompts)
-        return await self._respond(request, form, exchange)
+        return await self._generate(request, "completion")
 
     async def chat_completions(self, request: Request) -> Response:
-        form, prompts = await self._form(request, "chat", ChatForm)
-        exchange = self._generation.chat(form, KeyedRequest.of(request.scope), prompts)
-        return await self._respond(request, form, exchange)
+        return await self._generate(request, "chat")
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -205,34 +200,28 @@ class Routes:
         """The OpenAPI document, with this server's limits."""
         return _json(self._document)
 
-    async def _form(
-        self, request: Request, kind: Literal["completion", "chat"], form: type[GenerationFormT]
-    ) -> tuple[GenerationFormT, Prompts | None]:
-        """The form of a request, and its prompts in tokens if the body was large."""
+    async def _generate(self, request: Request, kind: Literal["completion", "chat"]) -> Response:
         body = await read_json_bytes(request, self._settings.max_body_bytes)
-        if len(body) <= LARGE_BODY_BYTES:
-            return read_form(form, body), None
-        self._generation.check_room()
-        form_and_prompts: tuple[GenerationFormT, Prompts] = await self._read_large(kind, body)
-        return form_and_prompts
+        form: GenerationForm
+        prompts: Prompts | None = None  # in tokens
+        if len(body) > LARGE_BODY_BYTES:
+            self._generation.check_room()
+            form, prompts = await self._read_large(kind, body)
+        else:
+            form = read_form(FORMS[kind], body)
+        exchange = self._generation.submit(form, KeyedRequest.of(request.scope), prompts)
+        if not form.stream:
+            return await json_response(exchange, request.receive)
+        keepalive_s = self._settings.keepalive_s
+        return EventStream(exchange, keepalive_s, include_usage=form.include_usage)
 
     async def _translate(
         self, request: Request, kind: Literal["tokenize", "detokenize"]
     ) -> Response:
         body = await read_json_bytes(request, self._settings.max_body_bytes)
-        if len(body) > LARGE_BODY_BYTES:
-            content = await self._read_large(kind, body)
-        else:
-            content = getattr(self._reader, kind)(body)
+        large = len(body) > LARGE_BODY_BYTES
+        content = await self._read_large(kind, body) if large else self._reader.read(kind, body)
         return Response(content, media_type="application/json")
-
-    async def _respond(
-        self, request: Request, form: GenerationForm, exchange: Exchange
-    ) -> Response:
-        if not form.stream:
-            return await json_response(exchange, request.receive)
-        keepalive_s = self._settings.keepalive_s
-        return EventStream(exchange, keepalive_s, include_usage=form.include_usage)
 
     def _model(self) -> dict[str, object]:
         return {

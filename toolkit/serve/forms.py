@@ -259,11 +259,24 @@ class GenerationForm(Form):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
+    @property
+    def limit(self) -> int | None:
+        """Of the new tokens of a choice."""
+        return self.max_tokens
+
 
 class CompletionForm(GenerationForm):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompt)
 
 
 class Message(Form):
@@ -279,6 +292,13 @@ class ChatForm(GenerationForm):
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+FORMS: dict[str, type[GenerationForm]] = {"completion": CompletionForm, "chat": ChatForm}
 
 
 class TokenizeForm(Form):
@@ -337,20 +357,24 @@ class BodyReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def completion(self, body: bytes) -> tuple[CompletionForm, list[list[int]]]:
-        """The form without its prompts, and the tokens of the prompts."""
-        form = read_form(CompletionForm, body)
-        prompts = self.prompts(form.prompt)
+    def read(self, kind: str, body: bytes) -> bytes | tuple[GenerationForm, list[list[int]]]:
+        """A form of `FORMS` without its texts, and its prompts in tokens; or JSON of a response."""
+        if kind not in FORMS:
+            return self.tokenize(body) if kind == "tokenize" else self.detokenize(body)
+        form = read_form(FORMS[kind], body)
+        prompts = self.tokens(form)
         for prompt in prompts:
             check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"prompt": [""]}), prompts
+        is_chat = isinstance(form, ChatForm)
+        empty = {"messages": [EMPTY_MESSAGE]} if is_chat else {"prompt": [""] * len(prompts)}
+        return form.model_copy(update=empty), prompts
 
-    def chat(self, body: bytes) -> tuple[ChatForm, list[list[int]]]:
-        """The form without its messages, and their tokens as one prompt."""
-        form = read_form(ChatForm, body)
-        prompt = self.chat_tokens(form.messages)
-        check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"messages": [EMPTY_MESSAGE]}), [prompt]
+    def tokens(self, form: GenerationForm) -> list[list[int]]:
+        """The tokens of all prompts of a form."""
+        if isinstance(form, ChatForm):
+            return [self.chat_tokens(form.messages)]
+        assert isinstance(form, CompletionForm)
+        return self.prompts(form.prompt)
 
     def tokenize(self, body: bytes) -> bytes:
         """The JSON of the response."""

@@ -30,17 +30,11 @@ from toolkit.serve.access import KeyedRequest
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
-from toolkit.serve.forms import (
-    BodyReader,
-    ChatForm,
-    CompletionForm,
-    GenerationForm,
-    check_room,
-    short,
-)
+from toolkit.serve.forms import BodyReader, CompletionForm, GenerationForm, check_room, short
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 MAX_SEED = (1 << 63) - 1
 DONE = b"data: [DONE]\n\n"
 STILL_WAITING = b": waiting\n\n"
@@ -64,25 +58,21 @@ class Generation:
         self._settings = settings
         self._reader = reader
 
-    def completion(
-        self, form: CompletionForm, keyed: KeyedRequest, prompts: Prompts | None = None
+    def submit(
+        self, form: GenerationForm, keyed: KeyedRequest, prompts: Prompts | None
     ) -> Exchange:
-        """Submit a completion. `prompts` are in tokens; None: the form has them as text.
+        """Submit a request. `prompts` are in tokens; None: the form has them as text.
 
         Raises `ApiError` for a request that cannot be served, and then submits nothing.
         """
-        self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, keyed)
-        prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
-        limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
-        return self._submit(form, prompts, limits, CompletionFormat(self._settings.model), keyed)
-
-    def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
-        """As `completion`, for a chat. `prompts` has one element."""
-        max_tokens = form.max_completion_tokens or form.max_tokens
-        self._admit(form, 1, max_tokens, keyed)
-        prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
-        limits = [self._limit(len(prompts[0]), max_tokens, self._settings.max_new_tokens)]
-        return self._submit(form, prompts, limits, ChatFormat(self._settings.model), keyed)
+        self._admit(form, keyed)
+        if prompts is None:
+            prompts = self._reader.tokens(form)
+        default, shape = self._settings.max_new_tokens, ChatFormat
+        if isinstance(form, CompletionForm):
+            default, shape = COMPLETION_TOKENS, CompletionFormat
+        limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
+        return self._submit(form, prompts, limits, shape(self._settings.model), keyed)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -95,9 +85,7 @@ class Generation:
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
             raise overloaded(text, retry_after_s(wait_s))
 
-    def _admit(
-        self, form: GenerationForm, prompts: int, max_tokens: int | None, keyed: KeyedRequest
-    ) -> None:
+    def _admit(self, form: GenerationForm, keyed: KeyedRequest) -> None:
         """Refuse by what is known before tokenizing.
 
         That is the model, the server's state, the key's limits, the queue and the forecast.
@@ -109,12 +97,12 @@ class Generation:
             text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
-        choices = prompts * (form.n or 1)
+        choices = form.prompt_count * (form.n or 1)
         if choices > MAX_CHOICES:
-            text = f"{prompts} prompts with n {form.n} are {choices} choices"
+            text = f"{form.prompt_count} prompts with n {form.n} are {choices} choices"
             raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
         keyed.check_priority(form.priority or 0)
-        keyed.admit(choices, choices * (max_tokens or 1))
+        keyed.admit(choices, choices * (form.limit or 1))
         self.check_room(choices)
         predicted = driver.forecast.predict(driver.now_s)
         excess_s = driver.forecast.limits.excess_s(predicted)

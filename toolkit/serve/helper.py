@@ -27,7 +27,7 @@ from toolkit import guard
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError, overloaded
-from toolkit.serve.forms import BodyReader, ChatForm, CompletionForm
+from toolkit.serve.forms import FORMS, BodyReader
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
@@ -35,7 +35,7 @@ READING_TIMEOUT_S = 60.0  # for one body
 PIPE_BYTES = 1 << 18
 TRIM_BYTES = 1 << 20  # after a larger body the process returns memory to the system
 
-# From the name of a method of `BodyReader` and a body to what the method returns.
+# As `BodyReader.read`, without blocking the event loop.
 ReadLarge = Callable[[str, bytes], Awaitable[Any]]
 # From the kind of a job and its body to the answer. Raises `ApiError`.
 ReadBody = Callable[[str, bytes], bytes]
@@ -133,21 +133,15 @@ class Helper(ReadingProcess):
         super().__init__("toolkit.serve.helper", msgspec.msgpack.encode(begin))
 
     async def __call__(self, kind: str, body: bytes) -> Any:
-        """The result of `BodyReader`'s method `kind`, with prompts as tuples.
-
-        Raises `ApiError` as that method does.
-        """
+        """The result of `BodyReader.read`, with prompts as tuples. Raises `ApiError` as it does."""
         answer = await self.ask(kind, body)
-        if kind in ("tokenize", "detokenize"):
+        if kind not in FORMS:
             return answer
         form_json, prompts_of_bytes = msgspec.msgpack.decode(answer, type=_Read)
-        form_type = CompletionForm if kind == "completion" else ChatForm
-        form = form_type.model_validate_json(form_json)
+        form = FORMS[kind].model_validate_json(form_json)
         prompts = []
         for data in prompts_of_bytes:
-            tokens = array("q")
-            tokens.frombytes(data)
-            prompts.append(tuple(tokens))
+            prompts.append(tuple(array("q", data)))
             await asyncio.sleep(0)  # all prompts together may have millions of tokens
         return form, prompts
 
@@ -204,7 +198,7 @@ def _prepare(begin: bytes) -> ReadBody:
     reader = BodyReader(tokenizer, vocab_size, max_model_len)
 
     def read_body(kind: str, body: bytes) -> bytes:
-        result = getattr(reader, kind)(body)
+        result = reader.read(kind, body)
         if isinstance(result, bytes):
             return result
         form, prompts = result

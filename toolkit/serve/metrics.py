@@ -6,6 +6,7 @@ They have our names and, on request, also vLLM's, for dashboards and autoscalers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client.core import (
@@ -52,34 +53,26 @@ class Gauges(NamedTuple):
     engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
 
 
+@dataclass(frozen=True, eq=False)
 class Exposition:
     """A collector for a registry of prometheus_client."""
 
-    def __init__(
-        self,
-        stats: Stats,
-        gauges: Callable[[], Gauges],
-        model: str,
-        *,
-        vllm_names: bool,
-        accounts: Callable[[], Sequence[Account]] = tuple,
-    ) -> None:
-        self._stats = stats
-        self._gauges = gauges
-        self._model = model
-        self._vllm_names = vllm_names
-        self._accounts = accounts
+    stats: Stats
+    gauges: Callable[[], Gauges]
+    model: str
+    vllm_names: bool
+    accounts: Callable[[], Sequence[Account]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at each scrape."""
-        gauges = self._gauges()
+        gauges = self.gauges()
         yield from self._own(gauges)
-        yield from self._keys({"model_name": self._model})
-        if self._vllm_names:
+        yield from self._keys({"model_name": self.model})
+        if self.vllm_names:
             yield from self._vllm(gauges)
 
     def _own(self, now: Gauges) -> Iterator[Metric]:
-        stats, labels = self._stats, {"model_name": self._model}
+        stats, labels = self.stats, {"model_name": self.model}
         alive = sum(worker.alive for worker in now.workers)
         usage = "Share of KV cache that running batches may fill."
         predicted = "Predicted TTFT of a request that arrives now."
@@ -111,7 +104,7 @@ class Exposition:
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         """The usage of each key of a keys file, with one series per name."""
-        accounts = self._accounts()
+        accounts = self.accounts()
         yield from usage_of_keys(labels, accounts)
         text = "Choices of a key that run or wait."
         running = {account.name: account.running for account in accounts}
@@ -124,7 +117,7 @@ class Exposition:
         yield limited
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
-        stats, labels = self._stats, {"model_name": self._model, "engine": "0"}
+        stats, labels = self.stats, {"model_name": self.model, "engine": "0"}
         for name, text, value in (
             ("num_requests_running", "As llmctl_requests_running.", now.running),
             ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
@@ -144,7 +137,7 @@ class Exposition:
 
     def _histograms(self, labels: Labels, names: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (attribute, text) in names.items():
-            yield histogram_family(name, text, labels, getattr(self._stats, attribute))
+            yield histogram_family(name, text, labels, getattr(self.stats, attribute))
 
 
 # Name, help text and attribute of `Stats`.
