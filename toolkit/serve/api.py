@@ -81,13 +81,7 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application over a driver that the caller starts and stops.
 
-    Args:
-        driver: serves the requests.
-        tokenizer: the model's.
-        settings: names and limits.
-        keyring: the accepted keys, which may be replaced at any time.
-        read_large: reads large bodies without blocking the event loop.
-        status: the status page, if there should be one.
+    `read_large` reads large bodies. The keys of `keyring` may be replaced at any time.
     """
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)

@@ -55,12 +55,9 @@ class RefusedError(Exception):
 
 
 class Driver:
-    """Owns the scheduler and the workers of one server.
+    """Owns the scheduler, which is in its first state, and the workers of one server.
 
     Args:
-        scheduler: in its first state; a `RecordingScheduler` writes a log that can be replayed.
-        workers: as many as the scheduler has.
-        stats: counts what happens.
         on_end: called with each request that has ended, however it ended, and with the time of
             `start` on the clock of `time.monotonic`.
         limits: the latency targets of admission.
@@ -347,11 +344,7 @@ class WorkerActivity:
 
     It decides nothing and writes nothing to clients: the driver says what starts, delivers the
     tokens, and gives the results to the scheduler. A row of a slice is its index in the batch; a
-    row of a round has a number from `ResidentRows`.
-
-    Args:
-        workers: run the batches.
-        find: returns the active request with an id.
+    row of a round has a number from `ResidentRows`. `find` returns the active request with an id.
     """
 
     def __init__(self, workers: Workers, find: Callable[[str], ActiveRequest]) -> None:

@@ -42,10 +42,8 @@ Predictor = Callable[[Sequence[Worker], float, int], PredictedLatency]
 class Forecast:
     """The forecast of one server. The driver reports what starts, arrives and ends.
 
-    Args:
-        scheduler: its backlog is read.
-        limits: what admission compares the forecast with.
-        typical_tokens: the assumed prompt and output length before the first request.
+    Admission compares it with `limits`. Before the first request, prompt and output are assumed to
+    have `typical_tokens`.
     """
 
     def __init__(

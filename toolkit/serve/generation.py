@@ -30,7 +30,7 @@ from toolkit.serve.access import KeyedRequest
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
-from toolkit.serve.forms import BodyReader, CompletionForm, GenerationForm, check_room, short
+from toolkit.serve.forms import BodyReader, ChatForm, GenerationForm, check_room, short
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
@@ -68,11 +68,11 @@ class Generation:
         self._admit(form, keyed)
         if prompts is None:
             prompts = self._reader.tokens(form)
-        default, shape = self._settings.max_new_tokens, ChatFormat
-        if isinstance(form, CompletionForm):
-            default, shape = COMPLETION_TOKENS, CompletionFormat
+        is_chat, model = isinstance(form, ChatForm), self._settings.model
+        default = self._settings.max_new_tokens if is_chat else COMPLETION_TOKENS
         limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
-        return self._submit(form, prompts, limits, shape(self._settings.model), keyed)
+        shape = ChatFormat(model) if is_chat else CompletionFormat(model)
+        return self._submit(form, prompts, limits, shape, keyed)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -275,10 +275,8 @@ async def json_response(exchange: Exchange, receive: Receive) -> Response:
 class EventStream(Response):
     """The choices as server-sent events: `data: ` lines of JSON, of which the last is `[DONE]`.
 
-    Args:
-        exchange: the request to answer.
-        keepalive_s: a comment is sent after this many seconds without new output.
-        include_usage: every chunk carries `usage: null`, and a last one without choices the usage.
+    A comment is sent after `keepalive_s` seconds without new output. With `include_usage` every
+    chunk carries `usage: null`, and a last one without choices the usage.
     """
 
     media_type = "text/event-stream"

@@ -51,9 +51,7 @@ _HEAD = struct.Struct("<Q?")  # of each message: its size, and whether it is a `
 class ReadingProcess:
     """The process, seen from the server. It starts with the first body, and again if it has died.
 
-    Args:
-        module: what the process runs; it has to call `work`.
-        begin: the first message to the process.
+    It runs `module`, which has to call `work`, and first gets the message `begin`.
     """
 
     def __init__(self, module: str, begin: bytes) -> None:

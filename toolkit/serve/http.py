@@ -90,10 +90,10 @@ class Share:
 
 
 class HttpServer:
-    """An application on a listening socket, and its connections.
+    """An ASGI application on a listening socket, and its connections.
 
     Args:
-        app: the ASGI application; it gets only scopes of type `http`.
+        app: gets only scopes of type `http`.
         limits: what clients may use.
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
         now_s: the clock of all timers, in seconds.

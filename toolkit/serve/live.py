@@ -255,13 +255,7 @@ def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReaso
 
 
 class ActiveRequests:
-    """The requests that have not ended: `by_id` holds them.
-
-    Args:
-        stats: counts tokens, latencies and ends.
-        forecast: learns from requests that begin, get their first token, or end.
-        on_end: called with each request that has ended, however it ended.
-    """
+    """The requests that have not ended, by id. `on_end` is called with each that ends."""
 
     def __init__(
         self, stats: Stats, forecast: Forecast, on_end: Callable[[ActiveRequest], None]
