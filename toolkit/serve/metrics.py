@@ -5,6 +5,7 @@ They have our names and, on request, also vLLM's, for dashboards and autoscalers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -87,9 +88,16 @@ class Exposition:
             yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
         info = labels | dict(now.engine)
         yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
-        yield from self._histograms(labels, _HISTOGRAMS)
-        for name, text, attribute in _COUNTERS:
-            yield family_of(CounterMetricFamily, name, text, labels, getattr(stats, attribute))
+        for attribute, text in _LATENCIES.items():
+            name = f"llmctl_{attribute}_seconds"
+            yield histogram_family(name, text, labels, getattr(stats, attribute))
+        text = "Actual over predicted batch time, for the steps that ran."
+        yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
+        for attribute, text in _COUNTERS.items():
+            name, value = re.sub("_s$", "_seconds", attribute), getattr(stats, attribute)
+            yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+        name, text = "llmctl_requests_within_targets", "Requests that met every target."
+        yield family_of(CounterMetricFamily, name, text, labels, stats.within_targets)
         limited = "Connections and bodies that got 429 or a reset because of a client's share."
         sums = "Sums over slices: measured time, predicted time, arrivals, and their products."
         for name, text, label, values in (
@@ -124,7 +132,9 @@ class Exposition:
             ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
         ):
             yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
-        yield from self._histograms(labels, _VLLM_HISTOGRAMS)
+        for name, attribute in _VLLM_LATENCIES.items():
+            text, histogram = f"As llmctl_{attribute}_seconds.", getattr(stats, attribute)
+            yield histogram_family(f"vllm:{name}_seconds", text, labels, histogram)
         for name, text, value in (
             ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
             ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
@@ -135,40 +145,24 @@ class Exposition:
         name, text = "vllm:request_success", "Requests that ended well."
         yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
-    def _histograms(self, labels: Labels, names: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
-        for name, (attribute, text) in names.items():
-            yield histogram_family(name, text, labels, getattr(self.stats, attribute))
 
-
-# Name, help text and attribute of `Stats`.
-_COUNTERS = (
-    ("llmctl_prompt_tokens", "Prompt tokens accepted.", "prompt_tokens"),
-    ("llmctl_generation_tokens", "Tokens generated.", "generation_tokens"),
-    ("llmctl_requests_within_targets", "Requests that met every target.", "within_targets"),
-    ("llmctl_batches", "Batches that ran.", "batches"),
-    ("llmctl_batch_seconds", "Time of batches that ended well.", "batch_s"),
-    (
-        "llmctl_predicted_batch_seconds",
-        "Time that the laws predict for the same batches.",
-        "predicted_batch_s",
-    ),
-    (
-        "llmctl_extrapolated_batches",
-        "Batches outside the measured range of the laws.",
-        "extrapolated_batches",
-    ),
-    ("llmctl_oom_events", "Batches that ran out of memory.", "oom_events"),
-    ("llmctl_preemptions", "Rows that were evicted, paused or swapped out.", "preemptions"),
-    ("llmctl_refused", "Requests that got 503 because of overload.", "refused"),
-    ("llmctl_worker_restarts", "Workers lost and started again.", "worker_restarts"),
-    ("llmctl_engine_seconds", "Time inside workers' engines, of all workers.", "engine_s"),
-    ("llmctl_engine_steps", "Steps that batches ran for.", "engine_steps"),
-    (
-        "llmctl_reporting_seconds",
-        "Time between steps for reports; part of llmctl_engine_seconds_total.",
-        "reporting_s",
-    ),
-)
+# Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is
+# `_seconds`.
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens accepted.",
+    "generation_tokens": "Tokens generated.",
+    "batches": "Batches that ran.",
+    "batch_s": "Time of batches that ended well.",
+    "predicted_batch_s": "Time that the laws predict for the same batches.",
+    "extrapolated_batches": "Batches outside the measured range of the laws.",
+    "oom_events": "Batches that ran out of memory.",
+    "preemptions": "Rows that were evicted, paused or swapped out.",
+    "refused": "Requests that got 503 because of overload.",
+    "worker_restarts": "Workers lost and started again.",
+    "engine_s": "Time inside workers' engines, of all workers.",
+    "engine_steps": "Steps that batches ran for.",
+    "reporting_s": "Time between steps for reports; part of llmctl_engine_seconds_total.",
+}
 # Of workers: name, help text and attribute. The quotient of the counters is actual over predicted
 # batch time.
 _WORKER_GAUGES = (
@@ -180,33 +174,23 @@ _WORKER_COUNTERS = (
     ("batch_seconds", "As llmctl_batch_seconds_total.", "took_s"),
     ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
 )
-# Attribute of `Stats` and help text, by name.
-_HISTOGRAMS = {
-    "llmctl_ttft_seconds": ("ttft", "Arrival to first token."),
-    "llmctl_itl_seconds": (
-        "itl",
-        "Time between tokens; tokens that arrive together share their gap.",
-    ),
-    "llmctl_tpot_seconds": ("tpot", "First to last token, per token after the first."),
-    "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
-    "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
-    "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
-    "llmctl_deciding_seconds": ("deciding", "Time of one call of the scheduler."),
-    "llmctl_hop_seconds": (
-        "hop",
-        "From the end of a worker's batch to the start of the next, if one was ready.",
-    ),
-    "llmctl_batch_time_ratio": (
-        "batch_ratio",
-        "Actual over predicted batch time, for the steps that ran.",
-    ),
+# Of histograms: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE_seconds.
+_LATENCIES = {
+    "ttft": "Arrival to first token.",
+    "itl": "Time between tokens; tokens that arrive together share their gap.",
+    "tpot": "First to last token, per token after the first.",
+    "mtpot": "The longest time between two tokens of a request.",
+    "e2e": "Arrival to last token.",
+    "queue": "Arrival to the start of the first batch.",
+    "deciding": "Time of one call of the scheduler.",
+    "hop": "From the end of a worker's batch to the start of the next, if one was ready.",
 }
-_VLLM_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": ("ttft", "As llmctl_ttft_seconds."),
-    "vllm:inter_token_latency_seconds": ("itl", "As llmctl_itl_seconds."),
-    "vllm:request_time_per_output_token_seconds": ("tpot", "As llmctl_tpot_seconds."),
-    "vllm:e2e_request_latency_seconds": ("e2e", "As llmctl_e2e_seconds."),
-    "vllm:request_queue_time_seconds": ("queue", "As llmctl_queue_seconds."),
+_VLLM_LATENCIES = {  # attribute, by vLLM's name
+    "time_to_first_token": "ttft",
+    "inter_token_latency": "itl",
+    "request_time_per_output_token": "tpot",
+    "e2e_request_latency": "e2e",
+    "request_queue_time": "queue",
 }
 
 
