@@ -87,10 +87,7 @@ class Link(asyncio.Protocol):
         return self._complete and self._kept and not self._closed
 
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
-        """Send a request and wait for the head of its answer; `bodyless`: it is a HEAD request.
-
-        Raises `UpstreamError` if no head arrives.
-        """
+        """Send a request, a HEAD if `bodyless`. Raises `UpstreamError` if no answer begins."""
         self.status, self.headers, self._pieces = 0, [], []
         self._held_bytes = self._head_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
@@ -102,10 +99,7 @@ class Link(asyncio.Protocol):
             await self._wait(silence_s)
 
     async def body(self, silence_s: float) -> AsyncIterator[bytes]:
-        """Yield the body in pieces, each all that has arrived since the last one.
-
-        Raises `UpstreamError` if the rest does not arrive.
-        """
+        """Yield the body in pieces as they arrive. Raises `UpstreamError` if the rest does not."""
         while True:
             if self._pieces:
                 piece = b"".join(self._pieces)
@@ -326,10 +320,7 @@ class Upstream:
         return link
 
     async def check_certificate(self) -> None:
-        """Raises `InputError` for a certificate that is not trusted.
-
-        A server that cannot be reached is no error: it may start later.
-        """
+        """Raise `InputError` if the certificate is not trusted. An absent server is no error."""
         if self._tls is None:
             return
         try:
@@ -514,11 +505,7 @@ class StreamCall(asyncio.Protocol):
             sample.cached_tokens = details.cached_tokens if details else None
 
     def _finish(self, *, cut_off: bool) -> None:
-        """End the call with what has arrived.
-
-        Without usage it has failed: the number of tokens is unknown, since an event may hold
-        several.
-        """
+        """End the call. Without usage it failed: an event may hold several tokens."""
         if self.ended:
             return
         has_tokens = not math.isnan(self._sample.first_token_s)

@@ -280,10 +280,7 @@ class Keyring:
 
 
 class KeyedRequest:
-    """One request of a key, from its headers until its response has ended.
-
-    `now_s` is the serving clock.
-    """
+    """One request of a key, from its headers until its response has ended, on the clock `now_s`."""
 
     def __init__(self, account: Account, now_s: Callable[[], float]) -> None:
         self._account = account
@@ -327,20 +324,14 @@ class KeyedRequest:
             raise ApiError(text, status=403, param="priority", code="priority_not_allowed")
 
     def reserve(self, tokens: int, used: Callable[[], int]) -> None:
-        """Reserve tokens for the answer; at the end `used` returns how many it took.
-
-        Raises `ApiError` if it is too much now.
-        """
+        """Reserve tokens, or raise `ApiError`. At the end `used` returns the real number."""
         self._check_tokens(tokens)
         if self._account.tokens:
             self._account.tokens.take(tokens, self._now_s())
         self._reserved, self._used = tokens, used
 
     def leave(self, status: int) -> None:
-        """The response of a request that was entered has ended: return what was not used.
-
-        A request that got 429 or 503 does not count.
-        """
+        """Give back what was not used. A request that got 429 or 503 does not count."""
         account, now_s, used = self._account, self._now_s(), self._used()
         account.running -= self._choices
         account.taken_tokens += used
@@ -379,10 +370,7 @@ class KeyedRequest:
         return self._refusal("concurrent", text, wait_s)
 
     def _refusal(self, limit: Limit, text: str, wait_s: float) -> ApiError:
-        """An error in OpenAI's format.
-
-        OpenAI's client waits as long as it says, and does not retry what can never succeed.
-        """
+        """An error that tells OpenAI's client how long to wait, or not to try again."""
         self._account.refused[limit] += 1
         if math.isinf(wait_s):
             remedy, headers = "ask for less", {"x-should-retry": "false"}

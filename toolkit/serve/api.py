@@ -168,19 +168,12 @@ class Routes:
         return await self._translate(request, "detokenize")
 
     async def health(self) -> Response:
-        """200 while the front works: this response proves that its event loop runs.
-
-        Workers do not count here; /ready reports them.
-        """
+        """200 while the front's event loop runs. Workers do not count here, but in /ready."""
         reason = failure(self._driver)
         return _json({"status": reason or "ok"}, 503 if reason else 200)
 
     async def ready(self) -> Response:
-        """200 while the server should get requests.
-
-        That is from when all workers are loaded until the end is announced, as long as a worker
-        is alive.
-        """
+        """200 from when all workers are loaded until the end is announced, while one is alive."""
         word = state(self._driver)
         return _json({"status": word}, 200 if word == "ready" else 503)
 

@@ -78,10 +78,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
 
 
 def make_stats(plan: Plan) -> Stats:
-    """Counters that know the range in which the plan's laws were measured.
-
-    For several kinds of workers it is the range that all of them have in common.
-    """
+    """Counters that know the range in which the laws of all the plan's workers were measured."""
     fits = [kind.fit for kind in plan.kinds]
     ranges = [law.valid for fit in fits for law in (fit.prefill, fit.decode)]
     return Stats(

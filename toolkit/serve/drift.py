@@ -169,10 +169,7 @@ def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, .
 
 
 def judge(found: Sequence[MeasuredPoint], *, strict: bool, say: Callable[[str], None]) -> None:
-    """Report the result of a check through `say`.
-
-    With `strict`, raises `TargetMissedError` if points exceed the fit's stated error.
-    """
+    """Report a check through `say`. With `strict`, raises `TargetMissedError` if the fit is off."""
     if not found:
         say("fit: no point of it could be measured again in the time given")
         return

@@ -178,10 +178,7 @@ class Driver:
         self._tick_later()
 
     def cancel(self, active: ActiveRequest) -> None:
-        """The client has disconnected.
-
-        A running row ends with its batch, or earlier where the worker can stop it.
-        """
+        """The client has disconnected. A running row ends with its batch, or earlier."""
         if active.status:
             return
         self.scheduler.cancel(active.request.request_id, self.now_s)
@@ -324,10 +321,7 @@ class Driver:
 
     @contextmanager
     def _stop_on_bug(self) -> Iterator[None]:
-        """Stop the driver at an exception, since the scheduler's state is then unknown.
-
-        An event loop would only log an exception of a callback and go on.
-        """
+        """Stop the driver at an exception: the state is unknown. A loop would only log it."""
         try:
             yield
         except Exception as error:  # any error: the state is unknown, whatever it was
@@ -501,10 +495,7 @@ class ResidentRows:
         return RoundResult(*ran, ended, joined, failure, dropped=dropped)
 
     def crashed(self, batch: Batch) -> RoundResult:
-        """The result of a round that lost its worker, from the tokens that arrived before.
-
-        All rows are lost with the worker.
-        """
+        """The result of a round that lost its worker, and so all rows, from the tokens so far."""
         received, prefilling = self._received, self._prefilling_before
         # Steps that a row ran after its prefill ended: one token came from the prefill itself.
         steps_after = {number: received[number] - 1 for number in prefilling if number in received}
@@ -519,20 +510,14 @@ class ResidentRows:
         return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
 
     def _joined(self, before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
-        """After how many steps each prefill ended, by request id.
-
-        None means that every prefill ended before the first step.
-        """
+        """After how many steps each prefill ended, by request id; None: all before the first."""
         if len(before) == len(self._prefilling_before) and not any(before.values()):
             return None
         requests = self._requests
         return tuple([(requests[row].request.request_id, steps) for row, steps in before.items()])
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
-        """Remove the rows of jobs with dropped caches, and return their numbers.
-
-        Jobs that have no row any more are skipped.
-        """
+        """Remove the rows that jobs with dropped caches still have; return their numbers."""
         numbers = [self._numbers[job.request_id] for job in jobs if job.request_id in self._numbers]
         for number in numbers:
             self._remove(number)

@@ -413,10 +413,7 @@ class BodyReader:
         )
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages in the model's chat template.
-
-        Newer clients call the role 'system' 'developer'.
-        """
+        """The tokens of messages in the chat template. New clients call 'system' 'developer'."""
         roles = {"developer": "system"}
         plain = [
             {"role": roles.get(message.role, message.role), "content": message.content}

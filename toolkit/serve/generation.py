@@ -44,11 +44,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generation:
-    """Submits the requests of forms. A server has one.
-
-    No method awaits anything, so the counts that admitted a request still hold when it is
-    submitted.
-    """
+    """Submits requests. It awaits nothing, so the counts that admitted a request still hold."""
 
     def __init__(
         self, driver: Driver, tokenizer: Tokenizer, settings: FrontSettings, reader: BodyReader
@@ -86,10 +82,7 @@ class Generation:
             raise overloaded(text, retry_after_s(wait_s))
 
     def _admit(self, form: GenerationForm, keyed: KeyedRequest) -> None:
-        """Refuse by what is known before tokenizing.
-
-        That is the model, the server's state, the key's limits, the queue and the forecast.
-        """
+        """Refuse, before tokenizing, by model, server state, key, queue and forecast."""
         settings, driver = self._settings, self._driver
         if form.model not in (None, settings.model):
             raise unknown_model(form.model)
@@ -246,10 +239,7 @@ async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
 
 
 def request_failed(reason: str) -> ApiError:
-    """The error of an accepted request that failed.
-
-    A client should retry only if the server is shutting down, because then another server answers.
-    """
+    """A client should retry only at a shutdown, because then another server answers."""
     timed_out = reason.startswith(TIMED_OUT)  # it would take as long again
     status, code = (504, "deadline_exceeded") if timed_out else (503, "request_failed")
     headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}

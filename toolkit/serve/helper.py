@@ -80,10 +80,7 @@ class ReadingProcess:
             guard.forget(process.pid)
 
     async def ask(self, kind: str, body: bytes) -> bytes:
-        """The process's answer to a body.
-
-        Raises `ApiError` if the body is refused, or if the process is too busy or has died.
-        """
+        """The answer. Raises `ApiError` if it is a refusal, or the process is busy or dead."""
         if self._waiting >= MAX_WAITING_BODIES:
             raise overloaded(f"{self._waiting} large bodies wait to be read; try again later")
         self._waiting += 1

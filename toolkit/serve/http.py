@@ -56,10 +56,7 @@ class WireLimits:
 
 
 def client_of(address: str) -> str | None:
-    """The client of an address: the address itself, or its IPv6 network of 64 bits.
-
-    None for an address of this machine, and for what is not an address.
-    """
+    """The address, or its IPv6 network of 64 bits; None for this machine's, and for no address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -205,10 +202,7 @@ class HttpServer:
         return True
 
     def admit(self, connection: Connection, address: str) -> ApiError | None:
-        """Add a new connection, closing an inactive one if necessary.
-
-        Returns an error if there are too many and none can be closed.
-        """
+        """Add a connection, closing an inactive one if necessary. An error if none is left."""
         total, part = self.total, self.limits.client_share
         name = self._client_of(address) if part < 1 else None
         if name is not None:
@@ -233,10 +227,7 @@ class HttpServer:
         return None
 
     def _abort_inactive(self, connections: set[Connection]) -> bool:
-        """Abort the one that is idle longest, else the one that reads a head longest.
-
-        Returns whether there was one.
-        """
+        """Abort the one idle longest, else the one longest in a head. False if none is left."""
         for connection in chain(self.idle, self.heads):
             if connection in connections:
                 connection.abort()

@@ -29,7 +29,7 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
 import httptools
@@ -79,19 +79,14 @@ class Connection(asyncio.Protocol):
         self._closing = False
         self._deadline_s = 0.0  # of the current phase, if it has one
         self._written_bytes = 0
-        self._progress = (0, 0.0)  # bytes that the client had read, and when
-        self._peer: tuple[str, int] | None = None
-        self._local: tuple[str, int | None] | None = None
-        self._scheme = "http"
 
     # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        if transport.get_extra_info("sslcontext"):
-            self._scheme = "https"
+        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self._peer, self._local = _address(transport, "peername"), _address(transport, "sockname")
-        self._progress = (0, self.server.now_s())
+        self._progress = 0, self.server.now_s()  # bytes that the client had read, and when
         refusal = self.server.admit(self, self._peer[0] if self._peer else "")
         if refusal:
             self.transport.write(error_message(refusal, self.server.common_headers))
@@ -390,6 +385,6 @@ class Connection(asyncio.Protocol):
                 self.abort()
 
 
-def _address(transport: asyncio.BaseTransport, which: str) -> Any:
-    found = transport.get_extra_info(which)
-    return (found[0], found[1]) if isinstance(found, tuple) and len(found) >= 2 else None
+def _address(transport: asyncio.BaseTransport, which: str) -> tuple[str, int] | None:
+    address = transport.get_extra_info(which)
+    return address[:2] if isinstance(address, tuple) and len(address) >= 2 else None

@@ -69,10 +69,7 @@ class Manager:
         return cls(address, int(limit) / 1e6 if watched else None)
 
     def tell(self, state: str, *, flags: int = 0) -> None:
-        """Send a state such as READY=1. `flags` are those of send(2).
-
-        An address that starts with '@' is in Linux's abstract namespace.
-        """
+        """Send a state such as READY=1; '@' begins a name in Linux's abstract namespace."""
         if not self.address:
             return
         name = "\0" + self.address[1:] if self.address.startswith("@") else self.address
@@ -240,10 +237,7 @@ WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches 
 
 
 def warm_up(plan: Plan) -> None:
-    """Compile the policy's kernels, or load them from their cache, before the first request.
-
-    That takes 0.3 s or more, in which no request would be served.
-    """
+    """Load or compile the policy's kernels before the first request: it takes 0.3 s or more."""
     scheduler = make_scheduler(plan)
     for number in range(WARM_UP_REQUESTS * plan.workers):
         scheduler.submit(Request(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)

@@ -230,17 +230,14 @@ class ActiveRequest:
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """A batch on a worker.
-
-    A slice has the request of each row, and how many tokens of each row have arrived. A round has
-    neither: `ResidentRows` knows its rows.
-    """
+    """A batch on a worker."""
 
     batch: Batch
     follows: bool  # it was sent as soon as the worker's last batch had ended
     submitted_before: int  # requests that had been submitted when it started
+    # Of each row of a slice; of a round, `ResidentRows` knows the rows.
     requests: tuple[ActiveRequest, ...] = ()
-    received: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)  # tokens
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:

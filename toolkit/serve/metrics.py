@@ -25,15 +25,12 @@ FamilyKind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class WorkerGauges(NamedTuple):
-    """One worker at the moment of a scrape.
-
-    `kv_tokens` is how many tokens of KV cache its batches may fill at most, including padding.
-    """
+    """One worker at the moment of a scrape."""
 
     alive: bool
     load_s: float
     rows: int  # requests in its batch
-    kv_tokens: int
+    kv_tokens: int  # that its batches may fill at most, including padding
     kv_capacity: int | None  # tokens; None before it was first loaded
 
     @property

@@ -387,10 +387,7 @@ def read_request(body: bytes) -> TokenRequest | None:
 
 
 def _count_prompts(prompt: Raw) -> int:
-    """The number of prompts in a value, at most `MAX_COUNTED_PROMPTS`.
-
-    A list may be one prompt in tokens, or several prompts.
-    """
+    """The number of prompts, at most `MAX_COUNTED_PROMPTS`. One in tokens is a list, too."""
     text = bytes(prompt).lstrip()
     if not text.startswith(b"["):
         return 1

@@ -45,14 +45,11 @@ PEM_HINT = (
 
 @dataclass(slots=True, frozen=True)
 class Ending:
-    """How a server ends. Times are in seconds.
+    """How a server ends. Times are in seconds."""
 
-    `notice_s` is how long it still accepts requests after the signal, and `timeout_s` how long it
-    waits for running requests after that. `say` prints what it waits for.
-    """
-
-    notice_s: float = 0.0
-    timeout_s: float = 30.0
+    notice_s: float = 0.0  # after the signal, while requests are still accepted
+    timeout_s: float = 30.0  # after that, for running requests
+    # Prints what it waits for.
     say: Callable[[str], None] = field(default=lambda _: None, compare=False)
 
 

@@ -281,10 +281,7 @@ class Stats:
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
     def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
-        """Count the times that a worker reports for a batch.
-
-        `follows`: the batch was sent as soon as the worker's last batch had ended.
-        """
+        """Count a batch's times. `follows`: it was sent as soon as the last had ended."""
         if event.failure == "crashed":
             return
         if follows:

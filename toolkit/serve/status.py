@@ -143,10 +143,7 @@ class StatusPage(ABC):
         )
 
     async def data(self, request: Request) -> Response:
-        """What the page shows now, with the history.
-
-        If the query's `instance` is this server's, only the points from number `since` on.
-        """
+        """What the page shows. For this server's `instance`, only points from `since` on."""
         history, facts, query = self.history, self.facts, request.query_params
         since = query.get("since", "")
         is_ours = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
