@@ -136,14 +136,14 @@ def find_target(
     target = Target(base, api_key, "", None, own=False, key_variable=key_variable)
     body = get(target, "/v1/models")
     try:
-        found = msgspec.json.decode(body, type=Models).data
+        models = msgspec.json.decode(body, type=Models).data
     except msgspec.DecodeError as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
     # transformers' serve lists the models in its cache only, and also serves folders.
-    listed = found or ([Model(model)] if model else [])
+    listed = models or ([Model(model)] if model else [])
     chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
-        names = ", ".join(one.id for one in found) or "none"
+        names = ", ".join(one.id for one in models) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return replace(
         target,

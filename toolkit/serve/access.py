@@ -142,8 +142,8 @@ class AccessGate:
         headers, status = Headers(scope=scope), 0
         account, keyed = self.keyring.find(headers), None
         # The client's request id, if it is plain, only goes back in a header.
-        given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -270,13 +270,13 @@ class Keyring:
         """The account of the request's key, or None. Compares all digests in constant time."""
         if self._keyless:
             return self._keyless
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode("latin-1")).hexdigest()
-        found = None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
+        owner = None
         for known, account in self._entries:
             if hmac.compare_digest(digest, known):
-                found = account
-        return found if scheme.lower() == "bearer" else None
+                owner = account
+        return owner if scheme.lower() == "bearer" else None
 
 
 class KeyedRequest:
@@ -342,14 +342,14 @@ class KeyedRequest:
 
     def headers(self) -> dict[str, str]:
         """Response headers with the remaining limits, under OpenAI's names."""
-        found, now_s, account = {}, self._now_s(), self._account
+        headers, now_s, account = {}, self._now_s(), self._account
         for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
             if bucket:
                 left = max(math.floor(bucket.level(now_s)), 0)
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
-                found[f"x-ratelimit-remaining-{name}"] = str(left)
-                found[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.size)
+                headers[f"x-ratelimit-remaining-{name}"] = str(left)
+                headers[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
+        return headers
 
     def _check_tokens(self, tokens: int) -> None:
         bucket = self._account.tokens

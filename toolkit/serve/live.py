@@ -111,12 +111,12 @@ class StopFinder:
     def feed(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown, and whether a stop string ended it."""
         text = self._held + text
-        found = [
+        matches = [
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
-        if found:
+        if matches:
             self._held = ""
-            return text[: min(found)[1]], True
+            return text[: min(matches)[1]], True
         # Hold back the longest suffix that some stop string begins with.
         for keep in range(max(len(text) - self._longest + 1, 0), len(text)):
             if any(stop.startswith(text[keep:]) for stop in self._stops):

@@ -375,14 +375,14 @@ class _Request(msgspec.Struct):
 def read_request(body: bytes) -> TokenRequest | None:
     """The request in a body. None if it is not one for tokens: the server will refuse it."""
     try:
-        found = msgspec.json.decode(body, type=_Request)
+        request = msgspec.json.decode(body, type=_Request)
     except (msgspec.DecodeError, RecursionError):
         return None
-    rows = _count_prompts(found.prompt) * max(found.n or 1, 1)
-    limit = found.max_completion_tokens or found.max_tokens or 0
-    options = found.stream_options
+    rows = _count_prompts(request.prompt) * max(request.n or 1, 1)
+    limit = request.max_completion_tokens or request.max_tokens or 0
+    options = request.stream_options
     return TokenRequest(
-        bool(found.stream), bool(options and options.include_usage), rows, max(limit, 0)
+        bool(request.stream), bool(options and options.include_usage), rows, max(limit, 0)
     )
 
 
@@ -391,9 +391,9 @@ def _count_prompts(prompt: Raw) -> int:
     text = bytes(prompt).lstrip()
     if not text.startswith(b"["):
         return 1
-    count, found = 0, _PROMPT.match(text, 1)
-    while found and count < MAX_COUNTED_PROMPTS:
-        count, found = count + 1, _PROMPT.match(text, found.end())
+    count, match = 0, _PROMPT.match(text, 1)
+    while match and count < MAX_COUNTED_PROMPTS:
+        count, match = count + 1, _PROMPT.match(text, match.end())
     return max(count, 1)
 
 

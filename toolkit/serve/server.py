@@ -76,9 +76,9 @@ def listen(host: str, port: int) -> socket.socket:
     It is called before anything slow, so that such an error is reported at once.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # Prefer IPv4: 'localhost' is both.
-        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address

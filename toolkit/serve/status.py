@@ -213,16 +213,16 @@ class Status(StatusPage):
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        driver, shown = self._driver, []
+        driver, workers = self._driver, []
         for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
-            word = "running" if worker.index in driver.flights else "idle"
+            now_state = "running" if worker.index in driver.flights else "idle"
             if worker.index not in driver.facts:
-                word = "loading"
+                now_state = "loading"
             elif not worker.alive:
-                word = "lost"
-            shown.append(
+                now_state = "lost"
+            workers.append(
                 {
-                    "state": word,
+                    "state": now_state,
                     "rows": now.rows,
                     "kv_tokens": now.kv_tokens,
                     "kv_capacity": now.kv_capacity,
@@ -231,7 +231,7 @@ class Status(StatusPage):
                     "restarts": driver.stats.restarts[worker.index],
                 }
             )
-        return shown
+        return workers
 
 
 def content_policy(page: str) -> str:
@@ -239,8 +239,8 @@ def content_policy(page: str) -> str:
 
     def digests(tag: str) -> str:
         texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        found = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
-        return " ".join(f"'sha256-{digest.decode()}'" for digest in found)
+        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in encoded)
 
     return (
         f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
@@ -434,7 +434,7 @@ def gauges(driver: Driver) -> Gauges:
 
 def worker_gauges(driver: Driver) -> list[WorkerGauges]:
     """Each worker, as metrics and the status page show it."""
-    found = []
+    workers = []
     for worker in driver.scheduler.workers:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
@@ -445,7 +445,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
             batch = flight.batch
             rows = sum(not active.status for active in flight.requests)
             padded_tokens = batch.size * (batch.input_length + batch.steps)
-        found.append(
+        workers.append(
             WorkerGauges(
                 worker.alive and facts is not None,
                 worker.load_s,
@@ -454,4 +454,4 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
                 facts.capacity_tokens if facts else None,
             )
         )
-    return found
+    return workers
