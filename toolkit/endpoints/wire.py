@@ -64,13 +64,14 @@ class UpstreamError(Exception):
 class Link(asyncio.Protocol):
     """A connection with one request at a time. `reusable` says whether it can take another."""
 
+    _transport: asyncio.Transport  # from `connection_made` on
+
     def __init__(self) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since_s = 0.0
         self.heard = False  # a byte has arrived since the last request
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
         self._event = asyncio.Event()
         self._pieces: list[bytes] = []  # of the body, unread
         self._held_bytes = 0
@@ -92,7 +93,7 @@ class Link(asyncio.Protocol):
         self._held_bytes = self._head_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
         self._ends_with_connection, self._bodyless = True, bodyless
-        if self._transport is None or self._closed:
+        if self._closed:
             raise UpstreamError(LOST)
         self._transport.write(request)
         while not self._has_head:
@@ -104,8 +105,7 @@ class Link(asyncio.Protocol):
             if self._pieces:
                 piece = b"".join(self._pieces)
                 self._pieces.clear()
-                paused = self._held_bytes > MAX_HELD_BYTES
-                if paused and self._transport is not None and not self._closed:
+                if self._held_bytes > MAX_HELD_BYTES and not self._closed:
                     self._transport.resume_reading()
                 self._held_bytes = 0
                 yield piece
@@ -116,8 +116,7 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once, so that the server notices and stops."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     async def _wait(self, silence_s: float) -> None:
         """Wait for the next bytes, or for the end of the connection."""
@@ -181,7 +180,7 @@ class Link(asyncio.Protocol):
             return
         self._pieces.append(body)
         before, self._held_bytes = self._held_bytes, self._held_bytes + len(body)
-        if before <= MAX_HELD_BYTES < self._held_bytes and self._transport is not None:
+        if before <= MAX_HELD_BYTES < self._held_bytes:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:

@@ -136,9 +136,6 @@ class AccessGate:
     local_hosts_only: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         headers, status = Headers(scope=scope), 0
         account, keyed = self.keyring.find(headers), None
         # The client's request id, if it is plain, only goes back in a header.

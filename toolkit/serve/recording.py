@@ -187,8 +187,6 @@ class TraceRecorder:
         await self._requests.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         self._running += 1
         self.idle.clear()
         try:
