@@ -21,7 +21,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -57,10 +57,11 @@ MEASURED = (*LATENCIES, "mtpot")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 CHART_PERCENTILES = ("p50", "p95", "p99")
 
+LATENCY_COLUMNS = [f"{latency}_{share}_s" for latency in LATENCIES for share in CHART_PERCENTILES]
 COLUMNS = (
     *("time_s", "running", "waiting", "kv_share"),
     *("requests_per_s", "output_tokens_per_s", "input_tokens_per_s"),
-    *(f"{latency}_{percentile}_s" for latency in LATENCIES for percentile in CHART_PERCENTILES),
+    *LATENCY_COLUMNS,
     *("batch_ratio", "attainment", "failed_per_s", "oom_events"),
     "worker_batch_ratios",  # a list, by worker
 )
@@ -153,7 +154,7 @@ class StatusPage(ABC):
             "instance": self._instance,
             "version": toolkit.__version__,
             "model": facts.model,
-            "kinds": [asdict(kind) for kind in facts.kinds],
+            "kinds": facts.kinds,
             "policy": facts.policy,
             "parameters": dict(facts.parameters),
             "targets": [
@@ -166,7 +167,7 @@ class StatusPage(ABC):
                 for key, limit in facts.sla.items()
             ],
             "attainment": history.attainment(),
-            "happenings": [asdict(incident) for incident in history.incidents],
+            "happenings": list(history.incidents),
             "sample_s": SAMPLE_S,
             "kept": POINTS_MAX,
             "columns": COLUMNS,
@@ -336,11 +337,6 @@ class MetricHistory:
         compared = [
             (b[0] - a[0], b[1] - a[1]) for a, b in zip(old.compared, now.compared, strict=True)
         ]
-        latencies = [
-            self.recent(f"{latency}_{share}_s")
-            for latency in LATENCIES
-            for share in CHART_PERCENTILES
-        ]
         point = [
             now.at_s,
             gauges.running,
@@ -349,7 +345,7 @@ class MetricHistory:
             (now.well - old.well) / span_s,
             (now.output_tokens - old.output_tokens) / span_s,
             (now.input_tokens - old.input_tokens) / span_s,
-            *latencies,
+            *map(self.recent, LATENCY_COLUMNS),
             _ratio(compared),
             self.attainment(),
             (now.failed - old.failed) / span_s,
