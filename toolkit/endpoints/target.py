@@ -104,20 +104,15 @@ class ForeignErrorBody(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """A server that answered.
-
-    `own`: it is llmctl's, which can hide the trace's lengths from its scheduler. `front`: it is our
-    front before replicas, which shows their counters together. `key_variable`: the environment
-    variable of the key, for error messages.
-    """
+    """A server that answered."""
 
     url: str  # scheme, host, port and any path before /v1
     api_key: str
     model: str
     max_model_len: int | None
-    own: bool
-    key_variable: str = KEY_VARIABLE
-    front: bool = False
+    own: bool  # llmctl's server, which can hide the trace's lengths from its scheduler
+    key_variable: str = KEY_VARIABLE  # the environment variable of the key, for error messages
+    front: bool = False  # llmctl's front, which shows the counters of its replicas together
 
     @property
     def headers(self) -> dict[str, str]:

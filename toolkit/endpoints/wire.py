@@ -339,13 +339,11 @@ class Upstream:
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """The headers of the message, without those of the connection and those that it names."""
-    named = {
-        name.strip().lower()
-        for key, value in headers
-        if key.lower() == b"connection"
-        for name in value.split(b",")
-    }
-    return [(key, value) for key, value in headers if key.lower() not in HOP_BY_HOP | named]
+    left_out = set(HOP_BY_HOP)
+    for key, value in headers:
+        if key.lower() == b"connection":
+            left_out.update(name.strip().lower() for name in value.split(b","))
+    return [(key, value) for key, value in headers if key.lower() not in left_out]
 
 
 MAX_ERROR_BYTES = 1 << 16
@@ -385,11 +383,6 @@ _decode_choice = msgspec.json.Decoder(StreamChoice).decode
 class Sample:
     """What the client saw of one request, in seconds since the replay began; NaN for events that
     never happened.
-
-    `failure` is empty for a served request. `refused` means that the server was overloaded and
-    refused the whole request (HTTP 429 or 503). `max_gap_s` is the longest wait between two events
-    with tokens. `cached_tokens` are those that the server took from its cache; None: it does not
-    say. Text and token ids of the answer are kept where `keeps_answer` says so.
     """
 
     scheduled_s: float
@@ -398,13 +391,13 @@ class Sample:
     sent_s: float = math.nan
     first_token_s: float = math.nan
     last_token_s: float = math.nan
-    max_gap_s: float = 0.0
+    max_gap_s: float = 0.0  # between two events with tokens
     output_tokens: int = 0
-    failure: str = "not sent"
-    refused: bool = False
+    failure: str = "not sent"  # '' for a served request
+    refused: bool = False  # as a whole, by an overloaded server (HTTP 429 or 503)
     counted_prompt_tokens: int = 0  # by the server
-    cached_tokens: int | None = None
-    keeps_answer: bool = False
+    cached_tokens: int | None = None  # taken from the server's cache; None: it does not say
+    keeps_answer: bool = False  # its text and its token ids
     answer_text: list[str] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
 

@@ -137,15 +137,12 @@ class SliceSums(dict[str, float]):
 
 @dataclass(slots=True)
 class Stats:
-    """All counters of one server. Times are in seconds.
+    """All counters of one server. Times are in seconds."""
 
-    `max_batch_size` and `max_length` bound the range in which the latency laws were measured. `sla`
-    holds the targets of each request. A target's limit is also a bound of its histogram, so the
-    buckets say exactly how many requests met it.
-    """
-
-    max_batch_size: int = 1 << 62
+    max_batch_size: int = 1 << 62  # of the range in which the latency laws were measured
     max_length: int = 1 << 62
+    # The targets of each request. Each limit is a bound of its histogram: the buckets say exactly
+    # how many requests met it.
     sla: Mapping[str, float] = field(default_factory=dict)
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS, finer(TTFT_BUCKETS)))
     itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
