@@ -211,7 +211,11 @@ class UpstreamAnswer:
         return self._link.body(self._upstream.silence_s)
 
     async def close(self) -> None:
-        """Release the connection. It closes if the answer was not read to its end."""
+        """Release the connection.
+
+        If the answer was not read to its end the connection is closed, which tells the server to
+        stop.
+        """
         self._upstream.release(self._link)
 
 
