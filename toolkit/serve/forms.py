@@ -265,7 +265,7 @@ class GenerationForm(Form):
 
     @property
     def limit(self) -> int | None:
-        """Of the new tokens of a choice."""
+        """How many new tokens a choice may have; None: the client does not say."""
         return self.max_tokens
 
 

@@ -382,8 +382,7 @@ class CompletionFormat:
     def _choice(self, choice: Delta) -> AnyChoice:
         return TextChoice(choice.index, choice.text, choice.finish or None)
 
-    def _chunk_choice(self, delta: Delta) -> AnyChoice:
-        return self._choice(delta)
+    _chunk_choice = _choice
 
     def _object(
         self, kind: str, choices: Sequence[AnyChoice], usage: Usage | UnsetType | None

@@ -202,7 +202,7 @@ class HttpServer:
         return True
 
     def admit(self, connection: Connection, address: str) -> ApiError | None:
-        """Add a connection, closing an inactive one if necessary. An error if none is left."""
+        """Add a connection, closing an inactive one if necessary; an error if there is none."""
         total, part = self.total, self.limits.client_share
         name = self._client_of(address) if part < 1 else None
         if name is not None:
@@ -227,7 +227,7 @@ class HttpServer:
         return None
 
     def _abort_inactive(self, connections: set[Connection]) -> bool:
-        """Abort the one idle longest, else the one longest in a head. False if none is left."""
+        """Abort the one idle longest, else the one longest in a head; False if there is none."""
         for connection in chain(self.idle, self.heads):
             if connection in connections:
                 connection.abort()
