@@ -1,7 +1,7 @@
 """The warm-up before a replay: its requests, and what the server's counters show."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,7 +181,7 @@ def slices(times_s: list[tuple[float, float, int]]) -> dict[str, float]:
     sums = SliceSums()
     for took_s, expected_s, arrived in times_s:
         sums.add(took_s, expected_s, arrived)
-    return asdict(sums)
+    return sums
 
 
 def crowded(

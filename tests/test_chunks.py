@@ -90,7 +90,6 @@ class Both:
                 GenerationRequest(name, (7,) * prompt, outputs[name], SamplingParams()),
                 None,
                 None,
-                0,
                 0.0,
             )  # type: ignore[arg-type]
             for name, prompt in prompts.items()
@@ -264,7 +263,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
     names = [str(k) for k in range(len(prompts) + len(later))]
     lives = {
         name: ActiveRequest(
-            GenerationRequest(name, (7,) * prompt, LIMIT, SamplingParams()), None, None, 0, 0.0
+            GenerationRequest(name, (7,) * prompt, LIMIT, SamplingParams()), None, None, 0.0
         )  # type: ignore[arg-type]
         for name, prompt in zip(names, prompts + later, strict=True)
     }

@@ -369,5 +369,5 @@ def test_metrics_of_vllm_are_found_under_its_names():
         Metric("vllm:num_requests_running", {"engine": "0"}, 3.0),
         Metric("vllm:request_success_total", {"finished_reason": "length"}, 7.0),
     ]
-    seen = Look(True, True, metrics)
+    seen = Look("ready", metrics)
     assert (seen.total(*RUNNING), seen.total(*WAITING), seen.ended) == (3.0, None, {"length": 7})

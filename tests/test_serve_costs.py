@@ -36,7 +36,7 @@ def test_a_stopwatch_separates_engine_reporting_and_gap():
 
 def submit(driver: Driver, name: str, limit: int) -> None:
     ask = GenerationRequest(name, tuple(b"hello"), limit, SamplingParams())
-    driver.submit(ask, TextOutput(ByteDetokenizer(), ()), Reply(1), 0)
+    driver.submit(ask, TextOutput(ByteDetokenizer(), ()), Reply(1))
 
 
 def drive(test: Callable[[Driver, HandWorkers], Coroutine]) -> None:

@@ -95,7 +95,7 @@ def test_forms_carry_their_prompts_as_tokens():
         body = {"prompt": ["hi", "yo"], "max_tokens": 3, "stop": "x", "stream": True}
         form, prompts = await helper("completion", json.dumps(body).encode())
         assert prompts == [tuple(b"hi"), tuple(b"yo")]
-        assert (form.max_tokens, form.stop, form.stream, form.prompt) == (3, ["x"], True, [""])
+        assert (form.max_tokens, form.stop, form.stream, form.prompt) == (3, ["x"], True, ["", ""])
         assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["tokens"] == [104, 105]
 
     helped(test)

@@ -118,7 +118,7 @@ class Wire:
         self.server.sweep()
 
     async def connections(self, count: int) -> None:
-        await until(lambda: len(self.server.connections) == count)
+        await until(lambda: len(self.server.total.connections) == count)
 
 
 class Peer:
@@ -171,7 +171,7 @@ def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) ->
                     peer.close()
                 await server.stop(1.0)
             assert not server.tasks
-            assert server.body_bytes == 0
+            assert server.total.body_bytes == 0
             assert server.clients == {}
             assert raised == []
 
@@ -304,8 +304,8 @@ def test_a_large_pipelined_body_is_dropped():
     async def test(wire: Wire) -> None:
         peer = await wire.open(WAIT + post("/echo", b"x" * (4 * SMALL_BODY_BYTES)))
         await until(lambda: wire.desk.asked == ["/wait"])
-        await until(lambda: not next(iter(wire.server.connections))._parses)
-        assert wire.server.held_bytes == 0
+        await until(lambda: not next(iter(wire.server.total.connections))._parses)
+        assert wire.server.total.held_bytes == 0
         wire.desk.go.set()
         assert statuses(await peer.rest()) == [200]
 
@@ -453,7 +453,7 @@ def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: lis
             wire.pass_time(seconds - 1)
             peer.send(b"\r\n" if status == [200] else b"c")  # neither begins a request
         else:
-            await until(lambda: bool(wire.server.connections))
+            await until(lambda: bool(wire.server.total.connections))
             await until(
                 lambda: wire.desk.asked == ["/echo"] or status != [408] or b"POST" not in sent
             )
@@ -476,13 +476,13 @@ def test_an_unread_response_is_aborted_after_the_write_timeout():
         await wire.open(LARGE, receive_buffer=1 << 12)
         await until(lambda: bool(wire.desk.seen))
         wire.server.sweep()
-        assert wire.server.unread_bytes > LARGE_BYTES // 4
+        assert wire.server.total.unread_bytes > LARGE_BYTES // 4
         wire.pass_time(29)
         await wire.connections(1)
         wire.pass_time(2)
         await wire.connections(0)
         wire.server.sweep()
-        assert wire.server.unread_bytes == 0
+        assert wire.server.total.unread_bytes == 0
 
     serve(test)
 
@@ -503,7 +503,7 @@ def test_a_slow_reader_gets_its_whole_response():
 def test_large_bodies_are_refused_while_the_server_holds_too_much():
     async def test(wire: Wire) -> None:
         first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        await until(lambda: wire.server.total.body_bytes == (1 << 20) - 1)
         received = await wire.say(post("/echo", b"y" * (1 << 19), b"Connection: close"))
         assert statuses(received) == [503]
         assert b"Retry-After: 5\r\n" in received
@@ -513,7 +513,7 @@ def test_large_bodies_are_refused_while_the_server_holds_too_much():
         ) == [200]
         first.send(b"x")
         await first.has(b"1048576 bytes")
-        assert wire.server.body_bytes == 0
+        assert wire.server.total.body_bytes == 0
 
     serve(test, held_bytes=1 << 20)
 
@@ -619,7 +619,7 @@ def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard():
 
     async def test(wire: Wire) -> None:
         first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        await until(lambda: wire.server.total.body_bytes == (1 << 20) - 1)
         received = await wire.say(large)
         assert statuses(received) == [429]
         assert error(received)["code"] == "client_share"
@@ -637,7 +637,7 @@ def test_a_client_that_leaves_more_than_its_share_unread_is_reset_and_others_are
         mine = [await wire.open(LARGE, receive_buffer=4096) for _ in range(2)]
         await until(lambda: wire.desk.bodies == [b""] * 3)
         wire.pass_time(1)
-        assert len(wire.server.connections) == 2
+        assert len(wire.server.total.connections) == 2
         assert wire.shares == ["bytes"]
         await other.has(b"\r\n\r\n")
         assert len(await other.reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
@@ -683,8 +683,8 @@ def test_answers_that_are_left_unread_have_a_cap_and_those_with_the_most_are_res
         peers = [await wire.open(LARGE, receive_buffer=4096) for _ in range(3)]
         await until(lambda: wire.desk.bodies == [b""] * 3)
         wire.pass_time(1)
-        assert 1 <= len(wire.server.connections) < 3
-        assert 0 < wire.server.unread_bytes <= 28 << 20
+        assert 1 <= len(wire.server.total.connections) < 3
+        assert 0 < wire.server.total.unread_bytes <= 28 << 20
         del peers
 
     serve(test, held_bytes=28 << 20, write_timeout_s=1e6)
@@ -693,10 +693,10 @@ def test_answers_that_are_left_unread_have_a_cap_and_those_with_the_most_are_res
 def test_small_bodies_that_wait_their_turn_are_not_kept_once_too_much_is_held():
     async def test(wire: Wire) -> None:
         first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        await until(lambda: wire.server.total.body_bytes == (1 << 20) - 1)
         second = await wire.open(WAIT + post("/echo", b"y" * 1000))
         await until(lambda: "/wait" in wire.desk.asked)
-        assert wire.server.body_bytes == (1 << 20) - 1
+        assert wire.server.total.body_bytes == (1 << 20) - 1
         wire.desk.go.set()
         assert statuses(await second.rest()) == [200]
         first.send(b"x")
@@ -710,7 +710,7 @@ def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent: bytes
     async def test(wire: Wire) -> None:
         peer = await wire.open()
         await wire.connections(1)
-        connection = weakref.ref(next(iter(wire.server.connections)))
+        connection = weakref.ref(next(iter(wire.server.total.connections)))
         gc.disable()
         try:
             peer.send(sent)

@@ -36,7 +36,7 @@ from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.serve.driver import Driver
-from toolkit.serve.live import ActiveRequest, GenerationRequest, Reply, Shown, TextOutput
+from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.metrics import Stats
 
 SLICE = {"slice_tokens": 8, "min_interval_s": 0.02, "eager": False}
@@ -134,13 +134,13 @@ def alone(ask: GenerationRequest) -> tuple[tuple[int, ...], str]:
     return output.tokens[0], output.finish[0]
 
 
-def expected(ask: GenerationRequest, stops: tuple[str, ...]) -> Shown:
+def expected(ask: GenerationRequest, stops: tuple[str, ...]) -> Delta:
     return TextOutput(ByteDetokenizer(), stops).feed(*alone(ask))
 
 
 async def serve(
     workers: ThreadWorkers, policy: Policy, lines: list[bytes], joining: Joining | None = None
-) -> list[tuple[Said, Shown]]:
+) -> list[tuple[Said, Delta]]:
     """Submit many requests, some tokens apart; cancel two meanwhile and kill a worker."""
     scheduler = RecordingScheduler(
         policy, planned(joining), lambda event: lines.append(to_line(event))
@@ -154,9 +154,7 @@ async def serve(
         while len(crowd) > 3 and not (crowd[-3].live.tokens or crowd[-3].live.status):
             await asyncio.sleep(0.001)
         reply = Reply(1, patient=False)
-        crowd.append(
-            Said(driver.submit(ask, TextOutput(ByteDetokenizer(), stops), reply, 0), reply)
-        )
+        crowd.append(Said(driver.submit(ask, TextOutput(ByteDetokenizer(), stops), reply), reply))
         if number == 4:
             driver.cancel(crowd[0].live)
         if number == 8:

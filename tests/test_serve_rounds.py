@@ -11,9 +11,7 @@ def job(name: str) -> Job:
 
 
 def live(name: str) -> ActiveRequest:
-    return ActiveRequest(
-        GenerationRequest(name, (1, 2, 3), 10, SamplingParams()), None, None, 0, 0.0
-    )  # type: ignore[arg-type]
+    return ActiveRequest(GenerationRequest(name, (1, 2, 3), 10, SamplingParams()), None, None, 0.0)  # type: ignore[arg-type]
 
 
 def batch(*enter: Job, **changes) -> Batch:

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from benchmarks.common.serving import SETTINGS, HandWorkers, events, make_driver, text, turns
-from toolkit.engines.tokenizer import ByteTokenizer
+from benchmarks.common.serving import HandWorkers, app_of, events, make_driver, text, turns
 from toolkit.errors import EngineError, InputError
-from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 from toolkit.serve.server import Ending, Signals, check_exposure, is_loopback, listen, serve, url
 from toolkit.workers.protocol import WorkersFailed
@@ -31,7 +29,7 @@ def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = Non
         hands = workers or HandWorkers()
         driver = make_driver(hands)
         with listen("127.0.0.1", 0) as listener:
-            app = make_app(driver, ByteTokenizer(), SETTINGS)
+            app = app_of(driver)
             serving = asyncio.create_task(
                 serve(driver, app, listener, ending, lambda: announced.append(url(listener)))
             )

@@ -22,13 +22,13 @@ from benchmarks.common.serving import (
     HandWorkers,
     Server,
     ToyWorkers,
+    app_of,
     fake_plan,
     make_driver,
 )
 from toolkit.cli.main import run
-from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.metrics import Served, meets_sla
-from toolkit.serve.api import make_app
+from toolkit.serve.access import Keyring
 from toolkit.serve.driver import Driver
 from toolkit.serve.server import Ending
 from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
@@ -57,13 +57,15 @@ IDLE = gauges(make_driver(HandWorkers()))
 
 
 @asynccontextmanager
-async def client(workers: HandWorkers | None = None, *, page: bool = True, **settings):
+async def client(
+    workers: HandWorkers | None = None, *, page: bool = True, api_key: str = "", **settings
+):
     """A client of a server with a status page; `.driver` and `.status` on it."""
     driver = make_driver(workers or ToyWorkers())
     driver.stats.sla = SLA
     await driver.start()
     status = Status(driver, FACTS)
-    app = make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings), status if page else None)
+    app = app_of(driver, replace(SETTINGS, **settings), Keyring(api_key), status if page else None)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000"
     ) as http:
@@ -371,7 +373,7 @@ class LiveServer:
             driver.stats.sla = SLA
             await driver.start()
             self.driver, self.status = driver, Status(driver, self.facts)
-            server = HttpServer(make_app(driver, ByteTokenizer(), SETTINGS, self.status))
+            server = HttpServer(app_of(driver, status=self.status))
             self.ending, self.loop = asyncio.Event(), asyncio.get_running_loop()
             with listen("127.0.0.1", self.port) as listener:
                 self.port = listener.getsockname()[1]

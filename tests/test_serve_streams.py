@@ -11,13 +11,12 @@ from benchmarks.common.serving import (
     SETTINGS,
     HandWorkers,
     ToyWorkers,
+    app_of,
     events,
     make_driver,
     text,
     turns,
 )
-from toolkit.engines.tokenizer import ByteTokenizer
-from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 
 
@@ -71,7 +70,7 @@ def serve(
         hands = workers(1)
         driver = make_driver(hands)
         await driver.start()
-        await test(make_app(driver, ByteTokenizer(), replace(SETTINGS, **settings)), driver, hands)
+        await test(app_of(driver, replace(SETTINGS, **settings)), driver, hands)
         await driver.stop()
 
     asyncio.run(run())

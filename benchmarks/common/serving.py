@@ -19,6 +19,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 import psutil
+from starlette.types import ASGIApp
 
 from benchmarks.common import samples
 from toolkit.deploy.plan import make_plan
@@ -32,11 +33,13 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
-from toolkit.serve.access import Keyring
+from toolkit.serve.access import ApiKey, Keyring
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
+from toolkit.serve.forms import BodyReader
 from toolkit.serve.stats import Stats
+from toolkit.serve.status import Status
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -221,14 +224,28 @@ def make_driver(
     )
 
 
+def app_of(
+    driver: Driver,
+    settings: FrontSettings = SETTINGS,
+    keyring: Keyring | None = None,
+    status: Status | None = None,
+) -> ASGIApp:
+    """The application of the toy model. It reads large bodies in a thread, without a helper."""
+    reader = BodyReader(ByteTokenizer(), settings.vocab_size, settings.max_model_len)
+
+    async def read(kind: str, body: bytes) -> Any:
+        return await asyncio.to_thread(reader.read, kind, body)
+
+    return make_app(driver, ByteTokenizer(), settings, keyring or Keyring(), read, status)
+
+
 class Client(httpx.AsyncClient):
     """A client of a server in this process, with access to its parts."""
 
-    def __init__(self, driver: Driver, workers: HandWorkers, settings: FrontSettings) -> None:
-        keyring = Keyring(settings.api_key, settings.keys)
-        transport = httpx.ASGITransport(
-            make_app(driver, ByteTokenizer(), settings, keyring=keyring)
-        )
+    def __init__(
+        self, driver: Driver, workers: HandWorkers, settings: FrontSettings, keyring: Keyring
+    ) -> None:
+        transport = httpx.ASGITransport(app_of(driver, settings, keyring))
         super().__init__(transport=transport, base_url="http://test")
         self.driver, self.workers, self.keyring = driver, workers, keyring
 
@@ -239,13 +256,16 @@ async def client(
     *,
     capacity: int | Sequence[int] = 4096,
     limits: LatencyLimits = UNLIMITED,
+    api_key: str = "",
+    keys: Sequence[ApiKey] = (),
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """A server in this process, and its client."""
     workers = workers or ToyWorkers()
     driver = make_driver(workers, capacity=capacity, limits=limits)
     await driver.start()
-    async with Client(driver, workers, replace(SETTINGS, **settings)) as http:
+    keyring = Keyring(api_key, keys)
+    async with Client(driver, workers, replace(SETTINGS, **settings), keyring) as http:
         yield http
     await driver.stop()
 

@@ -92,7 +92,7 @@ class Ours:
                 str(index), tuple(prompt), LONGEST_OUTPUT, free, end_after=length
             )
             self.requests[request.request_id] = ActiveRequest(
-                request, cast(Any, None), cast(Any, None), 0, 0.0
+                request, cast(Any, None), cast(Any, None), 0.0
             )
             scheduler.submit(Request(request.request_id, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
         kept = ResidentRows()

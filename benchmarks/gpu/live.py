@@ -211,7 +211,7 @@ async def _send(driver: Driver, plan: Plan, trace: Trace) -> list[ActiveRequest]
         request = GenerationRequest(
             str(number), prompt, limit, sampling, end_after=int(min(output, limit))
         )
-        requests.append(driver.submit(request, TextOutput(NoText()), Reply(1, patient=True), 0))
+        requests.append(driver.submit(request, TextOutput(NoText()), Reply(1, patient=True)))
     return requests
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -207,7 +207,7 @@ def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling 
 
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
-SUMS = {one.name: f"llmctl_slice_sums_total:{one.name}" for one in fields(SliceSums)}
+SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SliceSums()}
 MIN_BATCHES = 40  # over fewer batches the machine's own drift looks like the cost of arrivals
 ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a difference of equals
 SURE = 2.0  # a cost must be above 0 by so many standard errors

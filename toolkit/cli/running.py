@@ -104,7 +104,7 @@ def _of(
         "target": target,
         "url": url,
         "state": seen.state,
-        "metrics": bool(seen.metrics) if seen.healthy is not None else None,
+        "metrics": bool(seen.metrics) if seen.answered else None,
         "running": seen.total(*RUNNING),
         "waiting": seen.total(*WAITING),
         "kv_usage_percent": None if usage is None else 100.0 * usage,

@@ -287,15 +287,13 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
     from toolkit.serve.launch import Launch
     from toolkit.serve.server import Ending, is_loopback
 
-    (api_key, keys), watched_keys = access
+    callers, watched_keys = access
     host, port = _address(given, plan)
     return Launch(
         plan=plan,
         settings=make_settings(
             plan,
             model=given.served_model_name,
-            api_key=api_key,
-            keys=keys,
             request_timeout_s=given.request_timeout,
             allow_end_after=given.allow_end_after,
             vllm_metrics=given.vllm_metrics,
@@ -304,6 +302,7 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
         ),
         host=host,
         port=port,
+        access=callers,
         insecure=given.insecure,
         limits=make_limits(plan, given.admission, replays=given.allow_end_after),
         client_share=CLIENT_SHARE if given.client_share is None else given.client_share,

@@ -1,16 +1,14 @@
 """A server as a target: how to trust it, find it, talk to it, and read its metrics.
 
-Order: TLS certificates (`trust`, `verify`); `find_target`, with `get` and `post`; `learn`, which
-finds the fields that the server accepts (its `Dialect`); `scrape` for /metrics; `look`, a short
-report on health, readiness and load. Nothing here turns certificate verification off. The system's
-authorities are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others.
+Nothing here turns certificate verification off. The system's authorities are OpenSSL's:
+SSL_CERT_FILE and SSL_CERT_DIR name others.
 """
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
+OK, NOT_FOUND, NOT_READY = 200, 404, 503
 KEY_REFUSED = (401, 403)
-NOT_READY = 503
 NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
 KEY_VARIABLE = "LLMCTL_API_KEY"
 REPLICA_METRICS = "/replicas/metrics"  # of all replicas of a front, with their URLs as a label
@@ -106,20 +104,15 @@ class ForeignErrorBody(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """A server that answered.
-
-    `own`: it is llmctl's, which can hide the trace's lengths from its scheduler. `front`: it is our
-    front before replicas, which shows their counters together. `key_variable`: the environment
-    variable of the key, for error messages.
-    """
+    """A server that answered."""
 
     url: str  # scheme, host, port and any path before /v1
     api_key: str
     model: str
     max_model_len: int | None
-    own: bool
-    key_variable: str = KEY_VARIABLE
-    front: bool = False
+    own: bool  # llmctl's server, which can hide the trace's lengths from its scheduler
+    key_variable: str = KEY_VARIABLE  # the environment variable of the key, for error messages
+    front: bool = False  # llmctl's front, which shows the counters of its replicas together
 
     @property
     def headers(self) -> dict[str, str]:
@@ -138,14 +131,14 @@ def find_target(
     target = Target(base, api_key, "", None, own=False, key_variable=key_variable)
     body = get(target, "/v1/models")
     try:
-        found = msgspec.json.decode(body, type=Models).data
+        models = msgspec.json.decode(body, type=Models).data
     except msgspec.DecodeError as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
     # transformers' serve lists the models in its cache only, and also serves folders.
-    listed = found or ([Model(model)] if model else [])
+    listed = models or ([Model(model)] if model else [])
     chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
-        names = ", ".join(one.id for one in found) or "none"
+        names = ", ".join(one.id for one in models) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return replace(
         target,
@@ -173,7 +166,7 @@ class FrontState(msgspec.Struct):
 
     @property
     def up(self) -> list[FrontReplica]:
-        return [each for each in self.replicas if each.state == "up"]
+        return [replica for replica in self.replicas if replica.state == "up"]
 
 
 def front_state(target: Target) -> FrontState:
@@ -227,7 +220,7 @@ def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, byt
 def get(target: Target, path: str) -> bytes:
     """The body of the answer. Raises `InputError` if there is none, or its status is not 200."""
     answer = _answer(target, path)
-    if answer.status_code != 200:
+    if answer.status_code != OK:
         raise refusal(target, path, answer.status_code, answer.content)
     return answer.content
 
@@ -354,11 +347,15 @@ FULL = Dialect()
 
 class TargetUsage(msgspec.Struct):
     prompt_tokens: int
-    completion_tokens: int
+
+
+class AnswerChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
 
 
 class Answer(msgspec.Struct):
-    usage: TargetUsage
+    usage: TargetUsage | None = None
+    choices: list[AnswerChoice] = []
 
 
 def learn(target: Target) -> Dialect:
@@ -373,7 +370,7 @@ def learn(target: Target) -> Dialect:
         dialect = Dialect(*fields)
         prompt = dialect.prompt(np.random.default_rng(0), 8, 64)
         status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1))
-        if status == 200:
+        if status == OK:
             return dialect if dialect.token_ids else _calibrated(target, dialect)
         if status not in REFUSED:
             first = status, body
@@ -381,14 +378,6 @@ def learn(target: Target) -> Dialect:
         first = first or (status, body)
     assert first
     raise refusal(target, COMPLETIONS, *first, "llmctl needs a server of text completions")
-
-
-class AnswerChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-
-
-class AnswerWithIds(msgspec.Struct):
-    choices: list[AnswerChoice]
 
 
 def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
@@ -399,12 +388,17 @@ def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
         return dialect
     fuller = replace(dialect, answer_ids=True)
     fields = fuller.request(target.model, [1], 1, stream=False, keep=True)
+    _, answer = _complete(target, fields)
+    return fuller if answer.choices and answer.choices[0].token_ids else dialect
+
+
+def _complete(target: Target, fields: dict[str, object]) -> tuple[int, Answer]:
+    """The status and the answer, which is empty if it is not OpenAI's."""
     status, body = post(target, COMPLETIONS, fields)
     try:
-        choices = msgspec.json.decode(body, type=AnswerWithIds).choices if status == 200 else []
+        return status, msgspec.json.decode(body, type=Answer) if status == OK else Answer()
     except msgspec.DecodeError:
-        return dialect
-    return fuller if choices and choices[0].token_ids else dialect
+        return status, Answer()
 
 
 def _calibrated(target: Target, dialect: Dialect) -> Dialect:
@@ -421,16 +415,13 @@ def _calibrated(target: Target, dialect: Dialect) -> Dialect:
 
 def _counted(target: Target, dialect: Dialect, words: int) -> int:
     prompt = dialect.prompt(np.random.default_rng(words), words, 0)
-    status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1, stream=False))
-    try:
-        if status == 200:
-            return msgspec.json.decode(body, type=Answer).usage.prompt_tokens
-    except msgspec.DecodeError:
-        pass
-    raise InputError(
-        f"{target.url}: HTTP {status} without usage for {words} words",
-        "a server must count its tokens",
-    )
+    status, answer = _complete(target, dialect.request(target.model, prompt, 1, stream=False))
+    if answer.usage is None:
+        raise InputError(
+            f"{target.url}: HTTP {status} without usage for {words} words",
+            "a server must count its tokens",
+        )
+    return answer.usage.prompt_tokens
 
 
 class CacheCounts(NamedTuple):
@@ -496,7 +487,6 @@ def parsed_metrics(text: str) -> list[Metric]:
 
 
 LOOK_TIMEOUT_S = 5.0
-OK, NOT_FOUND = 200, 404
 RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
 WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
 KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # both are shares, from 0 to 1
@@ -508,28 +498,11 @@ ENDED = (
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """The state of a server, llmctl's own or vLLM's, at one moment.
+    """The state of a server, llmctl's own or vLLM's, at one moment."""
 
-    `healthy` and `ready` are None if the server did not answer. `metrics` is empty if /metrics
-    needs a key.
-    """
-
-    healthy: bool | None
-    ready: bool | None
-    metrics: list[Metric]
-    problem: str = "no answer"  # the state if `healthy` is None
-
-    @property
-    def state(self) -> str:
-        """The state in one or two words.
-
-        Loading and draining look alike from outside: both are healthy and not ready.
-        """
-        if self.healthy is None:
-            return self.problem
-        if not self.healthy:
-            return "unhealthy"
-        return "ready" if self.ready else "not ready"
+    state: str  # in one or two words
+    metrics: list[Metric] = field(default_factory=list)  # empty, too, if /metrics needs a key
+    answered: bool = True
 
     def total(self, *names: str) -> float | None:
         """As the module's `total`, of these metrics."""
@@ -538,16 +511,11 @@ class Look:
     @property
     def ended(self) -> dict[str, int]:
         """The number of ended requests so far, by finish reason."""
-        found = [self.by_label(name, label) for name, label in ENDED]
-        return {reason: int(count) for reason, count in next(filter(None, found), {}).items()}
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of a metric by one of its labels."""
-        return {
-            metric.labels.get(label, ""): metric.value
-            for metric in self.metrics
-            if metric.name == name
-        }
+        for name, label in ENDED:
+            shown = [metric for metric in self.metrics if metric.name == name]
+            if shown:
+                return {metric.labels.get(label, ""): int(metric.value) for metric in shown}
+        return {}
 
 
 def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
@@ -560,10 +528,9 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
         trusted = verify(url, certificate)
         status = _status(f"{url}/health", trusted)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Look(None, None, [], "not trusted" if distrusted(error) else "no answer")
+        return Look("not trusted" if distrusted(error) else "no answer", answered=False)
     except InputError:  # the certificate's file is missing
-        return Look(None, None, [], "not trusted")
-    healthy = status == OK
+        return Look("not trusted", answered=False)
     try:
         metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
     except InputError:  # it stopped in between
@@ -572,7 +539,9 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
         ready = _status(f"{url}/ready", trusted)
     except httpx.HTTPError:
         ready = None
-    return Look(healthy, healthy if ready == NOT_FOUND else ready == OK, metrics)
+    # Loading and draining look alike from outside: both are healthy and not ready.
+    state = "ready" if ready in (OK, NOT_FOUND) else "not ready"
+    return Look(state if status == OK else "unhealthy", metrics)
 
 
 def _status(url: str, trusted: ssl.SSLContext | bool) -> int:

@@ -1,18 +1,15 @@
 """HTTP/1.1 on the wire, as asyncio protocols over httptools' parser, for little CPU per event.
 
 `Upstream` is a proxy's client: it passes requests on to one server, and the answers come back byte
-for byte. Nothing is decoded or followed: compression and redirects are between the client and the
-server. Its connections (`Link`) are kept and reused, so that a request does not pay for a
-handshake. Requests go out as bytes and answers come back in pieces as they arrive. With httpx and
-h11 an event of a stream costs 130 us of CPU (`benchmarks/serving/record_proxy.py`). Pieces that
-arrive before the last one was read are merged. When more than `MAX_HELD_BYTES` of an answer is
-held, reading from the server pauses.
+for byte, in pieces as they arrive. Nothing is decoded or followed: compression and redirects are
+between the client and the server. Pieces that arrive before the last one was read are merged. When
+more than `MAX_HELD_BYTES` of an answer is held, reading from the server pauses. With httpx and h11
+an event of a stream costs 130 us of CPU (`benchmarks/serving/record_proxy.py`).
 
-`StreamCall` is one streaming request of the load generator, on its own connection, which notes the
-times of its tokens in a `Sample`. The load generator shares the machine with the server that it
-measures: it costs 16 us of CPU per token with uvloop, against 460 us with httpx and 39 us with h11
-(200 streams at once; docs/how-to/measure.md). It reads OpenAI's event streams only: no redirects,
-no compression, no keep-alive. `ClientConnection` builds the requests and sends them.
+`StreamCall` is one streaming request of the load generator, which shares the machine with the
+server that it measures: it costs 16 us of CPU per token with uvloop, against 460 us with httpx and
+39 us with h11 (200 streams at once; docs/how-to/measure.md). It reads OpenAI's event streams only:
+no redirects, no compression, no keep-alive.
 """
 
 from __future__ import annotations
@@ -67,13 +64,14 @@ class UpstreamError(Exception):
 class Link(asyncio.Protocol):
     """A connection with one request at a time. `reusable` says whether it can take another."""
 
+    _transport: asyncio.Transport  # from `connection_made` on
+
     def __init__(self) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since_s = 0.0
         self.heard = False  # a byte has arrived since the last request
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
         self._event = asyncio.Event()
         self._pieces: list[bytes] = []  # of the body, unread
         self._held_bytes = 0
@@ -90,31 +88,24 @@ class Link(asyncio.Protocol):
         return self._complete and self._kept and not self._closed
 
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
-        """Send a request and wait for the head of its answer; `bodyless`: it is a HEAD request.
-
-        Raises `UpstreamError` if no head arrives.
-        """
+        """Send a request, a HEAD if `bodyless`. Raises `UpstreamError` if no answer begins."""
         self.status, self.headers, self._pieces = 0, [], []
         self._held_bytes = self._head_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
         self._ends_with_connection, self._bodyless = True, bodyless
-        if self._transport is None or self._closed:
+        if self._closed:
             raise UpstreamError(LOST)
         self._transport.write(request)
         while not self._has_head:
             await self._wait(silence_s)
 
     async def body(self, silence_s: float) -> AsyncIterator[bytes]:
-        """Yield the body in pieces, each all that has arrived since the last one.
-
-        Raises `UpstreamError` if the rest does not arrive.
-        """
+        """Yield the body in pieces as they arrive. Raises `UpstreamError` if the rest does not."""
         while True:
             if self._pieces:
                 piece = b"".join(self._pieces)
                 self._pieces.clear()
-                paused = self._held_bytes > MAX_HELD_BYTES
-                if paused and self._transport is not None and not self._closed:
+                if self._held_bytes > MAX_HELD_BYTES and not self._closed:
                     self._transport.resume_reading()
                 self._held_bytes = 0
                 yield piece
@@ -125,8 +116,7 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once, so that the server notices and stops."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     async def _wait(self, silence_s: float) -> None:
         """Wait for the next bytes, or for the end of the connection."""
@@ -166,8 +156,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        if self._has_head and self._ends_with_connection and exc is None:
-            self._complete = True
+        self._complete |= self._has_head and self._ends_with_connection and exc is None
         self._event.set()
 
     # httptools' callbacks
@@ -191,7 +180,7 @@ class Link(asyncio.Protocol):
             return
         self._pieces.append(body)
         before, self._held_bytes = self._held_bytes, self._held_bytes + len(body)
-        if before <= MAX_HELD_BYTES < self._held_bytes and self._transport is not None:
+        if before <= MAX_HELD_BYTES < self._held_bytes:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
@@ -334,10 +323,7 @@ class Upstream:
         return link
 
     async def check_certificate(self) -> None:
-        """Raises `InputError` for a certificate that is not trusted.
-
-        A server that cannot be reached is no error: it may start later.
-        """
+        """Raise `InputError` if the certificate is not trusted. An absent server is no error."""
         if self._tls is None:
             return
         try:
@@ -357,13 +343,11 @@ class Upstream:
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """The headers of the message, without those of the connection and those that it names."""
-    named = {
-        name.strip().lower()
-        for key, value in headers
-        if key.lower() == b"connection"
-        for name in value.split(b",")
-    }
-    return [(key, value) for key, value in headers if key.lower() not in HOP_BY_HOP | named]
+    left_out = set(HOP_BY_HOP)
+    for key, value in headers:
+        if key.lower() == b"connection":
+            left_out.update(name.strip().lower() for name in value.split(b","))
+    return [(key, value) for key, value in headers if key.lower() not in left_out]
 
 
 MAX_ERROR_BYTES = 1 << 16
@@ -403,11 +387,6 @@ _decode_choice = msgspec.json.Decoder(StreamChoice).decode
 class Sample:
     """What the client saw of one request, in seconds since the replay began; NaN for events that
     never happened.
-
-    `failure` is empty for a served request. `refused` means that the server was overloaded and
-    refused the whole request (HTTP 429 or 503). `max_gap_s` is the longest wait between two events
-    with tokens. `cached_tokens` are those that the server took from its cache; None: it does not
-    say. Text and token ids of the answer are kept where `keeps_answer` says so.
     """
 
     scheduled_s: float
@@ -416,13 +395,13 @@ class Sample:
     sent_s: float = math.nan
     first_token_s: float = math.nan
     last_token_s: float = math.nan
-    max_gap_s: float = 0.0
+    max_gap_s: float = 0.0  # between two events with tokens
     output_tokens: int = 0
-    failure: str = "not sent"
-    refused: bool = False
+    failure: str = "not sent"  # '' for a served request
+    refused: bool = False  # as a whole, by an overloaded server (HTTP 429 or 503)
     counted_prompt_tokens: int = 0  # by the server
-    cached_tokens: int | None = None
-    keeps_answer: bool = False
+    cached_tokens: int | None = None  # taken from the server's cache; None: it does not say
+    keeps_answer: bool = False  # its text and its token ids
     answer_text: list[str] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
 
@@ -522,11 +501,7 @@ class StreamCall(asyncio.Protocol):
             sample.cached_tokens = details.cached_tokens if details else None
 
     def _finish(self, *, cut_off: bool) -> None:
-        """End the call with what has arrived.
-
-        Without usage it has failed: the number of tokens is unknown, since an event may hold
-        several.
-        """
+        """End the call. Without usage it failed: an event may hold several tokens."""
         if self.ended:
             return
         has_tokens = not math.isnan(self._sample.first_token_s)

@@ -5,11 +5,7 @@ so it may be read, mailed and kept in version control: keys are long and random,
 so a plain digest cannot be guessed back. Recipes and plans do not name this file: they describe
 what is served and move between machines, while the clients belong to the place of the server.
 
-`AccessGate` is the ASGI layer before all routes. It checks the key and the Host header, and gives
-every response a request id. `Keyring` has one `Account` per key; an account has token buckets for
-requests and tokens per minute and a bound on concurrent choices.
-
-`KeyedRequest` checks a request against these limits in three steps, each as early as possible:
+A request is checked against the limits of its key in three steps, each as early as possible:
 whether the key may send another request (before its body is read), whether it may have so many
 choices at once (before tokenizing), and whether it may use so many tokens (once the prompt is
 counted). The last step reserves what the answer may become, which is the prompt plus `max_tokens`
@@ -30,6 +26,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,10 +68,6 @@ class ApiKey(Strict):
         if given == hashlib.sha256(b"").hexdigest():
             raise ValueError("this is the sha256 of empty input")
         return given
-
-    @property
-    def digest(self) -> bytes:
-        return bytes.fromhex(self.sha256)
 
 
 class KeysFile(Strict):
@@ -122,8 +115,9 @@ UNKEYED = "without a key this server"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
+@dataclass(frozen=True, eq=False)
 class AccessGate:
-    """The ASGI layer before all routes. It denies by default.
+    """The ASGI layer before all routes. It denies by default, and gives responses a request id.
 
     Without a key only `open_paths` and `local_paths` answer, and a client cannot learn which other
     routes exist. Requests with POST count against the limits of their key, on the clock `now_s`.
@@ -134,32 +128,19 @@ class AccessGate:
     browser then sends that name and lets the page read the answers.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keyring: Keyring,
-        now_s: Callable[[], float],
-        *,
-        open_paths: Collection[str],
-        local_paths: Collection[str] = (),
-        local_hosts_only: bool = False,
-    ) -> None:
-        self._app = app
-        self._keyring = keyring
-        self._now_s = now_s
-        self._local_paths = frozenset(local_paths)
-        self._open_paths = frozenset(open_paths) | self._local_paths
-        self._local_hosts_only = local_hosts_only
+    app: ASGIApp
+    keyring: Keyring
+    now_s: Callable[[], float]
+    open_paths: Collection[str]
+    local_paths: Collection[str]
+    local_hosts_only: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers, status = Headers(scope=scope), 0
-        account, keyed = self._keyring.find(headers), None
+        account, keyed = self.keyring.find(headers), None
         # The client's request id, if it is plain, only goes back in a header.
-        given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -170,10 +151,10 @@ class AccessGate:
                 added.update(keyed.headers() if keyed else {})
             await send(message)
 
-        is_local = scope["path"] in self._local_paths
-        is_open = scope["path"] in self._open_paths
+        is_local = scope["path"] in self.local_paths
+        is_open = is_local or scope["path"] in self.open_paths
         try:
-            if is_local or (self._local_hosts_only and not is_open):
+            if is_local or (self.local_hosts_only and not is_open):
                 what = "the status page" if is_local else UNKEYED
                 check_local_host(headers.get("host", ""), what)
             if account is None and not is_open:
@@ -186,13 +167,13 @@ class AccessGate:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             if account is not None and scope["method"] == "POST":
-                keyed = KeyedRequest(account, self._now_s)
+                keyed = KeyedRequest(account, self.now_s)
                 keyed.enter(scope)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, send_with_id)
             return
         try:
-            await self._app(scope, receive, send_with_id)
+            await self.app(scope, receive, send_with_id)
         finally:
             if keyed:
                 keyed.leave(status)
@@ -223,19 +204,19 @@ def _is_local_name(name: str) -> bool:
     return name.lower().rstrip(".") in ("localhost", "")
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """The usage and the limits of a key. The account without a name is shared and has no limits."""
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-        self.max_concurrent = math.inf
-        self.urgent = True
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
-        self.running = 0  # choices that run or wait
-        self.accepted = 0  # requests
-        self.taken_tokens = 0
-        self.refused: Counter[str] = Counter()  # by limit
+    name: str = ""
+    max_concurrent: float = math.inf
+    urgent: bool = True
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+    running: int = 0  # choices that run or wait
+    accepted: int = 0  # requests
+    taken_tokens: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by limit
 
     def limit(self, key: ApiKey) -> None:
         """Set the key's limits. Usage of a limit continues to count, unless its size changes."""
@@ -252,20 +233,22 @@ class Keyring:
         self._accounts: dict[str, Account] = {}  # by name, of removed keys too
         self.replace(api_key, keys)
 
-    def replace(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+    def replace(self, api_key: str, keys: Sequence[ApiKey]) -> None:
         """Accept these keys from now on, and no others.
 
         A name that stays, or returns, keeps its usage. Accepted requests are answered to their end.
         """
-        accounts = [self._accounts.setdefault(key.name, Account(key.name)) for key in keys]
-        for account, key in zip(accounts, keys, strict=True):
+        self.named: list[Account] = []
+        self._entries: list[tuple[str, Account]] = []  # the digests, in hexadecimal
+        for key in keys:
+            account = self._accounts.setdefault(key.name, Account(key.name))
             account.limit(key)
-        entries = list(zip([key.digest for key in keys], accounts, strict=True))
+            self.named.append(account)
+            self._entries.append((key.sha256, account))
+        shared = self._accounts.setdefault("", Account())
         if api_key:
-            digest = hashlib.sha256(api_key.encode()).digest()
-            entries.append((digest, self._accounts.setdefault("", Account())))
-        self.named, self._entries = accounts, entries
-        self._keyless = None if entries else self._accounts.setdefault("", Account())
+            self._entries.append((hashlib.sha256(api_key.encode()).hexdigest(), shared))
+        self._keyless = None if self._entries else shared
 
     def renew(self, callers: Callers) -> str:
         """As `replace`. Returns a message about the change, which contains no key."""
@@ -284,25 +267,21 @@ class Keyring:
         """The account of the request's key, or None. Compares all digests in constant time."""
         if self._keyless:
             return self._keyless
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
-        found = None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
+        owner = None
         for known, account in self._entries:
             if hmac.compare_digest(digest, known):
-                found = account
-        return found if scheme.lower() == "bearer" else None
+                owner = account
+        return owner if scheme.lower() == "bearer" else None
 
 
 class KeyedRequest:
-    """One request of a key, from its headers until its response has ended.
-
-    `now_s` is the serving clock.
-    """
+    """One request of a key, from its headers until its response has ended, on the clock `now_s`."""
 
     def __init__(self, account: Account, now_s: Callable[[], float]) -> None:
         self._account = account
         self._now_s = now_s
-        self._entered = False
         self._choices = 0
         self._reserved = 0
         self._used: Callable[[], int] = lambda: 0
@@ -316,8 +295,7 @@ class KeyedRequest:
     def enter(self, scope: Scope) -> None:
         """Count the request. Raises `ApiError` if the key may not send one now."""
         account, bucket, now_s = self._account, self._account.requests, self._now_s()
-        wait_s = bucket.wait_s(1, now_s) if bucket else 0.0
-        if bucket and wait_s:
+        if bucket and (wait_s := bucket.wait_s(1, now_s)):
             text = f"sends at most {bucket.size} requests a minute"
             raise self._refusal("requests", text, wait_s)
         if account.running >= account.max_concurrent:
@@ -325,7 +303,6 @@ class KeyedRequest:
         if bucket:
             bucket.take(1, now_s)
         account.accepted += 1
-        self._entered = True
         scope[_SCOPE_KEY] = self
 
     def admit(self, choices: int, tokens: int) -> None:
@@ -344,43 +321,36 @@ class KeyedRequest:
             raise ApiError(text, status=403, param="priority", code="priority_not_allowed")
 
     def reserve(self, tokens: int, used: Callable[[], int]) -> None:
-        """Reserve tokens for the answer; at the end `used` returns how many it took.
-
-        Raises `ApiError` if it is too much now.
-        """
+        """Reserve tokens, or raise `ApiError`. At the end `used` returns the real number."""
         self._check_tokens(tokens)
         if self._account.tokens:
             self._account.tokens.take(tokens, self._now_s())
         self._reserved, self._used = tokens, used
 
     def leave(self, status: int) -> None:
-        """The response has ended: return what was not used.
-
-        A request that got 429 or 503 does not count.
-        """
+        """Give back what was not used. A request that got 429 or 503 does not count."""
         account, now_s, used = self._account, self._now_s(), self._used()
         account.running -= self._choices
         account.taken_tokens += used
         if account.tokens:
             account.tokens.give_back(self._reserved - used, now_s)
-        if account.requests and self._entered and status in (429, 503):
+        if account.requests and status in (429, 503):
             account.requests.give_back(1, now_s)
 
     def headers(self) -> dict[str, str]:
         """Response headers with the remaining limits, under OpenAI's names."""
-        found, now_s, account = {}, self._now_s(), self._account
+        headers, now_s, account = {}, self._now_s(), self._account
         for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
             if bucket:
                 left = max(math.floor(bucket.level(now_s)), 0)
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
-                found[f"x-ratelimit-remaining-{name}"] = str(left)
-                found[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.size)
+                headers[f"x-ratelimit-remaining-{name}"] = str(left)
+                headers[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
+        return headers
 
     def _check_tokens(self, tokens: int) -> None:
         bucket = self._account.tokens
-        wait_s = bucket.wait_s(tokens, self._now_s()) if bucket else 0.0
-        if bucket and wait_s:
+        if bucket and (wait_s := bucket.wait_s(tokens, self._now_s())):
             text = (
                 f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all "
                 f"choices together; this request may take {tokens}"
@@ -397,10 +367,7 @@ class KeyedRequest:
         return self._refusal("concurrent", text, wait_s)
 
     def _refusal(self, limit: Limit, text: str, wait_s: float) -> ApiError:
-        """An error in OpenAI's format.
-
-        OpenAI's client waits as long as it says, and does not retry what can never succeed.
-        """
+        """An error that tells OpenAI's client how long to wait, or not to try again."""
         self._account.refused[limit] += 1
         if math.isinf(wait_s):
             remedy, headers = "ask for less", {"x-should-retry": "false"}

@@ -1,17 +1,15 @@
 """The HTTP surface: OpenAI's routes, health, metrics, and the OpenAPI document that describes them.
 
-`make_app` builds the ASGI application. Each method of `Routes` reads a form, makes one call, and
-writes the response. `document` returns the OpenAPI document for client generators and fuzzers: the
-schemas of requests are those of the forms, with this server's own limits. A schema cannot state
-everything (a prompt's length in tokens, one parameter against another); such errors get a 400
-response that names them.
+`document` returns the OpenAPI document for client generators and fuzzers: the schemas of requests
+are those of the forms, with this server's own limits. A schema cannot state everything (a prompt's
+length in tokens, one parameter against another); such errors get a 400 response that names them.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -29,6 +27,7 @@ from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, ErrorBody, on_api_error, on_bug, on_http_exception
 from toolkit.serve.forms import (
+    FORMS,
     MAX_MESSAGES,
     BodyReader,
     ChatForm,
@@ -36,13 +35,14 @@ from toolkit.serve.forms import (
     DetokenizeForm,
     GenerationForm,
     Message,
+    array,
     harmless_values,
+    read_form,
     read_json_bytes,
 )
 from toolkit.serve.generation import (
     ChatChoice,
     EventStream,
-    Exchange,
     Generation,
     Prompts,
     TextChoice,
@@ -50,11 +50,10 @@ from toolkit.serve.generation import (
     json_response,
     unknown_model,
 )
-from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge, in_thread
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.status import DATA, PAGE, Status, failure, gauges, state
 
-GenerationFormT = TypeVar("GenerationFormT", bound=GenerationForm)
 Json = dict[str, Any]
 
 _REQUESTS = (CompletionForm, ChatForm, DetokenizeForm, Message)
@@ -76,25 +75,18 @@ def make_app(
     driver: Driver,
     tokenizer: Tokenizer,
     settings: FrontSettings,
-    status: Status | None = None,
-    keyring: Keyring | None = None,
-    read_large: ReadLarge | None = None,
+    keyring: Keyring,
+    read_large: ReadLarge,
+    status: Status | None,
 ) -> ASGIApp:
     """The ASGI application over a driver that the caller starts and stops.
 
-    Args:
-        driver: serves the requests.
-        tokenizer: the model's.
-        settings: names, limits and keys.
-        status: the status page, if there should be one.
-        keyring: the accepted keys, which may be replaced at any time; by default the settings'.
-        read_large: reads large bodies; by default in a thread.
+    `read_large` reads large bodies. The keys of `keyring` may be replaced at any time.
     """
     app = FastAPI(title="llmctl", openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_bug)
-    keyring = keyring or Keyring(settings.api_key, settings.keys)
     routes = Routes(driver, tokenizer, settings, keyring, read_large)
     for path, endpoint, methods in (
         ("/v1/completions", routes.completions, ["POST"]),
@@ -125,7 +117,7 @@ def make_app(
 
 
 class Routes:
-    """The route handlers, and what they share."""
+    """The route handlers. Each reads a form, makes one call, and writes the response."""
 
     def __init__(
         self,
@@ -133,12 +125,12 @@ class Routes:
         tokenizer: Tokenizer,
         settings: FrontSettings,
         keyring: Keyring,
-        read_large: ReadLarge | None,
+        read_large: ReadLarge,
     ) -> None:
         self._driver = driver
         self._settings = settings
         self._reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
-        self._read_large = read_large or in_thread(self._reader)
+        self._read_large = read_large
         self._generation = Generation(driver, tokenizer, settings, self._reader)
         self._document = document(settings)
         self._created = int(time.time())
@@ -154,14 +146,10 @@ class Routes:
         )
 
     async def completions(self, request: Request) -> Response:
-        form, prompts = await self._form(request, "completion", CompletionForm)
-        exchange = self._generation.completion(form, KeyedRequest.of(request.scope), prompts)
-        return await self._respond(request, form, exchange)
+        return await self._generate(request, "completion")
 
     async def chat_completions(self, request: Request) -> Response:
-        form, prompts = await self._form(request, "chat", ChatForm)
-        exchange = self._generation.chat(form, KeyedRequest.of(request.scope), prompts)
-        return await self._respond(request, form, exchange)
+        return await self._generate(request, "chat")
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -180,19 +168,12 @@ class Routes:
         return await self._translate(request, "detokenize")
 
     async def health(self) -> Response:
-        """200 while the front works: this response proves that its event loop runs.
-
-        Workers do not count here; /ready reports them.
-        """
+        """200 while the front's event loop runs. Workers do not count here, but in /ready."""
         reason = failure(self._driver)
         return _json({"status": reason or "ok"}, 503 if reason else 200)
 
     async def ready(self) -> Response:
-        """200 while the server should get requests.
-
-        That is from when all workers are loaded until the end is announced, as long as a worker
-        is alive.
-        """
+        """200 from when all workers are loaded until the end is announced, while one is alive."""
         word = state(self._driver)
         return _json({"status": word}, 200 if word == "ready" else 503)
 
@@ -206,34 +187,28 @@ class Routes:
         """The OpenAPI document, with this server's limits."""
         return _json(self._document)
 
-    async def _form(
-        self, request: Request, kind: Literal["completion", "chat"], form: type[GenerationFormT]
-    ) -> tuple[GenerationFormT, Prompts | None]:
-        """The form of a request, and its prompts in tokens if the body was large."""
+    async def _generate(self, request: Request, kind: Literal["completion", "chat"]) -> Response:
         body = await read_json_bytes(request, self._settings.max_body_bytes)
-        if len(body) <= LARGE_BODY_BYTES:
-            return self._reader.form(form, body), None
-        self._generation.check_room()
-        read: tuple[GenerationFormT, Prompts] = await self._read_large(kind, body)
-        return read
+        form: GenerationForm
+        prompts: Prompts | None = None  # in tokens
+        if len(body) > LARGE_BODY_BYTES:
+            self._generation.check_room()
+            form, prompts = await self._read_large(kind, body)
+        else:
+            form = read_form(FORMS[kind], body)
+        exchange = self._generation.submit(form, KeyedRequest.of(request.scope), prompts)
+        if not form.stream:
+            return await json_response(exchange, request.receive)
+        keepalive_s = self._settings.keepalive_s
+        return EventStream(exchange, keepalive_s, include_usage=form.include_usage)
 
     async def _translate(
         self, request: Request, kind: Literal["tokenize", "detokenize"]
     ) -> Response:
         body = await read_json_bytes(request, self._settings.max_body_bytes)
-        if len(body) > LARGE_BODY_BYTES:
-            content = await self._read_large(kind, body)
-        else:
-            content = getattr(self._reader, kind)(body)
+        large = len(body) > LARGE_BODY_BYTES
+        content = await self._read_large(kind, body) if large else self._reader.read(kind, body)
         return Response(content, media_type="application/json")
-
-    async def _respond(
-        self, request: Request, form: GenerationForm, exchange: Exchange
-    ) -> Response:
-        if not form.stream:
-            return await json_response(exchange, request.receive)
-        keepalive_s = self._settings.keepalive_s
-        return EventStream(exchange, include_usage=form.include_usage, keepalive_s=keepalive_s)
 
     def _model(self) -> dict[str, object]:
         return {
@@ -308,8 +283,7 @@ def _schemas(settings: FrontSettings) -> Json:
         token["maximum"] = settings.vocab_size - 1
     null: Json = {"type": "null"}
     model: Json = {"type": ["string", "null"]}
-    messages: Json = {"type": "array", "items": _ref("Message")}
-    messages |= {"minItems": 1, "maxItems": MAX_MESSAGES}
+    messages = array(_ref("Message"), MAX_MESSAGES)
     with_prompt = {"model": model, "prompt": {"type": "string"}, "messages": null}
     with_messages = {"model": model, "prompt": null, "messages": messages}
     prompt_or_messages = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -18,25 +17,18 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.serve.stats import Stats
 
-if TYPE_CHECKING:
-    # Benchmarks without HTTP run where starlette is not installed (benchmarks/gpu).
-    from toolkit.serve.access import ApiKey
-
 MAX_BODY_BYTES = 8 << 20
 
 
 @dataclass(slots=True, frozen=True)
 class FrontSettings:
-    """The front's names, limits and keys. Lengths are in tokens."""
+    """The front's names and limits. Lengths are in tokens."""
 
     model: str  # the name by which clients call it
     max_model_len: int  # of prompt and output together
     vocab_size: int
     max_new_tokens: int  # that one request may ask for
     max_waiting: int  # requests; with more, new ones get 503
-    # Without the one key and without keys with limits of their own, everything is open.
-    api_key: str = ""
-    keys: tuple[ApiKey, ...] = ()
     open_metrics: bool = False  # /metrics needs no key
     allow_end_after: bool = False  # requests may set `llmctl_end_after`
     vllm_metrics: bool = False  # metrics also under vLLM's names
@@ -46,10 +38,6 @@ class FrontSettings:
     keepalive_s: float = 10.0  # an idle stream gets a comment after this long
     # The deadline of requests that set none, and the longest that a request may set.
     request_timeout_s: float = math.inf
-
-    @property
-    def asks_key(self) -> bool:
-        return bool(self.api_key or self.keys)
 
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
@@ -90,10 +78,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
 
 
 def make_stats(plan: Plan) -> Stats:
-    """Counters that know the range in which the plan's laws were measured.
-
-    For several kinds of workers it is the range that all of them have in common.
-    """
+    """Counters that know the range in which the laws of all the plan's workers were measured."""
     fits = [kind.fit for kind in plan.kinds]
     ranges = [law.valid for fit in fits for law in (fit.prefill, fit.decode)]
     return Stats(
@@ -122,13 +107,7 @@ def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> LatencyL
 
 
 def make_settings(
-    plan: Plan,
-    *,
-    model: str = "",
-    api_key: str = "",
-    keys: tuple[ApiKey, ...] = (),
-    request_timeout_s: float | None = None,
-    **others: bool,
+    plan: Plan, *, model: str = "", request_timeout_s: float | None = None, **others: bool
 ) -> FrontSettings:
     """The front's settings: limits from the plan, `others` by the names of `FrontSettings`."""
     serve, engine = plan.recipe.serve, plan.fit.engine
@@ -138,8 +117,6 @@ def make_settings(
         vocab_size=engine.vocab_size,
         max_new_tokens=serve.max_new_tokens,
         max_waiting=serve.max_waiting,
-        api_key=api_key,
-        keys=keys,
         request_timeout_s=request_timeout_s or serve.request_timeout_s or math.inf,
         **others,
     )

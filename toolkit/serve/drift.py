@@ -1,9 +1,9 @@
 """Check that the fit still holds: measure a few of its points before the server takes requests.
 
-`checks_of` chooses the points: a slice each, or for a continuous policy a round from an empty
-batch, as the fit's own overhead was measured. `CheckedWorkers` runs every point several times, on
-all workers of a kind at once. `judge` compares each point's median time with the law that the
-scheduler uses. The check does not measure memory, and leaves out points that would take too long.
+A point is a slice, or for a continuous policy a round from an empty batch, as the fit's own
+overhead was measured. It runs several times, on all workers of a kind at once, and its median time
+is compared with the law that the scheduler uses. The check does not measure memory, and leaves out
+points that would take too long.
 
 The fit's stated error is one that 5 % of held-out slices exceed. With four points, one alone would
 exceed it by chance at 17 of 100 starts of a healthy machine, and several at one or two. A slower
@@ -169,10 +169,7 @@ def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, .
 
 
 def judge(found: Sequence[MeasuredPoint], *, strict: bool, say: Callable[[str], None]) -> None:
-    """Report the result of a check through `say`.
-
-    With `strict`, raises `TargetMissedError` if points exceed the fit's stated error.
-    """
+    """Report a check through `say`. With `strict`, raises `TargetMissedError` if the fit is off."""
     if not found:
         say("fit: no point of it could be measured again in the time given")
         return
@@ -201,17 +198,10 @@ def judge(found: Sequence[MeasuredPoint], *, strict: bool, say: Callable[[str], 
 
 @dataclass(eq=False)
 class CheckedWorkers(WrappedWorkers):
-    """`Workers` that run the checks in `start`, before the driver may use them.
+    """`Workers` that run the checks in `start`, before the driver may use them."""
 
-    Args:
-        workers: the workers that run the points.
-        checks: run one after the other, each on its workers at once.
-        on_found: gets the result; what it raises, `start` raises.
-        clock: in seconds.
-    """
-
-    checks: Sequence[DriftCheck]
-    on_found: OnFound
+    checks: Sequence[DriftCheck]  # one after the other
+    on_found: OnFound  # gets the result; what it raises, `start` raises
     clock: Callable[[], float] = time.perf_counter
     # The end of each worker's running batch.
     _ends: dict[int, asyncio.Future[BatchEnd]] = field(default_factory=dict)
@@ -235,10 +225,11 @@ class CheckedWorkers(WrappedWorkers):
         for check in self.checks:
             times: defaultdict[DriftPoint, list[float]] = defaultdict(list)
             for point in check.points * check.runs:
-                seconds = await self._run(check, point)
-                if seconds is None:
+                runs = [self._run(check, point, worker) for worker in check.workers]
+                seconds = await asyncio.gather(*runs)
+                if None in seconds:
                     break  # out of memory, or a worker was lost and the pool restarts it
-                times[point] += seconds
+                times[point] += [one_s for one_s in seconds if one_s is not None]
             allowed = check.allowed_percent
             found += [
                 MeasuredPoint(point, median(seconds), check.expected_s(point), allowed)
@@ -247,37 +238,23 @@ class CheckedWorkers(WrappedWorkers):
         measuring = False
         self.on_found(found)
 
-    async def _run(self, check: DriftCheck, point: DriftPoint) -> list[float] | None:
-        """Run a point on every worker of the check at once.
-
-        Returns the seconds from dispatch to result of each worker; None if one failed.
-        """
-        begun_s: list[float] = []
-        ends: list[asyncio.Future[BatchEnd]] = []
-        first_row, expected_s = self._rows, check.expected_s(point)
-        for worker in check.workers:
-            rows = check.rows(point, self._rows)
-            numbers = tuple(range(self._rows, self._rows + len(rows)))
-            self._rows += len(rows)
-            ends.append(self._expect_end(worker))
-            begun_s.append(self.clock())
-            if check.in_rounds:
-                plan = Round(point.steps, tuple(rows), numbers)
-                self.workers.run_round(worker, self._batches, plan, expected_s)
-            else:
-                self.workers.run(worker, self._batches, rows, point.steps, expected_s)
-        ended = await asyncio.gather(*ends)
-        # A round that ran out of memory leaves rows on its worker: remove them.
-        evictions = []
-        for worker, (failure, _) in zip(check.workers, ended, strict=True):
-            if check.in_rounds and failure == "oom":
-                evictions.append(self._expect_end(worker))
-                plan = Round(0, evict=tuple(range(first_row, self._rows)))
-                self.workers.run_round(worker, self._batches, plan)
-        await asyncio.gather(*evictions)
-        if any(failure for failure, _ in ended):
-            return None
-        return [end_s - begin_s for begin_s, (_, end_s) in zip(begun_s, ended, strict=True)]
+    async def _run(self, check: DriftCheck, point: DriftPoint, worker: int) -> float | None:
+        """Run a point on a worker: the seconds from dispatch to result, or None if it failed."""
+        rows, expected_s = check.rows(point, self._rows), check.expected_s(point)
+        numbers = tuple(range(self._rows, self._rows + len(rows)))
+        self._rows += len(rows)
+        end, begin_s = self._expect_end(worker), self.clock()
+        if check.in_rounds:
+            plan = Round(point.steps, tuple(rows), numbers)
+            self.workers.run_round(worker, self._batches, plan, expected_s)
+        else:
+            self.workers.run(worker, self._batches, rows, point.steps, expected_s)
+        failure, end_s = await end
+        if check.in_rounds and failure == "oom":  # the round has left rows on its worker
+            end = self._expect_end(worker)
+            self.workers.run_round(worker, self._batches, Round(0, evict=numbers))
+            await end
+        return None if failure else end_s - begin_s
 
     def _expect_end(self, worker: int) -> asyncio.Future[BatchEnd]:
         """The end of the batch that the worker gets next, numbered `_batches`."""

@@ -1,12 +1,8 @@
 """Drive the scheduler on the real clock: move requests, batches and tokens on one asyncio loop.
 
 The scheduler makes all decisions. `Driver` reports events to it, starts the batches that it returns
-and passes tokens to clients as they arrive. `WorkerActivity` sends batches to the workers and turns
-their events into tokens of requests and results for the scheduler. `ResidentRows` maps requests to
-the row numbers of one worker that keeps its rows between rounds.
-
-The driver keeps each request's tokens, so a request that lost its slice continues after the last
-token that its client has seen. Nothing here waits for a client.
+and passes tokens to clients as they arrive. It keeps each request's tokens, so a request that lost
+its slice continues after the last token that its client has seen. Nothing here waits for a client.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from toolkit.engines.protocol import FinishReason, Round, RoundOutput
@@ -59,12 +55,9 @@ class RefusedError(Exception):
 
 
 class Driver:
-    """Owns the scheduler and the workers of one server.
+    """Owns the scheduler, which is in its first state, and the workers of one server.
 
     Args:
-        scheduler: in its first state; a `RecordingScheduler` writes a log that can be replayed.
-        workers: as many as the scheduler has.
-        stats: counts what happens.
         on_end: called with each request that has ended, however it ended, and with the time of
             `start` on the clock of `time.monotonic`.
         limits: the latency targets of admission.
@@ -100,6 +93,7 @@ class Driver:
         self._accept = accept
         self._active = ActiveRequests(stats, self.forecast, self._ended)
         self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
+        self.flights = self._activity.flights  # the batch that each worker runs now
         self._start_s = 0.0
         self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -108,11 +102,6 @@ class Driver:
     def now_s(self) -> float:
         """Seconds since `start`. The loop's own clock has a resolution of 1 ms on uvloop."""
         return time.monotonic() - self._start_s
-
-    @property
-    def flights(self) -> dict[int, InFlightBatch]:
-        """The batch that each worker runs now."""
-        return self._activity.flights
 
     def silent(self) -> list[SilentWorker]:
         """Workers that take longer than their work should take."""
@@ -148,32 +137,21 @@ class Driver:
         Requests that have not ended by then fail. Returns how many failed.
         """
         self.state = "draining"
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._active.empty.wait(), timeout_s)
-        except TimeoutError:
-            late = list(self._active.by_id.values())
-            for active in late:
-                self._fail(active, SHUTTING_DOWN)
-            return len(late)
-        return 0
+        return self._fail_all()
 
     async def stop(self) -> None:
         """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
-        for active in list(self._active.by_id.values()):
-            self._fail(active, SHUTTING_DOWN)
+        self._fail_all()
         for handle in (self._next_tick, self._wake):
             if handle:
                 handle.cancel()
         await self._workers.stop()
 
-    def submit(
-        self, request: GenerationRequest, output: TextOutput, reply: Reply, index: int
-    ) -> ActiveRequest:
-        """Submit a request; its text goes to choice `index` of `reply`.
-
-        Raises `RefusedError` if it can never fit.
-        """
+    def submit(self, request: GenerationRequest, output: TextOutput, reply: Reply) -> ActiveRequest:
+        """Submit a request. Raises `RefusedError` if it can never fit."""
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
@@ -186,7 +164,7 @@ class Driver:
         if refusal:
             raise RefusedError(refusal.reason)
         self.stats.arrived += 1
-        active = ActiveRequest(request, output, reply, index, now_s, predicted)
+        active = ActiveRequest(request, output, reply, now_s, predicted)
         self._active.begin(active)
         if request.timeout_s < math.inf:
             loop = asyncio.get_running_loop()
@@ -200,16 +178,19 @@ class Driver:
         self._tick_later()
 
     def cancel(self, active: ActiveRequest) -> None:
-        """The client has disconnected.
-
-        A running row ends with its batch, or earlier where the worker can stop it.
-        """
+        """The client has disconnected. A running row ends with its batch, or earlier."""
         if active.status:
             return
         self.scheduler.cancel(active.request.request_id, self.now_s)
         self._activity.cancel_row(active)
         self._active.end(active, "cancelled")
         self._tick_later()
+
+    def _fail_all(self) -> int:
+        left = list(self._active.by_id.values())
+        for active in left:
+            self._fail(active, SHUTTING_DOWN)
+        return len(left)
 
     def _fail(self, active: ActiveRequest, reason: str) -> None:
         self.scheduler.cancel(active.request.request_id, self.now_s)
@@ -340,10 +321,7 @@ class Driver:
 
     @contextmanager
     def _stop_on_bug(self) -> Iterator[None]:
-        """Stop the driver at an exception, since the scheduler's state is then unknown.
-
-        An event loop would only log an exception of a callback and go on.
-        """
+        """Stop the driver at an exception: the state is unknown. A loop would only log it."""
         try:
             yield
         except Exception as error:  # any error: the state is unknown, whatever it was
@@ -360,11 +338,7 @@ class WorkerActivity:
 
     It decides nothing and writes nothing to clients: the driver says what starts, delivers the
     tokens, and gives the results to the scheduler. A row of a slice is its index in the batch; a
-    row of a round has a number from `ResidentRows`.
-
-    Args:
-        workers: run the batches.
-        find: returns the active request with an id.
+    row of a round has a number from `ResidentRows`. `find` returns the active request with an id.
     """
 
     def __init__(self, workers: Workers, find: Callable[[str], ActiveRequest]) -> None:
@@ -385,13 +359,12 @@ class WorkerActivity:
             worker, follows = batch.worker, batch.worker in self._just_freed
             requests = tuple(self._find(job.request_id) for job in batch.jobs)
             started += requests
+            flight = self.flights[worker] = InFlightBatch(batch, follows, submitted)
             if batch.keep_cache:
-                self.flights[worker] = InFlightBatch(batch, (), [], follows, submitted)
                 plan = self._resident[worker].begin(batch, self._find)
                 self._workers.run_round(worker, batch.batch_id, plan, batch.estimated_s)
                 continue
-            flight = InFlightBatch(batch, requests, [0] * len(requests), follows, submitted)
-            self.flights[worker] = flight
+            flight.requests, flight.received = requests, [0] * len(requests)
             for active in requests:
                 active.flight = flight
             rows = [active.row() for active in requests]
@@ -426,7 +399,7 @@ class WorkerActivity:
         return output
 
     def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[RowOutput]]:
-        """A slice has ended. Returns it, and the tokens that had not arrived before."""
+        """Returns the slice that has ended, and the tokens that had not arrived before."""
         flight = self._take(event.worker)
         for active in flight.requests:
             active.flight = None
@@ -438,7 +411,7 @@ class WorkerActivity:
         ]
 
     def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
-        """A round has ended, and all its tokens have arrived. Returns it and its result."""
+        """Returns the round that has ended, and its result. All its tokens have arrived."""
         flight, resident = self._take(event.worker), self._resident[event.worker]
         if event.output is None:
             return flight, resident.crashed(flight.batch)
@@ -522,10 +495,7 @@ class ResidentRows:
         return RoundResult(*ran, ended, joined, failure, dropped=dropped)
 
     def crashed(self, batch: Batch) -> RoundResult:
-        """The result of a round that lost its worker, from the tokens that arrived before.
-
-        All rows are lost with the worker.
-        """
+        """The result of a round that lost its worker, and so all rows, from the tokens so far."""
         received, prefilling = self._received, self._prefilling_before
         # Steps that a row ran after its prefill ended: one token came from the prefill itself.
         steps_after = {number: received[number] - 1 for number in prefilling if number in received}
@@ -540,20 +510,14 @@ class ResidentRows:
         return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
 
     def _joined(self, before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
-        """After how many steps each prefill ended, by request id.
-
-        None means that every prefill ended before the first step.
-        """
+        """After how many steps each prefill ended, by request id; None: all before the first."""
         if len(before) == len(self._prefilling_before) and not any(before.values()):
             return None
         requests = self._requests
         return tuple([(requests[row].request.request_id, steps) for row, steps in before.items()])
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
-        """Remove the rows of jobs with dropped caches, and return their numbers.
-
-        Jobs that have no row any more are skipped.
-        """
+        """Remove the rows that jobs with dropped caches still have; return their numbers."""
         numbers = [self._numbers[job.request_id] for job in jobs if job.request_id in self._numbers]
         for number in numbers:
             self._remove(number)

@@ -1,7 +1,4 @@
-"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}.
-
-Every response of the server that reports an error has this body.
-"""
+"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -32,11 +29,9 @@ class ApiError(Exception):
 
     Args:
         message: for the client: the value and the limit, never a path of this machine.
-        status: the HTTP status.
         param: the field of the request that is wrong.
         kind: the body's `type`; by default the one in `TYPES`.
         code: a machine-readable reason.
-        headers: additional response headers.
     """
 
     def __init__(

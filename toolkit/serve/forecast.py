@@ -42,10 +42,8 @@ Predictor = Callable[[Sequence[Worker], float, int], PredictedLatency]
 class Forecast:
     """The forecast of one server. The driver reports what starts, arrives and ends.
 
-    Args:
-        scheduler: its backlog is read.
-        limits: what admission compares the forecast with.
-        typical_tokens: the assumed prompt and output length before the first request.
+    Admission compares it with `limits`. Before the first request, prompt and output are assumed to
+    have `typical_tokens`.
     """
 
     def __init__(
@@ -109,10 +107,7 @@ class Forecast:
     def _predict_fleet(
         self, predictor: Predictor, workers: Sequence[Worker], now_s: float, waiting: int
     ) -> PredictedLatency:
-        """The mean over the kinds of workers, weighted by their throughput.
-
-        Each kind gets the same share of the waiting requests.
-        """
+        """The mean over the kinds of workers, weighted by their share of the throughput."""
         kinds = by_kind(workers)
         prompt, output = self._prompt_tokens.value, max(self._output_tokens.value, 1.0)
         rates = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])

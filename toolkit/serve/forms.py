@@ -1,17 +1,16 @@
 """Read the bodies of requests: strict JSON, bounded fields, and prompts in tokens.
 
-`read_json_bytes` reads a body up to a size limit. `parse_json` accepts only JSON on which no two
-parsers can disagree: UTF-8 without a byte-order mark, no NaN, no duplicate key, no half of a
-surrogate pair, bounded nesting. The forms bound every field. They ignore unknown fields, as
-OpenAI's own servers do; a parameter of OpenAI's that would change the answer and that this server
-does not support is an error that names it. `BodyReader` turns a body into a form, and its prompts
-into tokens, without I/O, in the server and in the helper process.
+Only JSON is accepted on which no two parsers can disagree: UTF-8 without a byte-order mark, no NaN,
+no duplicate key, no half of a surrogate pair, bounded nesting. The forms bound every field. They
+ignore unknown fields, as OpenAI's own servers do; a parameter of OpenAI's that would change the
+answer and that this server does not support is an error that names it.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypeVar
 
@@ -95,8 +94,7 @@ def parse_json(body: bytes) -> Json:
 def _object(pairs: list[tuple[str, object]]) -> Json:
     result = dict(pairs)
     if len(result) < len(pairs):
-        seen: set[str] = set()
-        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
     return result
 
@@ -146,7 +144,7 @@ def harmless_values(*, chat: bool) -> dict[str, tuple[object, ...]]:
     return UNSUPPORTED | {"logprobs": (None, False) if chat else (None,)}
 
 
-def _some(items: JsonSchemaValue, max_items: int | None = None) -> JsonSchemaValue:
+def array(items: JsonSchemaValue, max_items: int | None = None) -> JsonSchemaValue:
     limit = {} if max_items is None else {"maxItems": max_items}
     return {"type": "array", "items": items, "minItems": 1, **limit}
 
@@ -160,7 +158,7 @@ _PART: JsonSchemaValue = {
     "required": ["type", "text"],
 }
 PROMPT_SCHEMA: JsonSchemaValue = {
-    "anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_TOKEN), _some(_some(_TOKEN), MAX_PROMPTS)]
+    "anyOf": [_TEXT, array(_TEXT, MAX_PROMPTS), array(_TOKEN), array(array(_TOKEN), MAX_PROMPTS)]
 }
 STOP_SCHEMA: JsonSchemaValue = {
     "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]
@@ -261,11 +259,24 @@ class GenerationForm(Form):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
+    @property
+    def limit(self) -> int | None:
+        """How many new tokens a choice may have; None: the client does not say."""
+        return self.max_tokens
+
 
 class CompletionForm(GenerationForm):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompt)
 
 
 class Message(Form):
@@ -281,6 +292,13 @@ class ChatForm(GenerationForm):
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+FORMS: dict[str, type[GenerationForm]] = {"completion": CompletionForm, "chat": ChatForm}
 
 
 class TokenizeForm(Form):
@@ -303,8 +321,9 @@ class DetokenizeForm(Form):
 FormT = TypeVar("FormT", bound=Form)
 
 
-def validate(form: type[FormT], data: Json) -> FormT:
-    """`data` as a form. Raises `ApiError` for the first error in it."""
+def read_form(form: type[FormT], body: bytes) -> FormT:
+    """A body as a form. Raises `ApiError` for the first error in it."""
+    data = parse_json(body)
     if issubclass(form, GenerationForm):
         refuse_unsupported(data, chat=form is ChatForm)
     try:
@@ -331,34 +350,35 @@ EncodedT = TypeVar("EncodedT")
 
 
 class BodyReader:
-    """Reads bodies for one model, within its limits. Raises only `ApiError`."""
+    """Reads bodies for one model, in the server and in its helper. Raises only `ApiError`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def form(self, kind: type[FormT], body: bytes) -> FormT:
-        return validate(kind, parse_json(body))
-
-    def completion(self, body: bytes) -> tuple[CompletionForm, list[list[int]]]:
-        """The form without its prompts, and the tokens of the prompts."""
-        form = self.form(CompletionForm, body)
-        prompts = self.prompts(form.prompt)
+    def read(self, kind: str, body: bytes) -> bytes | tuple[GenerationForm, list[list[int]]]:
+        """A form of `FORMS` without its texts, and its prompts in tokens; or JSON of a response."""
+        if kind not in FORMS:
+            return self.tokenize(body) if kind == "tokenize" else self.detokenize(body)
+        form = read_form(FORMS[kind], body)
+        prompts = self.tokens(form)
         for prompt in prompts:
             check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"prompt": [""]}), prompts
+        is_chat = isinstance(form, ChatForm)
+        empty = {"messages": [EMPTY_MESSAGE]} if is_chat else {"prompt": [""] * len(prompts)}
+        return form.model_copy(update=empty), prompts
 
-    def chat(self, body: bytes) -> tuple[ChatForm, list[list[int]]]:
-        """The form without its messages, and their tokens as one prompt."""
-        form = self.form(ChatForm, body)
-        prompt = self.chat_tokens(form.messages)
-        check_room(len(prompt), self._max_model_len)
-        return form.model_copy(update={"messages": [EMPTY_MESSAGE]}), [prompt]
+    def tokens(self, form: GenerationForm) -> list[list[int]]:
+        """The tokens of all prompts of a form."""
+        if isinstance(form, ChatForm):
+            return [self.chat_tokens(form.messages)]
+        assert isinstance(form, CompletionForm)
+        return self.prompts(form.prompt)
 
     def tokenize(self, body: bytes) -> bytes:
         """The JSON of the response."""
-        form = self.form(TokenizeForm, body)
+        form = read_form(TokenizeForm, body)
         if (form.prompt is None) == (form.messages is None):
             raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
         if form.messages is not None:
@@ -375,7 +395,7 @@ class BodyReader:
 
     def detokenize(self, body: bytes) -> bytes:
         """The JSON of the response."""
-        tokens = self.form(DetokenizeForm, body).tokens
+        tokens = read_form(DetokenizeForm, body).tokens
         if len(tokens) > self._max_model_len:
             limit = f"the limit is {self._max_model_len}, as for prompt + output"
             raise ApiError(f"'tokens' holds {len(tokens)} tokens; {limit}", param="tokens")
@@ -393,10 +413,7 @@ class BodyReader:
         )
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages in the model's chat template.
-
-        Newer clients call the role 'system' 'developer'.
-        """
+        """The tokens of messages in the chat template. New clients call 'system' 'developer'."""
         roles = {"developer": "system"}
         plain = [
             {"role": roles.get(message.role, message.role), "content": message.content}

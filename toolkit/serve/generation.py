@@ -1,16 +1,11 @@
 """From a validated form to submitted requests, and from their replies to a response.
 
-`Generation` checks limits, tokenizes prompts, and submits one request per prompt and choice. It
-refuses what it can before the work is done: a full queue before tokenizing. It submits all choices
-of a request or none.
+`Generation` submits one request per prompt and choice, all choices of a request or none. It refuses
+what it can before the work is done: a full queue before tokenizing.
 
-`json_response` and `EventStream` write the response: one JSON body when all choices have ended, or
-a stream of server-sent events. Both cancel the requests when the client disconnects. An event
-carries everything that arrived since the last one, so a slow reader gets fewer and larger events. A
-reader that stops is disconnected by `toolkit.serve.http`.
-
-`CompletionFormat` and `ChatFormat` write the JSON objects of the two endpoints, by the same
-methods. Their structs mirror OpenAI's objects.
+`json_response` and `EventStream` write the response, and cancel the requests when the client
+disconnects. An event carries everything that arrived since the last one, so a slow reader gets
+fewer and larger events. A reader that stops is disconnected by `toolkit.serve.http`.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -35,17 +30,11 @@ from toolkit.serve.access import KeyedRequest
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
-from toolkit.serve.forms import (
-    BodyReader,
-    ChatForm,
-    CompletionForm,
-    GenerationForm,
-    check_room,
-    short,
-)
+from toolkit.serve.forms import BodyReader, ChatForm, GenerationForm, check_room, short
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 MAX_SEED = (1 << 63) - 1
 DONE = b"data: [DONE]\n\n"
 STILL_WAITING = b": waiting\n\n"
@@ -55,11 +44,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generation:
-    """Submits the requests of forms. A server has one.
-
-    No method awaits anything, so the counts that admitted a request still hold when it is
-    submitted.
-    """
+    """Submits requests. It awaits nothing, so the counts that admitted a request still hold."""
 
     def __init__(
         self, driver: Driver, tokenizer: Tokenizer, settings: FrontSettings, reader: BodyReader
@@ -69,25 +54,21 @@ class Generation:
         self._settings = settings
         self._reader = reader
 
-    def completion(
-        self, form: CompletionForm, keyed: KeyedRequest, prompts: Prompts | None = None
+    def submit(
+        self, form: GenerationForm, keyed: KeyedRequest, prompts: Prompts | None
     ) -> Exchange:
-        """Submit a completion. `prompts` are in tokens; None: the form has them as text.
+        """Submit a request. `prompts` are in tokens; None: the form has them as text.
 
         Raises `ApiError` for a request that cannot be served, and then submits nothing.
         """
-        self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, keyed)
-        prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
-        limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
-        return self._submit(form, prompts, limits, CompletionFormat(*self._head("cmpl")), keyed)
-
-    def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
-        """As `completion`, for a chat. `prompts` has one element."""
-        max_tokens = form.max_completion_tokens or form.max_tokens
-        self._admit(form, 1, max_tokens, keyed)
-        prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
-        limits = [self._limit(len(prompts[0]), max_tokens, self._settings.max_new_tokens)]
-        return self._submit(form, prompts, limits, ChatFormat(*self._head("chatcmpl")), keyed)
+        self._admit(form, keyed)
+        if prompts is None:
+            prompts = self._reader.tokens(form)
+        is_chat, model = isinstance(form, ChatForm), self._settings.model
+        default = self._settings.max_new_tokens if is_chat else COMPLETION_TOKENS
+        limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
+        shape = ChatFormat(model) if is_chat else CompletionFormat(model)
+        return self._submit(form, prompts, limits, shape, keyed)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -100,13 +81,8 @@ class Generation:
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
             raise overloaded(text, retry_after_s(wait_s))
 
-    def _admit(
-        self, form: GenerationForm, prompts: int, max_tokens: int | None, keyed: KeyedRequest
-    ) -> None:
-        """Refuse by what is known before tokenizing.
-
-        That is the model, the server's state, the key's limits, the queue and the forecast.
-        """
+    def _admit(self, form: GenerationForm, keyed: KeyedRequest) -> None:
+        """Refuse, before tokenizing, by model, server state, key, queue and forecast."""
         settings, driver = self._settings, self._driver
         if form.model not in (None, settings.model):
             raise unknown_model(form.model)
@@ -114,12 +90,12 @@ class Generation:
             text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
-        choices = prompts * (form.n or 1)
+        choices = form.prompt_count * (form.n or 1)
         if choices > MAX_CHOICES:
-            text = f"{prompts} prompts with n {form.n} are {choices} choices"
+            text = f"{form.prompt_count} prompts with n {form.n} are {choices} choices"
             raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
         keyed.check_priority(form.priority or 0)
-        keyed.admit(choices, choices * (max_tokens or 1))
+        keyed.admit(choices, choices * (form.limit or 1))
         self.check_room(choices)
         predicted = driver.forecast.predict(driver.now_s)
         excess_s = driver.forecast.limits.excess_s(predicted)
@@ -135,16 +111,12 @@ class Generation:
                 headers["Connection"] = "close"
             raise ApiError(text, status=503, code="unavailable", headers=headers)
 
-    def _head(self, prefix: str) -> tuple[str, int, str]:
-        """The id of a response, when it was created, and the model."""
-        return f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
-
     def _submit(
         self,
         form: GenerationForm,
         prompts: Prompts,
         limits: Sequence[int],
-        shape: CompletionFormat | ChatFormat,
+        shape: CompletionFormat,
         keyed: KeyedRequest,
     ) -> Exchange:
         """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
@@ -178,8 +150,8 @@ class Generation:
                     min(form.timeout or math.inf, self._settings.request_timeout_s),
                 )
                 detokenizer = self._tokenizer.detokenizer()
-                output = TextOutput(detokenizer, form.stop, own.min_tokens)
-                choices.append(self._driver.submit(request, output, reply, index))
+                output = TextOutput(detokenizer, form.stop, own.min_tokens, index)
+                choices.append(self._driver.submit(request, output, reply))
         except RefusedError as error:
             cancel()
             choices.clear()
@@ -241,7 +213,7 @@ class Exchange:
     """A submitted request: the source of its text, the format of its response, and its cancel."""
 
     reply: Reply
-    shape: CompletionFormat | ChatFormat
+    shape: CompletionFormat
     prompt_tokens: int
     cancel: Callable[[], None]  # has no effect on choices that have ended
 
@@ -267,10 +239,7 @@ async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
 
 
 def request_failed(reason: str) -> ApiError:
-    """The error of an accepted request that failed.
-
-    A client should retry only if the server is shutting down, because then another server answers.
-    """
+    """A client should retry only at a shutdown, because then another server answers."""
     timed_out = reason.startswith(TIMED_OUT)  # it would take as long again
     status, code = (504, "deadline_exceeded") if timed_out else (503, "request_failed")
     headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}
@@ -296,15 +265,13 @@ async def json_response(exchange: Exchange, receive: Receive) -> Response:
 class EventStream(Response):
     """The choices as server-sent events: `data: ` lines of JSON, of which the last is `[DONE]`.
 
-    Args:
-        exchange: the request to answer.
-        include_usage: every chunk carries `usage: null`, and a last one without choices the usage.
-        keepalive_s: a comment is sent after this many seconds without new output.
+    A comment is sent after `keepalive_s` seconds without new output. With `include_usage` every
+    chunk carries `usage: null`, and a last one without choices the usage.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, *, include_usage: bool, keepalive_s: float) -> None:
+    def __init__(self, exchange: Exchange, keepalive_s: float, *, include_usage: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
@@ -323,22 +290,20 @@ class EventStream(Response):
                 failed = next((delta.failure for delta in deltas if delta.failure), "")
                 if failed:
                     left = 0
-                    events = b"".join(self._event(delta) for delta in deltas if delta.tokens)
-                    events += b"data: " + error_body(request_failed(failed)) + b"\n\n" + DONE
+                    events = [self._chunk(delta) for delta in deltas if delta.tokens]
+                    events.append(error_body(request_failed(failed)))
                 else:
                     left -= sum(bool(delta.finish) for delta in deltas)
                     tokens += sum(delta.tokens for delta in deltas)
-                    events = b"".join(map(self._event, deltas)) or STILL_WAITING
-                    if not left:
-                        if self._include_usage:
-                            last = exchange.shape.last_chunk(exchange.usage(tokens))
-                            events += b"data: " + last + b"\n\n"
-                        events += DONE
-                await send({"type": "http.response.body", "body": events, "more_body": left > 0})
+                    events = [self._chunk(delta) for delta in deltas]
+                    if not left and self._include_usage:
+                        events.append(exchange.shape.last_chunk(exchange.usage(tokens)))
+                body = b"".join([b"data: %b\n\n" % event for event in events]) or STILL_WAITING
+                body += b"" if left else DONE
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
-    def _event(self, delta: Delta) -> bytes:
-        usage = None if self._include_usage else UNSET
-        return b"data: " + self._exchange.shape.chunk(delta, usage) + b"\n\n"
+    def _chunk(self, delta: Delta) -> bytes:
+        return self._exchange.shape.chunk(delta, None if self._include_usage else UNSET)
 
 
 _encode = msgspec.json.Encoder().encode
@@ -382,6 +347,9 @@ class ChatDeltaChoice(Struct, frozen=True):
     logprobs: None = None
 
 
+AnyChoice = TextChoice | ChatChoice | ChatDeltaChoice
+
+
 class Completion(Struct, frozen=True):
     """The object of both endpoints: a whole response or a chunk of a stream."""
 
@@ -389,65 +357,56 @@ class Completion(Struct, frozen=True):
     object: str
     created: int
     model: str
-    choices: Sequence[TextChoice | ChatChoice | ChatDeltaChoice]
-    usage: Usage | UnsetType | None = UNSET
+    choices: Sequence[AnyChoice]
+    usage: Usage | UnsetType | None
 
 
-@dataclass(slots=True, frozen=True)
-class ResponseHead:
-    """The fields that all objects of a response share."""
+class CompletionFormat:
+    """The JSON objects of a response of /v1/completions."""
 
-    id: str
-    created: int
-    model: str
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def encode(
-        self,
-        kind: str,
-        choices: Sequence[TextChoice | ChatChoice | ChatDeltaChoice],
-        usage: Usage | UnsetType | None,
-    ) -> bytes:
-        """An object of the response as JSON."""
-        return _encode(Completion(self.id, kind, self.created, self.model, choices, usage))
-
-
-class CompletionFormat(ResponseHead):
-    """/v1/completions."""
-
-    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
-        choice = TextChoice(delta.index, delta.text, delta.finish or None)
-        return self.encode("text_completion", [choice], usage)
-
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self.encode("text_completion", [], usage)
+    def __init__(self, model: str) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created, self._model = int(time.time()), model
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        texts = [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices]
-        return self.encode("text_completion", texts, usage)
+        return self._object(self.kind, [self._choice(choice) for choice in choices], usage)
+
+    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
+        return self._object(self.chunk_kind, [self._chunk_choice(delta)], usage)
+
+    def last_chunk(self, usage: Usage) -> bytes:
+        return self._object(self.chunk_kind, [], usage)
+
+    def _choice(self, choice: Delta) -> AnyChoice:
+        return TextChoice(choice.index, choice.text, choice.finish or None)
+
+    _chunk_choice = _choice
+
+    def _object(
+        self, kind: str, choices: Sequence[AnyChoice], usage: Usage | UnsetType | None
+    ) -> bytes:
+        return _encode(Completion(self.id, kind, self._created, self._model, choices, usage))
 
 
-@dataclass(slots=True, frozen=True)
-class ChatFormat(ResponseHead):
-    """/v1/chat/completions.
+class ChatFormat(CompletionFormat):
+    """The JSON objects of a response of /v1/chat/completions.
 
     A choice's first chunk carries the role with the first text, because clients count the first
     chunk as the first token.
     """
 
-    _begun: set[int] = field(default_factory=set)
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self._begun: set[int] = set()  # choices
+
+    def _choice(self, choice: Delta) -> AnyChoice:
+        return ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
+
+    def _chunk_choice(self, delta: Delta) -> AnyChoice:
         role = UNSET if delta.index in self._begun else "assistant"
         self._begun.add(delta.index)
-        choice = ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
-        return self.encode("chat.completion.chunk", [choice], usage)
-
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self.encode("chat.completion.chunk", [], usage)
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        messages = [
-            ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
-            for choice in choices
-        ]
-        return self.encode("chat.completion", messages, usage)
+        return ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)

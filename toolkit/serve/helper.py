@@ -2,12 +2,9 @@
 
 Parsing holds Python's global lock from a body's first byte to its last, also in a thread. So the
 server sends a body of more than `LARGE_BODY_BYTES` to its `Helper`, which parses and checks it and
-turns its text into tokens. The server gets the form and the tokens, or the error. A helper reads
-one body after the other. The recorder has a `ReadingProcess` of its own
-(`toolkit.serve.recording`).
-
-`work` is the main loop of such a process. It ends when its standard input ends, and `toolkit.guard`
-ends it with the server, also when the server is killed.
+turns its text into tokens. The server gets the form and the tokens, or the error. The process reads
+one body after the other. It ends when its standard input ends, and `toolkit.guard` ends it with the
+server, also when the server is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from toolkit import guard
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError, overloaded
-from toolkit.serve.forms import BodyReader, ChatForm, CompletionForm
+from toolkit.serve.forms import FORMS, BodyReader
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
@@ -38,25 +35,23 @@ READING_TIMEOUT_S = 60.0  # for one body
 PIPE_BYTES = 1 << 18
 TRIM_BYTES = 1 << 20  # after a larger body the process returns memory to the system
 
-# From the name of a method of `BodyReader` and a body to what the method returns.
+# As `BodyReader.read`, without blocking the event loop.
 ReadLarge = Callable[[str, bytes], Awaitable[Any]]
+# From the kind of a job and its body to the answer. Raises `ApiError`.
+ReadBody = Callable[[str, bytes], bytes]
 
-
-def in_thread(reader: BodyReader) -> ReadLarge:
-    """Read in a thread instead of a helper. It blocks other requests while it parses."""
-
-    async def read(kind: str, body: bytes) -> Any:
-        return await asyncio.to_thread(getattr(reader, kind), body)
-
-    return read
+# Messages, in msgpack.
+_Begin = tuple[str, int, int]  # the `ModelSpec` as JSON, its vocab_size and max_model_len
+_Job = tuple[str, bytes]  # its kind, and the body
+_Refusal = tuple[str, int, str | None, str | None]  # message, status, param, code of an `ApiError`
+_Read = tuple[bytes, list[bytes]]  # a form as JSON, and each prompt's tokens in eight bytes each
+_HEAD = struct.Struct("<Q?")  # of each message: its size, and whether it is a `_Refusal`
 
 
 class ReadingProcess:
     """The process, seen from the server. It starts with the first body, and again if it has died.
 
-    Args:
-        module: what the process runs; it has to call `work`.
-        begin: the first message to the process.
+    It runs `module`, which has to call `work`, and first gets the message `begin`.
     """
 
     def __init__(self, module: str, begin: bytes) -> None:
@@ -84,25 +79,22 @@ class ReadingProcess:
             await process.wait()
             guard.forget(process.pid)
 
-    async def ask(self, kind: str, body: bytes) -> bytes | Read:
-        """The process's answer to a body.
-
-        Raises `ApiError` if the body is refused, or if the process is too busy or has died.
-        """
+    async def ask(self, kind: str, body: bytes) -> bytes:
+        """The answer. Raises `ApiError` if it is a refusal, or the process is busy or dead."""
         if self._waiting >= MAX_WAITING_BODIES:
             raise overloaded(f"{self._waiting} large bodies wait to be read; try again later")
         self._waiting += 1
         try:
             async with self._turn:
-                answer = await self._exchange(_framed(msgspec.msgpack.encode(_Job(kind, body))))
+                answer, refused = await self._exchange(msgspec.msgpack.encode((kind, body)))
         finally:
             self._waiting -= 1
-        if isinstance(answer, _Refused):
-            message, status, param, code = msgspec.structs.astuple(answer)
+        if refused:
+            message, status, param, code = msgspec.msgpack.decode(answer, type=_Refusal)
             raise ApiError(message, status=status, param=param, code=code)
         return answer
 
-    async def _exchange(self, frame: bytes) -> bytes | Read | _Refused:
+    async def _exchange(self, job: bytes) -> tuple[bytes, bool]:
         try:
             if self._process is None or self._process.returncode is not None:
                 await self.start()
@@ -111,12 +103,12 @@ class ReadingProcess:
             assert stdin
             assert stdout
             async with asyncio.timeout(READING_TIMEOUT_S):
-                stdin.write(frame)
+                stdin.write(_framed(job))
                 await stdin.drain()
-                size, is_content = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
-                data = await stdout.readexactly(size)
+                size, refused = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
+                answer = await stdout.readexactly(size)
             await asyncio.sleep(0)  # copying a large answer took time: serve other tasks first
-            return data if is_content else msgspec.msgpack.decode(data, type=Read | _Refused)
+            return answer, refused
         # RuntimeError: uvloop's, for a closed pipe.
         except (OSError, RuntimeError, asyncio.IncompleteReadError, TimeoutError):
             await self.stop()
@@ -132,64 +124,25 @@ class Helper(ReadingProcess):
     """The server's process: it parses and checks bodies, and turns text into tokens."""
 
     def __init__(self, model: ModelSpec, vocab_size: int, max_model_len: int) -> None:
-        begin = _Begin(model.model_dump_json(), vocab_size, max_model_len)
+        begin: _Begin = (model.model_dump_json(), vocab_size, max_model_len)
         super().__init__("toolkit.serve.helper", msgspec.msgpack.encode(begin))
 
     async def __call__(self, kind: str, body: bytes) -> Any:
-        """The result of `BodyReader`'s method `kind`, with prompts as tuples.
-
-        Raises `ApiError` as that method does.
-        """
+        """The result of `BodyReader.read`, with prompts as tuples. Raises `ApiError` as it does."""
         answer = await self.ask(kind, body)
-        if isinstance(answer, bytes):
+        if kind not in FORMS:
             return answer
-        form_type = CompletionForm if kind == "completion" else ChatForm
-        form = form_type.model_validate_json(answer.form)
+        form_json, prompts_of_bytes = msgspec.msgpack.decode(answer, type=_Read)
+        form = FORMS[kind].model_validate_json(form_json)
         prompts = []
-        for data in answer.prompts:
-            tokens = array("q")
-            tokens.frombytes(data)
-            prompts.append(tuple(tokens))
+        for data in prompts_of_bytes:
+            prompts.append(tuple(array("q", data)))
             await asyncio.sleep(0)  # all prompts together may have millions of tokens
         return form, prompts
 
 
-class _Begin(msgspec.Struct):
-    """The first message to the server's helper."""
-
-    model: str  # a `ModelSpec`, as JSON
-    vocab_size: int
-    max_model_len: int
-
-
-class _Job(msgspec.Struct):
-    kind: str
-    body: bytes
-
-
-class Read(msgspec.Struct, tag=True):
-    """A form as JSON, and the tokens of its prompts, in eight bytes each."""
-
-    form: bytes
-    prompts: list[bytes]
-
-
-class _Refused(msgspec.Struct, tag=True):
-    """An `ApiError`."""
-
-    message: str
-    status: int
-    param: str | None
-    code: str | None
-
-
-# From the kind of a job and its body to the answer. Raises `ApiError`.
-ReadBody = Callable[[str, bytes], bytes | Read]
-_HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is the content of a response
-
-
-def _framed(data: bytes, *, is_content: bool = False) -> bytes:
-    return _HEAD.pack(len(data), is_content) + data
+def _framed(data: bytes, *, refused: bool = False) -> bytes:
+    return _HEAD.pack(len(data), refused) + data
 
 
 def _read_frame(pipe: BinaryIO) -> bytes | None:
@@ -218,35 +171,35 @@ def work(prepare: Callable[[bytes], ReadBody]) -> None:
             return
         read_body = prepare(begin)
         while (frame := _read_frame(pipe)) is not None:
-            job = msgspec.msgpack.decode(frame, type=_Job)
-            answer: bytes | Read | _Refused
+            kind, body = msgspec.msgpack.decode(frame, type=_Job)
+            refused = False
             try:
-                answer = read_body(job.kind, job.body)
+                answer = read_body(kind, body)
             except ApiError as error:
-                answer = _Refused(error.message, error.status, error.param, error.code)
-            is_content = isinstance(answer, bytes)
-            data = answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)
-            answers.write(_framed(data, is_content=is_content))
+                refusal: _Refusal = (error.message, error.status, error.param, error.code)
+                answer, refused = msgspec.msgpack.encode(refusal), True
+            answers.write(_framed(answer, refused=refused))
             answers.flush()
             if len(frame) > TRIM_BYTES:
-                del frame, job, answer, data
+                del frame, body, answer
                 gc.collect()
                 with contextlib.suppress(OSError, AttributeError):
                     ctypes.CDLL(None).malloc_trim(0)
 
 
 def _prepare(begin: bytes) -> ReadBody:
-    settings = msgspec.msgpack.decode(begin, type=_Begin)
-    tokenizer = load_tokenizer(ModelSpec.model_validate_json(settings.model))
-    reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
+    model, vocab_size, max_model_len = msgspec.msgpack.decode(begin, type=_Begin)
+    tokenizer = load_tokenizer(ModelSpec.model_validate_json(model))
+    reader = BodyReader(tokenizer, vocab_size, max_model_len)
 
-    def read_body(kind: str, body: bytes) -> bytes | Read:
-        result = getattr(reader, kind)(body)
+    def read_body(kind: str, body: bytes) -> bytes:
+        result = reader.read(kind, body)
         if isinstance(result, bytes):
             return result
         form, prompts = result
-        text: bytes = form.model_dump_json(exclude_none=True).encode()
-        return Read(text, [array("q", prompt).tobytes() for prompt in prompts])
+        tokens = [array("q", prompt).tobytes() for prompt in prompts]
+        read: _Read = (form.model_dump_json(exclude_none=True).encode(), tokens)
+        return msgspec.msgpack.encode(read)
 
     return read_body
 

@@ -1,10 +1,10 @@
 """An HTTP/1.1 server for an ASGI application that bounds what its clients may use.
 
-`llmctl serve` and `llmctl trace record` use it. uvicorn listens; `http_connection` runs one
-connection with its timers; `http_messages` parses requests and frames responses. `HttpServer`
-bounds connections, and the bytes of bodies and unread responses, over all connections. One client
-may use a share of both, so that it cannot use all. A client is an IPv4 address or an IPv6 network
-of 64 bits. Connections from this machine, such as those of a proxy, have no share.
+uvicorn listens; `http_connection` runs one connection with its timers; `http_messages` parses
+requests and frames responses. `HttpServer` bounds connections, and the bytes of bodies and unread
+responses, over all connections. One client may use a share of both, so that it cannot use all. A
+client is an IPv4 address or an IPv6 network of 64 bits. Connections from this machine, such as
+those of a proxy, have no share.
 
 One sweep a second checks all connections, so a timer may be up to `SWEEP_EVERY_S` late.
 """
@@ -17,7 +17,7 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -56,30 +56,30 @@ class WireLimits:
 
 
 def client_of(address: str) -> str | None:
-    """The client of an address: the address itself, or its IPv6 network of 64 bits.
-
-    None for an address of this machine, and for what is not an address.
-    """
+    """The address, or its IPv6 network of 64 bits; None for this machine's, and for no address."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    if found.is_loopback:
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    if ip.is_loopback:
         return None
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(found)
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)
 
 
-class Client:
-    """The connections of one client, and the bytes that they hold."""
+class Share:
+    """The connections of one client or of all clients, the bytes that they hold, and the caps."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, max_connections: int, max_bytes: int) -> None:
+        self.name = name
+        self.max_connections = max_connections
+        self.max_bytes = max_bytes
         self.connections: set[Connection] = set()
-        self.body_bytes = 0
-        self.unread_bytes = 0
+        self.body_bytes = 0  # of requests that have not ended
+        self.unread_bytes = 0  # of responses, at the last sweep, plus large writes since
 
     @property
     def held_bytes(self) -> int:
@@ -87,10 +87,10 @@ class Client:
 
 
 class HttpServer:
-    """An application on a listening socket, and its connections.
+    """An ASGI application on a listening socket, and its connections.
 
     Args:
-        app: the ASGI application; it gets only scopes of type `http`.
+        app: gets only scopes of type `http`.
         limits: what clients may use.
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
         now_s: the clock of all timers, in seconds.
@@ -111,17 +111,12 @@ class HttpServer:
     ) -> None:
         self.app = app
         self.limits = limits
-        self.max_connections = _raise_descriptor_limit(limits)
-        self.client_connections = max(int(self.max_connections * limits.client_share), 1)
-        self.client_bytes = int(limits.held_bytes * limits.client_share)
-        self.clients: dict[str, Client] = {}
+        self.total = Share("", _raise_descriptor_limit(limits), limits.held_bytes)
+        self.clients: dict[str, Share] = {}
         self.now_s = now_s
-        self.connections: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # the longest idle first
         self.heads: dict[Connection, None] = {}  # reading a request's head, the oldest first
         self.tasks: set[asyncio.Task[None]] = set()
-        self.body_bytes = 0  # of requests that have not ended
-        self.unread_bytes = 0  # of responses, at the last sweep, plus large writes since
         self.leaving = False
         self.common_headers = b""
         self._client_of = client_of
@@ -163,13 +158,14 @@ class HttpServer:
         """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
         self.leaving = True
         self.close_listener()
-        for connection in list(self.connections):
+        connections = self.total.connections
+        for connection in list(connections):
             connection.leave()
-        if self.connections:
+        if connections:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), timeout_s)
         tasks = list(self.tasks)
-        for connection in list(self.connections):
+        for connection in list(connections):
             connection.abort()
         for task in tasks:
             task.cancel()
@@ -177,99 +173,88 @@ class HttpServer:
         if self._sweeping:
             self._sweeping.cancel()
 
-    @property
-    def held_bytes(self) -> int:
-        return self.body_bytes + self.unread_bytes
-
     def sweep(self) -> None:
         """Apply all timers that have run out, and abort connections with too much unread."""
-        now_s, self.unread_bytes = self.now_s(), 0
-        for client in self.clients.values():
-            client.unread_bytes = 0
-        for connection in list(self.connections):
+        now_s = self.now_s()
+        for share in (self.total, *self.clients.values()):
+            share.unread_bytes = 0
+        for connection in list(self.total.connections):
             connection.count_unread(connection.check(now_s))
-        excess = self.unread_bytes - self.limits.held_bytes
-        self.unread_bytes -= self._abort_largest(self.connections, excess)
+        self._abort_excess(self.total)
         for client in list(self.clients.values()):
-            excess = client.unread_bytes - self.client_bytes
-            if excess > 0:
+            if self._abort_excess(client):
                 self._on_share("bytes")
-                self.unread_bytes -= self._abort_largest(client.connections, excess)
 
-    def _abort_largest(self, connections: Iterable[Connection], excess: int) -> int:
-        """Abort the connections with the most unread bytes, until `excess` bytes are gone.
+    def _abort_excess(self, share: Share) -> bool:
+        """Abort connections with the most unread bytes, until the rest are within the cap.
 
-        Returns how many bytes are gone.
+        Returns whether they were above it.
         """
-        gone = 0
-        if excess > 0:
-            for connection in sorted(connections, key=Connection.unread_bytes, reverse=True):
-                if gone >= excess:
-                    break
-                gone += connection.unread_bytes()
-                connection.abort()
-        return gone
+        excess = share.unread_bytes - share.max_bytes
+        if excess <= 0:
+            return False
+        for connection in sorted(share.connections, key=Connection.unread_bytes, reverse=True):
+            if excess <= 0:
+                break
+            excess -= connection.unread_bytes()
+            self.total.unread_bytes -= connection.unread_bytes()
+            connection.abort()
+        return True
 
     def admit(self, connection: Connection, address: str) -> ApiError | None:
-        """Add a new connection, closing an inactive one if necessary.
-
-        Returns an error if there are too many and none can be closed.
-        """
-        name = self._client_of(address) if self.limits.client_share < 1 else None
+        """Add a connection, closing an inactive one if necessary; an error if there is none."""
+        total, part = self.total, self.limits.client_share
+        name = self._client_of(address) if part < 1 else None
         if name is not None:
-            client = self.clients.get(name) or Client()
-            while len(client.connections) >= self.client_connections:
+            client = self.clients.get(name) or Share(
+                name, max(int(total.max_connections * part), 1), int(total.max_bytes * part)
+            )
+            while len(client.connections) >= client.max_connections:
                 if not self._abort_inactive(client.connections):
                     self._on_share("connections")
-                    text = f"{name} has {self.client_connections} connections"
+                    text = f"{name} has {client.max_connections} connections"
                     return over_share(f"{text}, as many as one client gets")
             self.clients[name] = client  # again: closing its last connection has removed it
-            connection.client = client
+            connection.shares = (total, client)
             client.connections.add(connection)
-        while len(self.connections) >= self.max_connections:
-            if not self._abort_inactive(self.connections):
+        while len(total.connections) >= total.max_connections:
+            if not self._abort_inactive(total.connections):
                 self.remove(connection)
-                text = f"the server has {self.max_connections} connections, as many as it takes"
+                text = f"the server has {total.max_connections} connections, as many as it takes"
                 return overloaded(f"{text}; try again later")
-        self.connections.add(connection)
+        total.connections.add(connection)
         self._empty.clear()
         return None
 
     def _abort_inactive(self, connections: set[Connection]) -> bool:
-        """Abort the one that is idle longest, else the one that reads a head longest.
-
-        Returns whether there was one.
-        """
-        inactive = (found for found in chain(self.idle, self.heads) if found in connections)
-        oldest = next(inactive, None)
-        if oldest is not None:
-            oldest.abort()
-        return oldest is not None
+        """Abort the one idle longest, else the one longest in a head; False if there is none."""
+        for connection in chain(self.idle, self.heads):
+            if connection in connections:
+                connection.abort()
+                return True
+        return False
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection that is closed, or is about to be."""
-        self.connections.discard(connection)
         self.idle.pop(connection, None)
         self.heads.pop(connection, None)
-        client = connection.client
-        if client is not None and connection in client.connections:
-            client.connections.discard(connection)
-            if not client.connections:
-                self.clients = {
-                    name: other for name, other in self.clients.items() if other is not client
-                }
-        if not self.connections:
+        for share in connection.shares:
+            share.connections.discard(connection)
+            if not share.connections and self.clients.get(share.name) is share:
+                del self.clients[share.name]
+        if not self.total.connections:
             self._empty.set()
 
     def check_held(self, connection: Connection) -> None:
         """Raise `RequestRefusedError` if there is no room for more of a connection's body."""
-        client = connection.client
-        if self.held_bytes > self.limits.held_bytes:
-            text = f"the server holds {self.held_bytes >> 20} MiB of requests and answers"
-            raise RequestRefusedError(overloaded(f"{text}; try again later"))
-        if client is not None and client.held_bytes > self.client_bytes:
+        for share in connection.shares:
+            if share.held_bytes <= share.max_bytes:
+                continue
+            mib = share.held_bytes >> 20
+            if share is self.total:
+                text = f"the server holds {mib} MiB of requests and answers"
+                raise RequestRefusedError(overloaded(f"{text}; try again later"))
             self._on_share("bytes")
-            mib = client.held_bytes >> 20
             text = f"this client's requests and unread answers are {mib} MiB, which is its share"
             raise RequestRefusedError(over_share(text))
 

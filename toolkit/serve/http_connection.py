@@ -29,7 +29,7 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
 import httptools
@@ -44,7 +44,7 @@ from toolkit.serve.http_messages import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.serve.http import Client, HttpServer
+    from toolkit.serve.http import HttpServer, Share
 
 MAX_PIPELINED_REQUESTS = 16  # behind the one that is being answered
 SMALL_BODY_BYTES = 1 << 16  # a body up to this size is accepted however much the server holds
@@ -63,12 +63,12 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
-        self.client: Client | None = None  # its share bounds this connection
+        self.shares: tuple[Share, ...] = (server.total,)  # these bound this connection
         self.writable = asyncio.Event()
         self.writable.set()
         self._loop = loop
         self._limits = server.limits
-        self._parser = RequestParser(self, server.limits.head_bytes, server.limits.body_bytes)
+        self._parser = RequestParser(self, server.limits)
         self._parses = True  # False: further input is dropped
         self._input_left = False  # the client may still be sending
         self._receiving: HttpExchange | None = None  # its body is being read
@@ -79,19 +79,14 @@ class Connection(asyncio.Protocol):
         self._closing = False
         self._deadline_s = 0.0  # of the current phase, if it has one
         self._written_bytes = 0
-        self._progress = (0, 0.0)  # bytes that the client had read, and when
-        self._peer: tuple[str, int] | None = None
-        self._local: tuple[str, int | None] | None = None
-        self._scheme = "http"
 
     # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        if transport.get_extra_info("sslcontext"):
-            self._scheme = "https"
+        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self._peer, self._local = _address(transport, "peername"), _address(transport, "sockname")
-        self._progress = (0, self.server.now_s())
+        self._progress = 0, self.server.now_s()  # bytes that the client had read, and when
         refusal = self.server.admit(self, self._peer[0] if self._peer else "")
         if refusal:
             self.transport.write(error_message(refusal, self.server.common_headers))
@@ -201,7 +196,7 @@ class Connection(asyncio.Protocol):
             if not small:
                 self.server.check_held(self)
         elif exchange in self._queue and (
-            not small or self.server.held_bytes > self._limits.held_bytes
+            not small or self.server.total.held_bytes > self._limits.held_bytes
         ):
             # Drop a pipelined request that holds too much: its client may send it again.
             self._queue.remove(exchange)
@@ -224,20 +219,18 @@ class Connection(asyncio.Protocol):
         self.transport.write(data)
         if len(data) > SMALL_BODY_BYTES:
             self.count_unread(len(data))
-            if self.server.unread_bytes > self._limits.held_bytes:
+            if self.server.total.unread_bytes > self._limits.held_bytes:
                 self.server.sweep()
 
     def count_unread(self, size: int) -> None:
         """Count bytes of responses that the client has not read."""
-        self.server.unread_bytes += size
-        if self.client is not None:
-            self.client.unread_bytes += size
+        for share in self.shares:
+            share.unread_bytes += size
 
     def count_body(self, size: int) -> None:
         """Count bytes of bodies in memory; negative: they are gone."""
-        self.server.body_bytes += size
-        if self.client is not None:
-            self.client.body_bytes += size
+        for share in self.shares:
+            share.body_bytes += size
 
     def unread_bytes(self) -> int:
         """Bytes of responses in this process that the client has not read."""
@@ -342,10 +335,8 @@ class Connection(asyncio.Protocol):
         """Close at once. Unsent bytes are lost, also those in the system's buffers."""
         self.server.remove(self)
         with suppress(OSError, AttributeError):
-            reset = struct.pack("ii", 1, 0)
-            self.transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, reset
-            )
+            sock: socket.socket = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     # Timers
@@ -385,18 +376,15 @@ class Connection(asyncio.Protocol):
         self._loop.call_later(RESET_WAIT_S, self._abort_if_gone)
 
     def _abort_if_gone(self) -> None:
-        if self._answering is None or self.transport.is_closing():
-            return
-        if not hasattr(socket, "TCP_INFO"):
+        has_state = hasattr(socket, "TCP_INFO")
+        if self._answering is None or self.transport.is_closing() or not has_state:
             return
         with suppress(OSError):
-            state = self.transport.get_extra_info("socket").getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_INFO, 1
-            )
-            if state[0] == _TCP_CLOSE:
+            sock: socket.socket = self.transport.get_extra_info("socket")
+            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
                 self.abort()
 
 
-def _address(transport: asyncio.BaseTransport, which: str) -> Any:
-    found = transport.get_extra_info(which)
-    return (found[0], found[1]) if isinstance(found, tuple) and len(found) >= 2 else None
+def _address(transport: asyncio.BaseTransport, which: str) -> tuple[str, int] | None:
+    address = transport.get_extra_info(which)
+    return address[:2] if isinstance(address, tuple) and len(address) >= 2 else None

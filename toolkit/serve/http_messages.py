@@ -1,10 +1,6 @@
 """HTTP/1.1 messages: parse requests, and frame the responses of an ASGI application.
 
-`RequestParser` turns bytes into requests. It does no I/O: its connection feeds it bytes, and gets
-each request's head and body by callbacks. llhttp (through httptools) parses; the bounds
-on sizes are here. `HttpExchange` is one request and its response, as the application sees them: it
-gives the application the body, and frames what the application sends. `error_message` is a whole
-response for a request that does not reach the application.
+llhttp (through httptools) parses; the bounds on sizes are here.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from starlette.types import Message, Scope
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body
 
 if TYPE_CHECKING:
+    from toolkit.serve.http import WireLimits
     from toolkit.serve.http_connection import Connection
 
 MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
@@ -49,15 +46,15 @@ class RequestRefusedError(Exception):
 class RequestParser:
     """Parses the requests of one connection, within bounds on the sizes of head and body.
 
-    The connection's methods `head_begun`, `head_complete`, `body_received` and `body_complete` may
-    raise `RequestRefusedError`.
+    It does no I/O: its connection feeds it bytes, and gets each request's parts by the methods
+    `head_begun`, `head_complete`, `body_received` and `body_complete`, which may raise
+    `RequestRefusedError`.
     """
 
-    def __init__(self, connection: Connection, max_head_bytes: int, max_body_bytes: int) -> None:
+    def __init__(self, connection: Connection, limits: WireLimits) -> None:
         self.in_head = False
         self._connection = connection
-        self._max_head_bytes = max_head_bytes
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
         self._parser = httptools.HttpRequestParser(self)
         self._raw_bytes = 0  # of the current request, including framing
         self._head_bytes = 0
@@ -83,9 +80,10 @@ class RequestParser:
             cause = error.__context__  # what a callback raised
             refused = cause if isinstance(cause, RequestRefusedError) else None
             raise refused or RequestRefusedError(ApiError(_NOT_HTTP)) from None
-        if self.in_head and self._raw_bytes > self._max_head_bytes:
+        limits = self._limits
+        if self.in_head and self._raw_bytes > limits.head_bytes:
             raise self._head_too_large()
-        if self._raw_bytes > MAX_FRAMING_FACTOR * (self._max_body_bytes + self._max_head_bytes):
+        if self._raw_bytes > MAX_FRAMING_FACTOR * (limits.body_bytes + limits.head_bytes):
             raise self.body_too_large()
 
     def close(self) -> None:
@@ -97,11 +95,11 @@ class RequestParser:
         del self._parser, self._connection
 
     def body_too_large(self) -> RequestRefusedError:
-        text = f"the body is larger than {self._max_body_bytes} bytes"
+        text = f"the body is larger than {self._limits.body_bytes} bytes"
         return RequestRefusedError(ApiError(text, status=413))
 
     def _head_too_large(self) -> RequestRefusedError:
-        text = f"request line and headers are larger than {self._max_head_bytes} bytes"
+        text = f"request line and headers are larger than {self._limits.head_bytes} bytes"
         return RequestRefusedError(ApiError(text, status=431))
 
     def _head_without_upgrade(self) -> bytes:
@@ -141,7 +139,7 @@ class RequestParser:
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > self._max_head_bytes:
+        if self._head_bytes > self._limits.head_bytes:
             raise self._head_too_large()
 
     def on_headers_complete(self) -> None:
@@ -174,7 +172,7 @@ class RequestParser:
 
 
 class HttpExchange:
-    """One request and its response, as the application sees them."""
+    """One request and its response: gives the application the body, and frames what it sends."""
 
     def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
         self.scope = scope

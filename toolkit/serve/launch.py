@@ -1,9 +1,6 @@
 """From a plan to a running server: `launch` builds everything, and tears it down at the end.
 
-`Launch` is what to start. `Manager` reports readiness and liveness to systemd or another service
-manager. `EventLog` writes the scheduler's calls, which can be replayed; `trace_line` is what the
-request log keeps of a request, lengths and times. Neither log holds text, prompt tokens or names of
-clients.
+Neither the log of events nor that of requests holds text, prompt tokens or names of clients.
 """
 
 from __future__ import annotations
@@ -55,13 +52,12 @@ FLUSH_EVERY_S = 1.0
 class Manager:
     """The service manager that started this process, if any (sd_notify(3), sd_watchdog_enabled(3)).
 
-    It gets one datagram per report. `address` is its socket, or '' if there is none. If the server
-    reports nothing for `watchdog_s` seconds, the manager ends it and usually starts it again. None
-    means that there is no watchdog.
+    It gets one datagram per report. If the server reports nothing for `watchdog_s` seconds, the
+    manager ends it and usually starts it again.
     """
 
-    address: str = ""
-    watchdog_s: float | None = None
+    address: str = ""  # of its socket; '': there is no manager
+    watchdog_s: float | None = None  # None: there is no watchdog
 
     @classmethod
     def take(cls) -> Manager:
@@ -73,10 +69,7 @@ class Manager:
         return cls(address, int(limit) / 1e6 if watched else None)
 
     def tell(self, state: str, *, flags: int = 0) -> None:
-        """Send a state such as READY=1. `flags` are those of send(2).
-
-        An address that starts with '@' is in Linux's abstract namespace.
-        """
+        """Send a state such as READY=1; '@' begins a name in Linux's abstract namespace."""
         if not self.address:
             return
         name = "\0" + self.address[1:] if self.address.startswith("@") else self.address
@@ -85,10 +78,7 @@ class Manager:
             manager.send(state.encode(), flags)
 
     async def report_health(self, healthy: Callable[[], bool]) -> None:
-        """Report twice per `watchdog_s` that the server is healthy, while it is.
-
-        A blocked event loop reports nothing.
-        """
+        """Report health twice per `watchdog_s`, while there is any. A blocked loop reports none."""
         while self.watchdog_s:
             if healthy():
                 self.beat()
@@ -104,17 +94,13 @@ class Manager:
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A server to start.
-
-    `ray` is the Ray cluster that its workers run on (`toolkit.cluster.connect.joined` lists the
-    values); '' runs them as processes of this machine. `room_timeout_s` is how many seconds the
-    cluster may take to have room for all workers.
-    """
+    """A server to start."""
 
     plan: Plan
     settings: FrontSettings
     host: str
     port: int
+    access: Callers = ("", ())  # the one key, or several keys; without any everything is open
     insecure: bool = False
     limits: LatencyLimits = UNLIMITED
     client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
@@ -124,9 +110,11 @@ class Launch:
     checks: Sequence[DriftCheck] = ()  # of the fits, before the first request
     # Called if the engine is not the fitted one; None: the server refuses to start then.
     on_foreign: OnForeign | None = None
+    # The Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '': this
+    # machine.
     ray: str = ""
-    room_timeout_s: float = 60.0
-    # The files of the settings' keys, if they may change while the server runs.
+    room_timeout_s: float = 60.0  # for the cluster to have room for all workers
+    # The file of the keys, if it may change while the server runs.
     callers: server.WatchedFiles[Callers] | None = None
     certificate: server.WatchedFiles[SSLContext] | None = None  # None: no TLS
     manager: Manager = field(default_factory=Manager)  # gets health reports
@@ -146,7 +134,8 @@ def launch(
     """
     if not order.ray:
         require_gpu(kind.recipe for kind in order.plan.kinds)
-    server.check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
+    asks_key = any(order.access)
+    server.check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
     with ExitStack() as stack:
         listener = stack.enter_context(server.listen(order.host, order.port))
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
@@ -161,11 +150,11 @@ def launch(
         driver = _driver(order, workers, events, requests)
         facts = facts_of(order.plan, order.settings.model)
         status = Status(driver, facts) if order.settings.status_page else None
-        keyring = Keyring(order.settings.api_key, order.settings.keys)
-        local = server.is_loopback(order.host) and not order.settings.asks_key
+        keyring = Keyring(*order.access)
+        local = server.is_loopback(order.host) and not asks_key
         settings = replace(order.settings, local_hosts_only=local)
         helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        app = make_app(driver, tokenizer, settings, status, keyring, helper)
+        app = make_app(driver, tokenizer, settings, keyring, helper, status)
         followed, tls = server.followed_files(order.callers, keyring.renew, order.certificate)
         gc.collect()
         # Imported objects stay: no later collection should pause all streams to walk over them.
@@ -244,15 +233,11 @@ def _driver(
     )
 
 
-WARM_UP_REQUESTS = 8  # for each worker
+WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
 
 
 def warm_up(plan: Plan) -> None:
-    """Compile the policy's kernels, or load them from their cache, before the first request.
-
-    That takes 0.3 s or more, in which no request would be served. A single request needs none of
-    the kernels that batch several.
-    """
+    """Load or compile the policy's kernels before the first request: it takes 0.3 s or more."""
     scheduler = make_scheduler(plan)
     for number in range(WARM_UP_REQUESTS * plan.workers):
         scheduler.submit(Request(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
@@ -267,12 +252,11 @@ async def flush(events: EventLog) -> None:
 
 
 class EventLog:
-    """The calls of a scheduler or a balancer, in a new file.
+    """The calls of a scheduler or a balancer, in a new file that can be replayed.
 
-    The owner calls `flush`; a killed process loses the events since. Only whole lines are written,
-    so the file of a killed process can be replayed to its end. Events that cannot be written are
-    lost, and a line in the log says so where they are missing (`toolkit.files.io`). An error of
-    the disk raises nothing here.
+    The owner calls `flush`; a killed process loses the events since. Only whole lines are written.
+    Events that cannot be written are lost, and a line in the log says so where they are missing
+    (`toolkit.files.io`). An error of the disk raises nothing here.
     """
 
     def __init__(self, path: Path) -> None:

@@ -2,10 +2,7 @@
 
 `Reply` hands text from the driver, which writes it, to the response, which reads it. A reply merges
 what arrives between two reads, so it holds at most the text of its choices: a slow reader costs
-memory that `max_tokens` bounds, and never blocks the driver. `TextOutput` turns tokens into the
-text that a client may see, and cuts it at the first stop string. `ActiveRequest` is one choice in
-the driver, `InFlightBatch` a batch on a worker, and `ActiveRequests` holds all requests that have
-not ended: it delivers tokens and counts latencies.
+memory that `max_tokens` bounds, and never blocks the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +23,10 @@ from toolkit.serve.stats import Stats
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one choice. A delta with a `finish` or a `failure` is the last one."""
+    """New output of one choice. A delta with a `finish` or a `failure` is the last one.
+
+    `tokens` counts those up to the end of the text, which a stop string may cut.
+    """
 
     index: int
     text: str = ""
@@ -111,12 +111,12 @@ class StopFinder:
     def feed(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown, and whether a stop string ended it."""
         text = self._held + text
-        found = [
+        matches = [
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
-        if found:
+        if matches:
             self._held = ""
-            return text[: min(found)[1]], True
+            return text[: min(matches)[1]], True
         # Hold back the longest suffix that some stop string begins with.
         for keep in range(max(len(text) - self._longest + 1, 0), len(text)):
             if any(stop.startswith(text[keep:]) for stop in self._stops):
@@ -131,18 +131,6 @@ class StopFinder:
         return held
 
 
-@dataclass(slots=True, frozen=True)
-class Shown:
-    """What a client gets from some new tokens.
-
-    `tokens` counts them up to the end of the text. A stop string may end it early.
-    """
-
-    text: str
-    tokens: int
-    finish: FinishReason
-
-
 @dataclass(slots=True)
 class TextOutput:
     """The text of one choice. Stop strings are ignored in the first `min_tokens` tokens."""
@@ -150,13 +138,14 @@ class TextOutput:
     detokenizer: Detokenizer
     stops: Sequence[str] = ()
     min_tokens: int = 0
+    index: int = 0  # of the choice
     tokens: int = 0
     _finder: StopFinder = field(init=False)
 
     def __post_init__(self) -> None:
         self._finder = StopFinder(self.stops)
 
-    def feed(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+    def feed(self, tokens: Sequence[int], finish: FinishReason) -> Delta:
         """Add new tokens of the engine and return what the client gets.
 
         If `finish` is 'stop', the last token ended the row: it counts, but has no text.
@@ -168,13 +157,13 @@ class TextOutput:
             text, used, stopped = self._search(visible)
             if stopped:
                 self.tokens += used
-                return Shown(text, used, "stop")
+                return Delta(self.index, text, used, "stop")
         if finish:
             rest, stopped = self._finder.feed(self.detokenizer.flush())
             text += rest if stopped else rest + self._finder.flush()
             finish = "stop" if stopped else finish
         self.tokens += len(tokens)
-        return Shown(text, len(tokens), finish)
+        return Delta(self.index, text, len(tokens), finish)
 
     def _search(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
         """Search for stop strings: return the text, the tokens used, and whether one was found.
@@ -215,7 +204,6 @@ class ActiveRequest:
     request: GenerationRequest
     output: TextOutput
     reply: Reply
-    index: int
     arrival_s: float
     predicted: PredictedLatency = NO_PREDICTION  # the forecast when it arrived
     tokens: list[int] = field(default_factory=list)  # generated so far
@@ -242,17 +230,14 @@ class ActiveRequest:
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """A batch on a worker.
-
-    A slice has the request of each row, and how many tokens of each row have arrived. A round has
-    neither: `ResidentRows` knows its rows.
-    """
+    """A batch on a worker."""
 
     batch: Batch
-    requests: tuple[ActiveRequest, ...]
-    received: list[int]
     follows: bool  # it was sent as soon as the worker's last batch had ended
     submitted_before: int  # requests that had been submitted when it started
+    # Of each row of a slice; of a round, `ResidentRows` knows the rows.
+    requests: tuple[ActiveRequest, ...] = ()
+    received: list[int] = field(default_factory=list)  # tokens
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
@@ -267,13 +252,7 @@ def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReaso
 
 
 class ActiveRequests:
-    """The requests that have not ended: `by_id` holds them.
-
-    Args:
-        stats: counts tokens, latencies and ends.
-        forecast: learns from requests that begin, get their first token, or end.
-        on_end: called with each request that has ended, however it ended.
-    """
+    """The requests that have not ended, by id. `on_end` is called with each that ends."""
 
     def __init__(
         self, stats: Stats, forecast: Forecast, on_end: Callable[[ActiveRequest], None]
@@ -303,30 +282,30 @@ class ActiveRequests:
         if active.status or not (tokens or finish):
             return False
         active.tokens += tokens
-        shown = active.output.feed(tokens, finish)
-        if shown.tokens:
+        delta = active.output.feed(tokens, finish)
+        if delta.tokens:
             if math.isnan(active.first_token_s):
                 active.first_token_s = now_s
                 self._forecast.first_token(active.predicted, now_s - active.arrival_s)
             else:
-                gap_s = (now_s - active.last_token_s) / shown.tokens
+                gap_s = (now_s - active.last_token_s) / delta.tokens
                 active.max_gap_s = max(active.max_gap_s, gap_s)
-            self._stats.count_tokens(shown.tokens, active.arrival_s, active.last_token_s, now_s)
+            self._stats.count_tokens(delta.tokens, active.arrival_s, active.last_token_s, now_s)
             active.last_token_s = now_s
-        stopped = bool(shown.finish) and (not finish or active.output.tokens < len(active.tokens))
+        stopped = bool(delta.finish) and (not finish or active.output.tokens < len(active.tokens))
         if stopped:
             del active.tokens[active.output.tokens :]
-        if shown.finish:
-            self.end(active, shown.finish)
+        if delta.finish:
+            self.end(active, delta.finish)
             latency_s = now_s - active.arrival_s
             self._forecast.ended(active.predicted, latency_s, active.output.tokens)
-        active.reply.put(Delta(active.index, shown.text, shown.tokens, shown.finish))
+        active.reply.put(delta)
         return stopped
 
     def fail(self, active: ActiveRequest, reason: str) -> None:
         """End a request without its output; its client gets `reason`."""
         self.end(active, "failed")
-        active.reply.put(Delta(active.index, failure=reason))
+        active.reply.put(Delta(active.output.index, failure=reason))
 
     def end(self, active: ActiveRequest, status: Status) -> None:
         """Remove a request that has ended, and count it."""

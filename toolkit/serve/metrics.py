@@ -5,8 +5,9 @@ They have our names and, on request, also vLLM's, for dashboards and autoscalers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client.core import (
@@ -24,15 +25,12 @@ FamilyKind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class WorkerGauges(NamedTuple):
-    """One worker at the moment of a scrape.
-
-    `kv_tokens` is how many tokens of KV cache its batches may fill at most, including padding.
-    """
+    """One worker at the moment of a scrape."""
 
     alive: bool
     load_s: float
     rows: int  # requests in its batch
-    kv_tokens: int
+    kv_tokens: int  # that its batches may fill at most, including padding
     kv_capacity: int | None  # tokens; None before it was first loaded
 
     @property
@@ -53,86 +51,65 @@ class Gauges(NamedTuple):
     engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
 
 
+@dataclass(frozen=True, eq=False)
 class Exposition:
     """A collector for a registry of prometheus_client."""
 
-    def __init__(
-        self,
-        stats: Stats,
-        gauges: Callable[[], Gauges],
-        model: str,
-        *,
-        vllm_names: bool,
-        accounts: Callable[[], Sequence[Account]] = tuple,
-    ) -> None:
-        self._stats = stats
-        self._gauges = gauges
-        self._model = model
-        self._vllm_names = vllm_names
-        self._accounts = accounts
+    stats: Stats
+    gauges: Callable[[], Gauges]
+    model: str
+    vllm_names: bool
+    accounts: Callable[[], Sequence[Account]] = tuple
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at each scrape."""
-        gauges = self._gauges()
+        gauges = self.gauges()
         yield from self._own(gauges)
-        yield from self._keys({"model_name": self._model})
-        if self._vllm_names:
+        yield from self._keys({"model_name": self.model})
+        if self.vllm_names:
             yield from self._vllm(gauges)
 
     def _own(self, now: Gauges) -> Iterator[Metric]:
-        stats, labels = self._stats, {"model_name": self._model}
+        stats, labels = self.stats, {"model_name": self.model}
         alive = sum(worker.alive for worker in now.workers)
+        usage = "Share of KV cache that running batches may fill."
+        predicted = "Predicted TTFT of a request that arrives now."
         for name, text, value in (
             ("requests_running", "Requests in batches that run now.", now.running),
             ("requests_waiting", "Requests that no worker runs now.", now.waiting),
-            (
-                "kv_cache_usage_ratio",
-                "Share of KV cache that running batches may fill.",
-                now.kv_usage,
-            ),
+            ("kv_cache_usage_ratio", usage, now.kv_usage),
             ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
             ("workers_alive", "Workers that can take batches.", alive),
+            ("predicted_ttft_seconds", predicted, now.predicted_ttft_s),
         ):
             yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
         info = labels | dict(now.engine)
         yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
-        yield from self._workers(now.workers, labels)
-        text = "Predicted TTFT of a request that arrives now."
-        name = "llmctl_predicted_ttft_seconds"
-        yield family_of(GaugeMetricFamily, name, text, labels, now.predicted_ttft_s)
-        yield from self._histograms(labels, _HISTOGRAMS)
-        for name, text, attribute in _COUNTERS:
-            value = getattr(stats, attribute)
-            yield family_of(CounterMetricFamily, name, text, labels, value)
-        text = "Requests that ended, and how."
-        name = "llmctl_requests"
-        yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", stats.ended)
-        text = "Connections and bodies that got 429 or a reset because of a client's share."
-        name = "llmctl_client_limited"
-        yield by_label(CounterMetricFamily, name, text, labels, "limit", stats.share_refusals)
-        text = "Sums over slices: measured time, predicted time, arrivals, and their products."
-        sums: dict[str, float] = asdict(stats.slice_sums)
-        yield by_label(CounterMetricFamily, "llmctl_slice_sums", text, labels, "of", sums)
-
-    def _workers(self, workers: Sequence[WorkerGauges], labels: Labels) -> Iterator[Metric]:
-        """The metrics of each worker, with one series per worker.
-
-        The quotient of the last two is actual over predicted batch time.
-        """
-
-        compared = [self._stats.compared[index] for index in range(len(workers))]
-        kinds: tuple[tuple[FamilyKind, Sequence[object], tuple[tuple[str, str, str], ...]], ...] = (
-            (GaugeMetricFamily, workers, _WORKER_GAUGES),
-            (CounterMetricFamily, compared, _WORKER_COUNTERS),
-        )
-        for kind, found, metrics in kinds:
-            for name, text, attribute in metrics:
-                values = {str(worker): getattr(one, attribute) for worker, one in enumerate(found)}
-                yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
+        for attribute, text in _LATENCIES.items():
+            name = f"llmctl_{attribute}_seconds"
+            yield histogram_family(name, text, labels, getattr(stats, attribute))
+        text = "Actual over predicted batch time, for the steps that ran."
+        yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
+        for attribute, text in _COUNTERS.items():
+            name, value = re.sub("_s$", "_seconds", attribute), getattr(stats, attribute)
+            yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+        name, text = "llmctl_requests_within_targets", "Requests that met every target."
+        yield family_of(CounterMetricFamily, name, text, labels, stats.within_targets)
+        limited = "Connections and bodies that got 429 or a reset because of a client's share."
+        sums = "Sums over slices: measured time, predicted time, arrivals, and their products."
+        for name, text, label, values in (
+            ("llmctl_requests", "Requests that ended, and how.", "finish_reason", stats.ended),
+            ("llmctl_client_limited", limited, "limit", stats.share_refusals),
+            ("llmctl_slice_sums", sums, "of", stats.slice_sums),
+        ):
+            yield by_label(CounterMetricFamily, name, text, labels, label, values)
+        compared = [stats.compared[index] for index in range(len(now.workers))]
+        yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
+        yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         """The usage of each key of a keys file, with one series per name."""
-        accounts = self._accounts()
+        accounts = self.accounts()
         yield from usage_of_keys(labels, accounts)
         text = "Choices of a key that run or wait."
         running = {account.name: account.running for account in accounts}
@@ -145,14 +122,16 @@ class Exposition:
         yield limited
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
-        stats, labels = self._stats, {"model_name": self._model, "engine": "0"}
+        stats, labels = self.stats, {"model_name": self.model, "engine": "0"}
         for name, text, value in (
             ("num_requests_running", "As llmctl_requests_running.", now.running),
             ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
             ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
         ):
             yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
-        yield from self._histograms(labels, _VLLM_HISTOGRAMS)
+        for name, attribute in _VLLM_LATENCIES.items():
+            text, histogram = f"As llmctl_{attribute}_seconds.", getattr(stats, attribute)
+            yield histogram_family(f"vllm:{name}_seconds", text, labels, histogram)
         for name, text, value in (
             ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
             ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
@@ -163,41 +142,26 @@ class Exposition:
         name, text = "vllm:request_success", "Requests that ended well."
         yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
-    def _histograms(self, labels: Labels, names: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
-        for name, (attribute, text) in names.items():
-            yield histogram_family(name, text, labels, getattr(self._stats, attribute))
 
-
-# Name, help text and attribute of `Stats`.
-_COUNTERS = (
-    ("llmctl_prompt_tokens", "Prompt tokens accepted.", "prompt_tokens"),
-    ("llmctl_generation_tokens", "Tokens generated.", "generation_tokens"),
-    ("llmctl_requests_within_targets", "Requests that met every target.", "within_targets"),
-    ("llmctl_batches", "Batches that ran.", "batches"),
-    ("llmctl_batch_seconds", "Time of batches that ended well.", "batch_s"),
-    (
-        "llmctl_predicted_batch_seconds",
-        "Time that the laws predict for the same batches.",
-        "predicted_batch_s",
-    ),
-    (
-        "llmctl_extrapolated_batches",
-        "Batches outside the measured range of the laws.",
-        "extrapolated_batches",
-    ),
-    ("llmctl_oom_events", "Batches that ran out of memory.", "oom_events"),
-    ("llmctl_preemptions", "Rows that were evicted, paused or swapped out.", "preemptions"),
-    ("llmctl_refused", "Requests that got 503 because of overload.", "refused"),
-    ("llmctl_worker_restarts", "Workers lost and started again.", "worker_restarts"),
-    ("llmctl_engine_seconds", "Time inside workers' engines, of all workers.", "engine_s"),
-    ("llmctl_engine_steps", "Steps that batches ran for.", "engine_steps"),
-    (
-        "llmctl_reporting_seconds",
-        "Time between steps for reports; part of llmctl_engine_seconds_total.",
-        "reporting_s",
-    ),
-)
-# Of workers: name, help text and attribute.
+# Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is
+# `_seconds`.
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens accepted.",
+    "generation_tokens": "Tokens generated.",
+    "batches": "Batches that ran.",
+    "batch_s": "Time of batches that ended well.",
+    "predicted_batch_s": "Time that the laws predict for the same batches.",
+    "extrapolated_batches": "Batches outside the measured range of the laws.",
+    "oom_events": "Batches that ran out of memory.",
+    "preemptions": "Rows that were evicted, paused or swapped out.",
+    "refused": "Requests that got 503 because of overload.",
+    "worker_restarts": "Workers lost and started again.",
+    "engine_s": "Time inside workers' engines, of all workers.",
+    "engine_steps": "Steps that batches ran for.",
+    "reporting_s": "Time between steps for reports; part of llmctl_engine_seconds_total.",
+}
+# Of workers: name, help text and attribute. The quotient of the counters is actual over predicted
+# batch time.
 _WORKER_GAUGES = (
     ("load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
     ("requests_running", "Requests in a worker.", "rows"),
@@ -207,34 +171,35 @@ _WORKER_COUNTERS = (
     ("batch_seconds", "As llmctl_batch_seconds_total.", "took_s"),
     ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
 )
-# Attribute of `Stats` and help text, by name.
-_HISTOGRAMS = {
-    "llmctl_ttft_seconds": ("ttft", "Arrival to first token."),
-    "llmctl_itl_seconds": (
-        "itl",
-        "Time between tokens; tokens that arrive together share their gap.",
-    ),
-    "llmctl_tpot_seconds": ("tpot", "First to last token, per token after the first."),
-    "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
-    "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
-    "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
-    "llmctl_deciding_seconds": ("deciding", "Time of one call of the scheduler."),
-    "llmctl_hop_seconds": (
-        "hop",
-        "From the end of a worker's batch to the start of the next, if one was ready.",
-    ),
-    "llmctl_batch_time_ratio": (
-        "batch_ratio",
-        "Actual over predicted batch time, for the steps that ran.",
-    ),
+# Of histograms: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE_seconds.
+_LATENCIES = {
+    "ttft": "Arrival to first token.",
+    "itl": "Time between tokens; tokens that arrive together share their gap.",
+    "tpot": "First to last token, per token after the first.",
+    "mtpot": "The longest time between two tokens of a request.",
+    "e2e": "Arrival to last token.",
+    "queue": "Arrival to the start of the first batch.",
+    "deciding": "Time of one call of the scheduler.",
+    "hop": "From the end of a worker's batch to the start of the next, if one was ready.",
 }
-_VLLM_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": ("ttft", "As llmctl_ttft_seconds."),
-    "vllm:inter_token_latency_seconds": ("itl", "As llmctl_itl_seconds."),
-    "vllm:request_time_per_output_token_seconds": ("tpot", "As llmctl_tpot_seconds."),
-    "vllm:e2e_request_latency_seconds": ("e2e", "As llmctl_e2e_seconds."),
-    "vllm:request_queue_time_seconds": ("queue", "As llmctl_queue_seconds."),
+_VLLM_LATENCIES = {  # attribute, by vLLM's name
+    "time_to_first_token": "ttft",
+    "inter_token_latency": "itl",
+    "request_time_per_output_token": "tpot",
+    "e2e_request_latency": "e2e",
+    "request_queue_time": "queue",
 }
+
+
+def _of_workers(
+    kind: FamilyKind,
+    labels: Labels,
+    metrics: Sequence[tuple[str, str, str]],
+    workers: Sequence[object],
+) -> Iterator[Metric]:
+    for name, text, attribute in metrics:
+        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(workers)}
+        yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
 
 
 def family_of(kind: FamilyKind, name: str, text: str, labels: Labels, value: float) -> Metric:

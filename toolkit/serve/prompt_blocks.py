@@ -5,14 +5,15 @@ A block's id is a keyed hash of its content and of the id before it (a chain), c
 every JSON reader holds exactly. The key is random, made for one recording, and never stored, so
 nothing can be looked up in the ids, also not by trying texts.
 
-A prompt of token ids is cut into blocks of tokens. Of text the recorder does not know the tokens.
-It takes the prompt, or of a chat the tools and the messages as the client wrote them, as bytes, and
-cuts these into blocks of as many bytes as a block of tokens had in the first text that the server
-counted. Each prompt gets as many ids as its counted tokens make.
+A prompt of token ids is cut into blocks of tokens. The tokens of a text are unknown: the bytes of
+the prompt, or of a chat's tools and messages as the client wrote them, are cut into blocks of as
+many bytes as a block of tokens had in the first text that the server counted. Each prompt gets as
+many ids as its counted tokens make.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from hashlib import blake2b
@@ -24,7 +25,6 @@ from msgspec import Raw
 from toolkit.serve.errors import ApiError
 
 ID_BITS = 53
-BLOCKS = "blocks"  # the first word of a job about a body
 
 
 class BlockedPrompt(NamedTuple):
@@ -43,26 +43,24 @@ class _Prompt(msgspec.Struct):
 def prompt_content(body: bytes) -> list[int] | bytes | None:
     """The tokens or the text of a request's only prompt; None where there is no such prompt."""
     try:
-        found = msgspec.json.decode(body, type=_Prompt)
+        request = msgspec.json.decode(body, type=_Prompt)
     except (msgspec.DecodeError, RecursionError):
         return None
-    match found.prompt:
+    match request.prompt:
         case None:
-            parts = [] if bytes(found.tools) == b"null" else [found.tools]
-            content = b"\n".join(map(bytes, [*parts, *(found.messages or ())]))
-        case str(text):
-            content = text.encode(errors="surrogatepass")
-        case [str(text)]:
+            parts = [] if bytes(request.tools) == b"null" else [request.tools]
+            content = b"\n".join(map(bytes, [*parts, *(request.messages or ())]))
+        case str(text) | [str(text)]:
             content = text.encode(errors="surrogatepass")
         case [int(), *_]:
-            return [token for token in found.prompt if isinstance(token, int)]
+            return [token for token in request.prompt if isinstance(token, int)]
         case _:
             return None
     return content or None
 
 
 def blocks_of_prompt(
-    body: bytes, prompt_tokens: int, key: bytes, block_tokens: int, block_bytes: int
+    body: bytes, key: bytes, prompt_tokens: int, block_tokens: int, block_bytes: int
 ) -> BlockedPrompt | None:
     """The ids of the prompt in a body, one for every `block_tokens` of its `prompt_tokens`.
 
@@ -72,7 +70,6 @@ def blocks_of_prompt(
     content = prompt_content(body)
     if content is None or prompt_tokens < 1:
         return None
-    wanted = -(-prompt_tokens // block_tokens)
     if isinstance(content, bytes):
         block_bytes = block_bytes or max(round(len(content) * block_tokens / prompt_tokens), 1)
         pieces = _pieces(content, block_bytes)
@@ -82,7 +79,7 @@ def blocks_of_prompt(
         pieces = _pieces(array("q", content).tobytes(), 8 * block_tokens)
     ids: list[int] = []
     before = b""
-    for _ in range(wanted):
+    for _ in range(math.ceil(prompt_tokens / block_tokens)):
         # Behind the content the chain goes on: a longer prompt has other ids there.
         before = blake2b(before + next(pieces, b""), digest_size=16, key=key).digest()
         ids.append(int.from_bytes(before[:8], "big") >> (64 - ID_BITS))
@@ -94,7 +91,10 @@ def _pieces(content: bytes, size: int) -> Iterator[bytes]:
 
 
 class PromptBlocks:
-    """The ids of the prompts of one recording. `ask` answers a job about a body by `answer_job`."""
+    """The ids of the prompts of one recording.
+
+    `ask` returns the result of `blocks_of_prompt` in msgpack, for its three numbers and a body.
+    """
 
     def __init__(self, block_tokens: int, ask: Callable[[str, bytes], Awaitable[bytes]]) -> None:
         self._block_tokens, self._ask = block_tokens, ask
@@ -103,22 +103,15 @@ class PromptBlocks:
     async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:
         """The ids of a request's prompt; None where they cannot be known."""
         while True:
-            job = f"{BLOCKS} {prompt_tokens} {self._block_tokens} {self._block_bytes}"
+            job = f"{prompt_tokens} {self._block_tokens} {self._block_bytes}"
             try:
-                answered = await self._ask(job, body)
+                answer = await self._ask(job, body)
             except ApiError:  # too many bodies wait to be read
                 return None
-            found = msgspec.msgpack.decode(answered, type=BlockedPrompt | None)
-            if found is None:
+            prompt = msgspec.msgpack.decode(answer, type=BlockedPrompt | None)
+            if prompt is None:
                 return None
-            self._block_bytes = self._block_bytes or found.block_bytes
-            if found.block_bytes in (0, self._block_bytes):
-                return found.ids
+            self._block_bytes = self._block_bytes or prompt.block_bytes
+            if prompt.block_bytes in (0, self._block_bytes):
+                return prompt.ids
             # Another request was the first to be counted meanwhile: cut this one as that one.
-
-
-def answer_job(job: str, body: bytes, key: bytes) -> bytes:
-    """The answer to a job of `PromptBlocks`."""
-    prompt_tokens, block_tokens, block_bytes = map(int, job.split()[1:])
-    found = blocks_of_prompt(body, prompt_tokens, key, block_tokens, block_bytes)
-    return msgspec.msgpack.encode(found)

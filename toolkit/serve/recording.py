@@ -1,13 +1,8 @@
 """Record real traffic as a trace: a proxy that writes lengths and times of requests for tokens.
 
-`record` runs the proxy until a signal. `TraceRecorder` passes requests to the upstream server and
-responses back as they arrive, and writes one line per row. Keys and texts pass through memory, but
-go only where the client sent them.
-
-`read_request`, `ask_for_usage`, `StreamReader` and `WholeReader` find what a line needs: limits,
-the first token, the usage. They do no I/O and keep no text; what they cannot read passes unread.
-`RequestReading` gives large requests to a process, so that they do not block the event loop. What
-prompts share is noted by `toolkit.serve.prompt_blocks`.
+`TraceRecorder` passes requests to the upstream server and responses back as they arrive, and writes
+one line per row. Keys and texts pass through memory, but go only where the client sent them. What
+cannot be read passes unread. What prompts share is noted by `toolkit.serve.prompt_blocks`.
 """
 
 from __future__ import annotations
@@ -35,9 +30,9 @@ from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.forms import read_body
-from toolkit.serve.helper import LARGE_BODY_BYTES, ReadingProcess, work
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.prompt_blocks import BLOCKS, PromptBlocks, answer_job
+from toolkit.serve.prompt_blocks import PromptBlocks, blocks_of_prompt
 from toolkit.serve.server import (
     LAST_BYTES_S,
     Signals,
@@ -58,7 +53,7 @@ MAX_COUNTED_PROMPTS = 1024
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-READ, WITH_USAGE = "read", "with usage"  # jobs about a body, beside `BLOCKS`
+READ, WITH_USAGE = "read", "with usage"  # jobs about a body, beside that of `PromptBlocks`
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 # One of several prompts in a list: a string or a list of tokens.
@@ -192,8 +187,6 @@ class TraceRecorder:
         await self._requests.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         self._running += 1
         self.idle.clear()
         try:
@@ -328,35 +321,28 @@ def _piece(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-class RequestReading:
-    """Answers jobs about bodies of requests; for a body above `LARGE_BODY_BYTES` a process does.
-
-    Raises `ApiError` if the process has died, or has too many bodies to read.
-    """
+class RequestReading(ReadingProcess):
+    """Answers jobs about bodies of requests; only a large body goes to the process."""
 
     def __init__(self) -> None:
         key = secrets.token_bytes(32)  # of this recording only, and never stored
-        self._process = ReadingProcess("toolkit.serve.recording", key)
+        super().__init__("toolkit.serve.recording", key)
         self._read_body = _prepare(key)
 
-    async def ask(self, job: str, body: bytes) -> bytes:
+    async def ask(self, kind: str, body: bytes) -> bytes:
+        """As `ReadingProcess.ask`."""
         if len(body) <= LARGE_BODY_BYTES:
-            return self._read_body(job, body)
-        answer = await self._process.ask(job, body)
-        assert isinstance(answer, bytes)
-        return answer
-
-    async def stop(self) -> None:
-        await self._process.stop()
+            return self._read_body(kind, body)
+        return await super().ask(kind, body)
 
 
-def _prepare(key: bytes) -> Callable[[str, bytes], bytes]:
+def _prepare(key: bytes) -> ReadBody:
     def read_body(job: str, body: bytes) -> bytes:
         if job == READ:
             return msgspec.msgpack.encode(read_request(body))
-        if job.startswith(BLOCKS):
-            return answer_job(job, body, key)
-        return ask_for_usage(body)
+        if job == WITH_USAGE:
+            return ask_for_usage(body)
+        return msgspec.msgpack.encode(blocks_of_prompt(body, key, *map(int, job.split())))
 
     return read_body
 
@@ -387,28 +373,25 @@ class _Request(msgspec.Struct):
 def read_request(body: bytes) -> TokenRequest | None:
     """The request in a body. None if it is not one for tokens: the server will refuse it."""
     try:
-        found = msgspec.json.decode(body, type=_Request)
+        request = msgspec.json.decode(body, type=_Request)
     except (msgspec.DecodeError, RecursionError):
         return None
-    rows = _count_prompts(found.prompt) * max(found.n or 1, 1)
-    limit = found.max_completion_tokens or found.max_tokens or 0
-    options = found.stream_options
+    rows = _count_prompts(request.prompt) * max(request.n or 1, 1)
+    limit = request.max_completion_tokens or request.max_tokens or 0
+    options = request.stream_options
     return TokenRequest(
-        bool(found.stream), bool(options and options.include_usage), rows, max(limit, 0)
+        bool(request.stream), bool(options and options.include_usage), rows, max(limit, 0)
     )
 
 
 def _count_prompts(prompt: Raw) -> int:
-    """The number of prompts in a value, at most `MAX_COUNTED_PROMPTS`.
-
-    A list may be one prompt in tokens, or several prompts.
-    """
+    """The number of prompts, at most `MAX_COUNTED_PROMPTS`. One in tokens is a list, too."""
     text = bytes(prompt).lstrip()
     if not text.startswith(b"["):
         return 1
-    count, found = 0, _PROMPT.match(text, 1)
-    while found and count < MAX_COUNTED_PROMPTS:
-        count, found = count + 1, _PROMPT.match(text, found.end())
+    count, match = 0, _PROMPT.match(text, 1)
+    while match and count < MAX_COUNTED_PROMPTS:
+        count, match = count + 1, _PROMPT.match(text, match.end())
     return max(count, 1)
 
 

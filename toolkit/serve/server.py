@@ -8,8 +8,7 @@ get a final error.
 `follow` checks files once a second through stat(2). That detects a link that Kubernetes swaps, a
 new file that an editor puts under the old name, and `cp` into the existing file. If a file cannot
 be read, the last good version stays in force and one warning is printed per bad version. SIGHUP
-triggers a check at once, and reads the files even if they seem unchanged. `Certificate` replaces
-the certificate of a listener while the server runs.
+triggers a check at once, and reads the files even if they seem unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ LAST_BYTES_S = 5  # for final chunks to be sent
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 CHECK_EVERY_S = 1.0  # the files that are read again
 ValueT = TypeVar("ValueT")
-Fingerprint = tuple[int, ...]  # of a file's version; () for a missing file
 PEM_HINT = (
     "--ssl-certfile and --ssl-keyfile are PEM files; "
     "the certificate comes before those of its authorities"
@@ -47,14 +45,11 @@ PEM_HINT = (
 
 @dataclass(slots=True, frozen=True)
 class Ending:
-    """How a server ends. Times are in seconds.
+    """How a server ends. Times are in seconds."""
 
-    `notice_s` is how long it still accepts requests after the signal, and `timeout_s` how long it
-    waits for running requests after that. `say` prints what it waits for.
-    """
-
-    notice_s: float = 0.0
-    timeout_s: float = 30.0
+    notice_s: float = 0.0  # after the signal, while requests are still accepted
+    timeout_s: float = 30.0  # after that, for running requests
+    # Prints what it waits for.
     say: Callable[[str], None] = field(default=lambda _: None, compare=False)
 
 
@@ -81,9 +76,9 @@ def listen(host: str, port: int) -> socket.socket:
     It is called before anything slow, so that such an error is reported at once.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # Prefer IPv4: 'localhost' is both.
-        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
@@ -221,10 +216,10 @@ class WatchedFiles(Generic[ValueT]):
     """The value that `read` makes of some files. `read` raises `InputError` if it cannot."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], ValueT]) -> None:
-        self.files = tuple(files)
+        self._files = tuple(files)
         self._read = read
         # Taken before reading: a file that changes meanwhile is read once more.
-        self._fingerprints = self._take_fingerprints()
+        self._fingerprints = [_fingerprint(file) for file in self._files]
         self.value = read()
 
     def changed(self, *, always: bool = False) -> ValueT | None:
@@ -232,44 +227,43 @@ class WatchedFiles(Generic[ValueT]):
 
         Raises `InputError` once for each bad version.
         """
-        fingerprints = self._take_fingerprints()
+        fingerprints = [_fingerprint(file) for file in self._files]
         if fingerprints == self._fingerprints and not always:
             return None
         self._fingerprints = fingerprints
         self.value = self._read()
         return self.value
 
-    def _take_fingerprints(self) -> list[Fingerprint]:
-        """The times include that of the inode, which changes even if the length stays the same and
-        both writes fall into one tick of the clock."""
-        found: list[Fingerprint] = []
-        for file in self.files:
-            try:
-                stat = file.stat()
-            except OSError:
-                found.append(())
-            else:
-                times = stat.st_mtime_ns, stat.st_ctime_ns
-                found.append((stat.st_dev, stat.st_ino, stat.st_size, *times))
-        return found
+
+def _fingerprint(file: Path) -> tuple[int, ...]:
+    """A file's version; () for a missing file.
+
+    The inode's time (ctime) changes even if the length stays the same and both writes fall into one
+    tick of the clock.
+    """
+    try:
+        stat = file.stat()
+    except OSError:
+        return ()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
+@dataclass(slots=True, frozen=True)
 class Followed(Generic[ValueT]):
     """Watched files, and what applies their new value. `apply` returns a message about it."""
 
-    def __init__(self, source: WatchedFiles[ValueT], apply: Callable[[ValueT], str]) -> None:
-        self._source = source
-        self._apply = apply
+    source: WatchedFiles[ValueT]
+    apply: Callable[[ValueT], str]
 
     async def check(self, *, always: bool) -> str:
         """Apply a change. Returns the message about it, or '' if nothing has changed."""
         try:
             # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would pause
             # all streams.
-            value = await asyncio.to_thread(self._source.changed, always=always)
+            value = await asyncio.to_thread(self.source.changed, always=always)
         except LlmctlError as error:
             return f"warning: {error.message}; the version read before stays in force"
-        return "" if value is None else self._apply(value)
+        return "" if value is None else self.apply(value)
 
 
 def followed_files(
@@ -277,12 +271,27 @@ def followed_files(
     renew_keys: Callable[[ValueT], str],
     certificate: WatchedFiles[ssl.SSLContext] | None,
 ) -> tuple[list[Followed[Any]], ssl.SSLContext | None]:
-    """What is read again while a server runs, its keys and its certificate; and its TLS context."""
+    """What is read again while a server runs, its keys and its certificate; and its TLS context.
+
+    Connections made after the certificate was read again get the new one. A pair of files of which
+    only one is new fails to load, so it is not used.
+    """
     followed: list[Followed[Any]] = [Followed(keys, renew_keys)] if keys else []
     if certificate is None:
         return followed, None
-    renewed = Certificate(certificate)
-    return [*followed, Followed(certificate, renewed.renew)], renewed.context
+    listening = current = certificate.value
+
+    def on_handshake(connection: ssl.SSLObject, *_: object) -> None:
+        """OpenSSL calls this in every handshake, whether or not the client names a host."""
+        connection.context = current
+
+    def renew(context: ssl.SSLContext) -> str:
+        nonlocal current
+        current = context
+        return "the certificate was read again"
+
+    listening.sni_callback = on_handshake
+    return [*followed, Followed(certificate, renew)], listening
 
 
 async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]) -> None:
@@ -316,28 +325,6 @@ def certificate_source(certificate: Path, key: Path | None) -> WatchedFiles[ssl.
     """
     files = [certificate, key] if key else [certificate]
     return WatchedFiles(files, lambda: _read_certificate(certificate, key))
-
-
-class Certificate:
-    """A context for a listener. Connections made after `renew` get the new certificate."""
-
-    def __init__(self, source: WatchedFiles[ssl.SSLContext]) -> None:
-        self.context = self._current = source.value
-        self.context.sni_callback = self._on_handshake
-
-    def _on_handshake(
-        self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext
-    ) -> None:
-        """OpenSSL calls this in every handshake, whether or not the client names a host."""
-        connection.context = self._current
-
-    def renew(self, context: ssl.SSLContext) -> str:
-        """Use another certificate from now on. Returns a message about it.
-
-        A pair of files of which only one is new fails to load, so it never gets here.
-        """
-        self._current = context
-        return "the certificate was read again"
 
 
 def _read_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:

@@ -1,7 +1,6 @@
 """What the server counts: plain numbers that are cheap to update at every progress report.
 
-`Stats` holds all counters of a server; `Histogram` counts latencies; `SliceSums` collects what an
-arrival costs a running slice. `toolkit.serve.metrics` shows them to Prometheus.
+`toolkit.serve.metrics` shows them to Prometheus.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
 
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.rounds import groups_alike
@@ -105,63 +105,44 @@ class LawComparison:
     predicted_s: float = 0.0
 
 
-@dataclass(slots=True)
-class SliceSums:
-    """Sums over static batches, from which a reader can estimate what an arrival costs.
+_SLICE_VALUES = ("due", "took", "expected", "arrived")
+_SLICE_PRODUCTS = {  # by name: due_due, due_took, ...
+    f"{one}_{other}": (one, other) for one, other in combinations_with_replacement(_SLICE_VALUES, 2)
+}
+
+
+class SliceSums(dict[str, float]):
+    """Sums over static batches, by name, from which a reader can estimate what an arrival costs.
 
     Per batch there are the measured time (`took`), the law's time (`expected`), both in seconds,
     and the requests that arrived meanwhile (`arrived`). A batch that is late for another reason
     meets more arrivals. Therefore `due` counts the requests that would have arrived in the law's
-    time at the same rate. The sums of products are enough for a linear regression.
+    time at the same rate. The sums of products, such as `took_arrived`, are enough for a linear
+    regression.
     """
 
-    batches: int = 0
-    took: float = 0.0
-    expected: float = 0.0
-    arrived: float = 0.0
-    due: float = 0.0
-    took_took: float = 0.0
-    took_expected: float = 0.0
-    took_arrived: float = 0.0
-    expected_expected: float = 0.0
-    expected_arrived: float = 0.0
-    arrived_arrived: float = 0.0
-    due_took: float = 0.0
-    due_expected: float = 0.0
-    due_arrived: float = 0.0
-    due_due: float = 0.0
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(("batches", *_SLICE_VALUES, *_SLICE_PRODUCTS), 0.0))
 
     def add(self, took_s: float, expected_s: float, arrived: int) -> None:
         """Add a batch that has ended well."""
         due = arrived * expected_s / took_s if took_s > 0.0 else 0.0
-        self.batches += 1
-        self.took += took_s
-        self.expected += expected_s
-        self.arrived += arrived
-        self.due += due
-        self.took_took += took_s * took_s
-        self.took_expected += took_s * expected_s
-        self.took_arrived += took_s * arrived
-        self.expected_expected += expected_s * expected_s
-        self.expected_arrived += expected_s * arrived
-        self.arrived_arrived += arrived * arrived
-        self.due_took += due * took_s
-        self.due_expected += due * expected_s
-        self.due_arrived += due * arrived
-        self.due_due += due * due
+        values = {"due": due, "took": took_s, "expected": expected_s, "arrived": arrived}
+        self["batches"] += 1
+        for name, value in values.items():
+            self[name] += value
+        for name, (one, other) in _SLICE_PRODUCTS.items():
+            self[name] += values[one] * values[other]
 
 
 @dataclass(slots=True)
 class Stats:
-    """All counters of one server. Times are in seconds.
+    """All counters of one server. Times are in seconds."""
 
-    `max_batch_size` and `max_length` bound the range in which the latency laws were measured. `sla`
-    holds the targets of each request. A target's limit is also a bound of its histogram, so the
-    buckets say exactly how many requests met it.
-    """
-
-    max_batch_size: int = 1 << 62
+    max_batch_size: int = 1 << 62  # of the range in which the latency laws were measured
     max_length: int = 1 << 62
+    # The targets of each request. Each limit is a bound of its histogram: the buckets say exactly
+    # how many requests met it.
     sla: Mapping[str, float] = field(default_factory=dict)
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS, finer(TTFT_BUCKETS)))
     itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
@@ -198,8 +179,7 @@ class Stats:
 
     def __post_init__(self) -> None:
         for key, limit in self.sla.items():
-            histogram: Histogram = getattr(self, key.partition("_")[0])
-            histogram.show(limit)
+            getattr(self, key.partition("_")[0]).show(limit)
 
     @property
     def worker_restarts(self) -> int:
@@ -298,10 +278,7 @@ class Stats:
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
     def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
-        """Count the times that a worker reports for a batch.
-
-        `follows`: the batch was sent as soon as the worker's last batch had ended.
-        """
+        """Count a batch's times. `follows`: it was sent as soon as the last had ended."""
         if event.failure == "crashed":
             return
         if follows:

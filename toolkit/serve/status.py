@@ -6,12 +6,9 @@ elsewhere cannot read it through a browser: nothing here allows other origins, a
 `toolkit.serve.access` refuses a Host that is a name other than `localhost`, which its owner may
 have pointed to this machine ("DNS rebinding").
 
-`StatusPage` has the two routes; `Status` is that of one engine, and the gateway has one of its own.
-`MetricHistory` keeps the last hour in bounded memory: a point every
-few seconds from what `Stats` counts anyway, percentiles of the last minute, and incidents.
-`failure`, `state` and `problem` say how the server is: /health is about the front alone, /ready
-about whether requests should be sent here. The server replaces a dead or hung worker itself, and
-its requests continue; a service manager that restarted the server for it would lose them.
+/health is about the front alone, /ready about whether requests should be sent here. The server
+replaces a dead or hung worker itself, and its requests continue; a service manager that restarted
+the server for it would lose them.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -60,10 +57,11 @@ MEASURED = (*LATENCIES, "mtpot")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 CHART_PERCENTILES = ("p50", "p95", "p99")
 
+LATENCY_COLUMNS = [f"{latency}_{share}_s" for latency in LATENCIES for share in CHART_PERCENTILES]
 COLUMNS = (
     *("time_s", "running", "waiting", "kv_share"),
     *("requests_per_s", "output_tokens_per_s", "input_tokens_per_s"),
-    *(f"{latency}_{percentile}_s" for latency in LATENCIES for percentile in CHART_PERCENTILES),
+    *LATENCY_COLUMNS,
     *("batch_ratio", "attainment", "failed_per_s", "oom_events"),
     "worker_batch_ratios",  # a list, by worker
 )
@@ -136,7 +134,7 @@ class StatusPage(ABC):
 
     @abstractmethod
     def _now(self) -> dict[str, Any]:
-        """What only this kind of server is_ours: its state, problem, uptime, workers and totals."""
+        """What this kind of server adds: its state, problem, uptime, workers and totals."""
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -146,10 +144,7 @@ class StatusPage(ABC):
         )
 
     async def data(self, request: Request) -> Response:
-        """What the page shows now, with the history.
-
-        If the query's `instance` is this server's, only the points from number `since` on.
-        """
+        """What the page shows. For this server's `instance`, only points from `since` on."""
         history, facts, query = self.history, self.facts, request.query_params
         since = query.get("since", "")
         is_ours = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
@@ -159,7 +154,7 @@ class StatusPage(ABC):
             "instance": self._instance,
             "version": toolkit.__version__,
             "model": facts.model,
-            "kinds": [asdict(kind) for kind in facts.kinds],
+            "kinds": facts.kinds,
             "policy": facts.policy,
             "parameters": dict(facts.parameters),
             "targets": [
@@ -172,7 +167,7 @@ class StatusPage(ABC):
                 for key, limit in facts.sla.items()
             ],
             "attainment": history.attainment(),
-            "happenings": [asdict(incident) for incident in history.incidents],
+            "happenings": list(history.incidents),
             "sample_s": SAMPLE_S,
             "kept": POINTS_MAX,
             "columns": COLUMNS,
@@ -219,16 +214,16 @@ class Status(StatusPage):
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        driver, shown = self._driver, []
+        driver, workers = self._driver, []
         for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
-            word = "running" if worker.index in driver.flights else "idle"
+            now_state = "running" if worker.index in driver.flights else "idle"
             if worker.index not in driver.facts:
-                word = "loading"
+                now_state = "loading"
             elif not worker.alive:
-                word = "lost"
-            shown.append(
+                now_state = "lost"
+            workers.append(
                 {
-                    "state": word,
+                    "state": now_state,
                     "rows": now.rows,
                     "kv_tokens": now.kv_tokens,
                     "kv_capacity": now.kv_capacity,
@@ -237,7 +232,7 @@ class Status(StatusPage):
                     "restarts": driver.stats.restarts[worker.index],
                 }
             )
-        return shown
+        return workers
 
 
 def content_policy(page: str) -> str:
@@ -245,8 +240,8 @@ def content_policy(page: str) -> str:
 
     def digests(tag: str) -> str:
         texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        found = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
-        return " ".join(f"'sha256-{digest.decode()}'" for digest in found)
+        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in encoded)
 
     return (
         f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
@@ -287,7 +282,9 @@ INCIDENTS = (  # a counter of `Counts`, and what one and several mean
 
 
 class MetricHistory:
-    """The last hour of a server, in points. Call `sample` every `SAMPLE_S` seconds."""
+    """The last hour of a server, in bounded memory: points, percentiles of the last minute, and
+    incidents. Call `sample` every `SAMPLE_S` seconds.
+    """
 
     def __init__(
         self, stats: Stats, gauges: Callable[[], Gauges], now_s: Callable[[], float]
@@ -340,11 +337,6 @@ class MetricHistory:
         compared = [
             (b[0] - a[0], b[1] - a[1]) for a, b in zip(old.compared, now.compared, strict=True)
         ]
-        latencies = [
-            self.recent(f"{latency}_{share}_s")
-            for latency in LATENCIES
-            for share in CHART_PERCENTILES
-        ]
         point = [
             now.at_s,
             gauges.running,
@@ -353,7 +345,7 @@ class MetricHistory:
             (now.well - old.well) / span_s,
             (now.output_tokens - old.output_tokens) / span_s,
             (now.input_tokens - old.input_tokens) / span_s,
-            *latencies,
+            *map(self.recent, LATENCY_COLUMNS),
             _ratio(compared),
             self.attainment(),
             (now.failed - old.failed) / span_s,
@@ -438,7 +430,7 @@ def gauges(driver: Driver) -> Gauges:
 
 def worker_gauges(driver: Driver) -> list[WorkerGauges]:
     """Each worker, as metrics and the status page show it."""
-    found = []
+    workers = []
     for worker in driver.scheduler.workers:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
@@ -449,7 +441,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
             batch = flight.batch
             rows = sum(not active.status for active in flight.requests)
             padded_tokens = batch.size * (batch.input_length + batch.steps)
-        found.append(
+        workers.append(
             WorkerGauges(
                 worker.alive and facts is not None,
                 worker.load_s,
@@ -458,4 +450,4 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
                 facts.capacity_tokens if facts else None,
             )
         )
-    return found
+    return workers
