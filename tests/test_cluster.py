@@ -88,7 +88,7 @@ class Watched(RayWorkers):
         places = [WorkerPlacement(spec, {KIND: kind}) for kind in kinds] or [
             WorkerPlacement(spec)
         ] * size
-        super().__init__(places, room_timeout_s=room_timeout_s, backoff_s=0.1)
+        super().__init__(places, room_timeout_s=room_timeout_s)
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
 
@@ -249,12 +249,12 @@ def test_workers_restart_after_a_crash_and_refuse_what_they_cannot_load(cluster)
     async def main() -> None:
         workers = Watched()
         await workers.start(lambda _: None)
-        workers.run(0, 7, [Row("poison", (CRASH,), 0, 40)], 20)
+        workers.run(0, RunSlice(7, [Row("poison", (CRASH,), 0, 40)], 20))
         (lost,) = await workers.until(WorkerLost)
         assert "crash" in lost.reason
         workers.seen.clear()
         await workers.until(WorkerReady)
-        workers.run(0, 8, ROWS, 20)
+        workers.run(0, RunSlice(8, ROWS, 20))
         (done,) = await workers.until(BatchDone)
         engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
         assert done.output == engine.run_slice(ROWS, 20, lambda _: True)

@@ -40,7 +40,14 @@ from toolkit.profiling.process import (
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.worker_runs import SliceFeed
 from toolkit.workers.pool import ProcessWorkers, WorkerSpec
-from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
+from toolkit.workers.protocol import (
+    BatchDone,
+    RoundDone,
+    RunRound,
+    Times,
+    WorkerLost,
+    WorkerReady,
+)
 
 RECIPE = """
 name: fake
@@ -118,11 +125,16 @@ class InMemory:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker, batch_id, rows, steps):
+    def run(self, worker, batch):
         assert worker not in self._busy
-        self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
         self._busy.add(worker)
-        asyncio.get_running_loop().call_soon(self._end, worker, batch_id, rows, steps)
+        batch_id, end_soon = batch.batch_id, asyncio.get_running_loop().call_soon
+        if isinstance(batch, RunRound):
+            end_soon(self._end_round, worker, batch_id, batch.plan)
+            return
+        rows, steps = batch.rows, batch.steps
+        self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
+        end_soon(self._end, worker, batch_id, rows, steps)
 
     def _end(self, worker, batch_id, rows, steps):
         self._busy.discard(worker)
@@ -134,11 +146,6 @@ class InMemory:
         if failure == "crashed":
             self._on_event(WorkerLost(worker, "killed"))
             asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
-
-    def run_round(self, worker, batch_id, plan):
-        assert worker not in self._busy
-        self._busy.add(worker)
-        asyncio.get_running_loop().call_soon(self._end_round, worker, batch_id, plan)
 
     def _end_round(self, worker, batch_id, plan):
         self._busy.discard(worker)

@@ -36,6 +36,9 @@ from toolkit.workers.protocol import (
     BatchProgress,
     OnEvent,
     RoundDone,
+    RunBatch,
+    RunRound,
+    RunSlice,
     WorkerEvent,
     WrappedWorkers,
 )
@@ -261,11 +264,10 @@ class CheckedWorkers(WrappedWorkers):
             self._rows += len(rows)
             ends.append(self._expect_end(worker))
             begun_s.append(self.clock())
+            batch: RunBatch = RunSlice(self._batches, tuple(rows), point.steps)
             if check.in_rounds:
-                plan = Round(point.steps, tuple(rows), numbers)
-                self.workers.run_round(worker, self._batches, plan, expected_s)
-            else:
-                self.workers.run(worker, self._batches, rows, point.steps, expected_s)
+                batch = RunRound(self._batches, Round(point.steps, tuple(rows), numbers))
+            self.workers.run(worker, batch, expected_s)
         ended = await asyncio.gather(*ends)
         # A round that ran out of memory leaves rows on its worker: remove them.
         evictions = []
@@ -273,7 +275,7 @@ class CheckedWorkers(WrappedWorkers):
             if check.in_rounds and failure == "oom":
                 evictions.append(self._expect_end(worker))
                 plan = Round(0, evict=tuple(range(first_row, self._rows)))
-                self.workers.run_round(worker, self._batches, plan)
+                self.workers.run(worker, RunRound(self._batches, plan))
         await asyncio.gather(*evictions)
         if any(failure for failure, _ in ended):
             return None
