@@ -26,7 +26,14 @@ from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
 from toolkit.sched.types import Failure
-from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
+from toolkit.workers.process import (
+    GPUS_VARIABLE,
+    OnFrame,
+    WorkerProcess,
+    engine_environment,
+    share_gpus,
+    visible_gpus,
+)
 from toolkit.workers.protocol import (
     Alive,
     BatchDone,
@@ -60,6 +67,7 @@ STOP_TIMEOUT_S = 10.0  # for a step to end before `stop` kills
 CHECK_EVERY_S = 1.0
 START_S = 20.0  # until a process's first sign of life: its interpreter starts on a busy machine
 SPAWN_S = 60.0  # for a process to start
+BATCH_TIMES, WAITING_TIMES = 10.0, 4.0
 # A reload may take this many times the longest load so far, plus the grace. The grace is long: the
 # first load may have read the weights from the page cache, and a reload from a cold disk.
 LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
@@ -72,26 +80,24 @@ MAX_FAILED_LOADS = 5
 class Patience:
     """How long a worker may be silent, and how long its first load may take, in seconds.
 
-    - In a batch: `times` its estimate plus `grace_s`.
-    - While it loads or is idle, where it gives a sign of life every half second: `waits` times
+    - In a batch: `BATCH_TIMES` its estimate plus `grace_s`.
+    - While it loads or is idle, where it gives a sign of life every half second: `WAITING_TIMES`
       `grace_s`. No client waits for its tokens then, and disks may stall.
     - The first load may take `load_s` in all. A later one may take three times the longest load so
       far plus five minutes.
     """
 
-    times: float = 10.0
     grace_s: float = 30.0
-    waits: float = 4.0
     load_s: float = 3600.0
 
     @property
     def waiting_s(self) -> float:
         """Silence allowed while a worker loads or is idle."""
-        return self.waits * self.grace_s
+        return WAITING_TIMES * self.grace_s
 
     def batch_s(self, estimated_s: float) -> float:
         """Silence allowed in a batch."""
-        return self.times * estimated_s + self.grace_s
+        return BATCH_TIMES * estimated_s + self.grace_s
 
 
 PATIENCE = Patience()
@@ -170,8 +176,6 @@ class Supervisor:
         now_s, found = time.monotonic(), []
         for worker, watched in enumerate(self.watched):
             silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
-            if watched.state == "away":
-                continue
             if silence_s > watched.silence_s:
                 found.append(SilentWorker(worker, watched.state, silence_s))
             elif total_s > watched.total_s:
@@ -511,9 +515,10 @@ class ProcessWorkers(WorkerPool):
         spec, share = self._specs[worker], self._gpus[worker]
         engine = spec.engine.on_part_of_gpu(share.workers)
         start = Start.of(spec.model, engine, spec.hardware)
-        return await WorkerProcess.spawn(
-            start, engine.threads, on_frame, share.names, spec.hardware.device
-        )
+        environment = engine_environment(engine.threads, spec.hardware.device)
+        if share.names is not None:
+            environment[GPUS_VARIABLE] = share.names
+        return await WorkerProcess.spawn(start, environment, on_frame)
 
     def pid(self, worker: int) -> int | None:
         """The process id of a worker; None between two processes."""
