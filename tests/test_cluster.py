@@ -28,7 +28,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
-from toolkit.workers.pool import WorkerSpec
+from toolkit.workers.pool import PATIENCE, WorkerSpec
 from toolkit.workers.process import GPUS_VARIABLE
 from toolkit.workers.protocol import (
     BatchDone,
@@ -88,7 +88,7 @@ class Watched(RayWorkers):
         places = [WorkerPlacement(spec, {KIND: kind}) for kind in kinds] or [
             WorkerPlacement(spec)
         ] * size
-        super().__init__(places, room_timeout_s=room_timeout_s)
+        super().__init__(places, room_timeout_s, PATIENCE)
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
 
@@ -354,7 +354,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
-    servers, said = RayServers(placed(2)), list[str]()
+    servers, said = RayServers(placed(2), 60.0, ""), list[str]()
     try:
         first, second = (servers.start(number, sleeper([]), said.append) for number in (0, 1))
         assert first.running, "it has not ended"
@@ -394,7 +394,7 @@ def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
     try:
         hardware = tiny.CPU.model_copy(update={"device": "cuda"})
         spec = WorkerSpec(fake(), tiny.engine_spec("fake", threads=1), hardware)
-        servers, said = RayServers([WorkerPlacement(spec, labels)] * 2), list[str]()
+        servers, said = RayServers([WorkerPlacement(spec, labels)] * 2, 60.0, ""), list[str]()
         found = [servers.start(number, sleeper(["gpus"]), said.append) for number in (0, 1)]
         for each in found:
             each.wait_until_ready()
@@ -414,7 +414,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def test_a_server_without_room_says_what_there_is_and_its_wait_can_be_ended(cluster) -> None:
-    servers = RayServers(placed(1, "nowhere"), room_timeout_s=0.5)
+    servers = RayServers(placed(1, "nowhere"), 0.5, "")
     try:
         late = servers.start(0, sleeper([]), print)
         with pytest.raises(EngineError, match=r"no room for 1 worker of 1 CPU each on machines"):
@@ -422,7 +422,7 @@ def test_a_server_without_room_says_what_there_is_and_its_wait_can_be_ended(clus
         late.stop()
     finally:
         servers.close()
-    servers = RayServers(placed(1, "nowhere"))
+    servers = RayServers(placed(1, "nowhere"), 60.0, "")
     try:
         ended = servers.start(0, sleeper([]), print)
         with ThreadPoolExecutor() as threads:

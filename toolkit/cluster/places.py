@@ -14,7 +14,8 @@ workers are of one kind and no labels are named, any machine with enough CPUs an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -147,55 +148,45 @@ def no_room(wanted: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> s
     """Why a cluster of these machines has no room for the `wanted` workers: what they need and what
     it has, for the kinds that it can never hold, else for all.
     """
-    kinds = [
-        list(same) for _, same in groupby(wanted, key=lambda place: (place.share, place.labels))
-    ]
-    short = [
-        kind
-        for kind in kinds
-        if len(kind)
-        > sum(kind[0].share.fits(machine.resources) for machine in _of_kind(kind[0], machines))
-    ]
-    return "the cluster has no room for " + "; and none for ".join(
-        _lacks(kind, machines) for kind in short or kinds
-    )
+    every, short = [], []
+    for _, same in groupby(wanted, key=lambda place: (place.share, place.labels)):
+        kind = list(same)
+        place, fitting = kind[0], _labelled(machines, kind[0].labels)
+        room = sum(place.share.fits(machine.resources) for machine in fitting)
+        every.append(_lacks(place, len(kind), machines))
+        if len(kind) > room:
+            short.append(every[-1])
+    return "the cluster has no room for " + "; and none for ".join(short or every)
 
 
-def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Machine]:
-    return (machine for machine in machines if place.labels.items() <= machine.labels.items())
+def _labelled(machines: Sequence[Machine], labels: Mapping[str, str]) -> list[Machine]:
+    return [machine for machine in machines if labels.items() <= machine.labels.items()]
 
 
-def _lacks(kind: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> str:
+def _lacks(place: WorkerPlacement, count: int, machines: Sequence[Machine]) -> str:
     """How many workers need what on which machines, and what there is."""
-    place, fitting = kind[0], list(_of_kind(kind[0], machines))
-    needed = f"{len(kind)} worker{'s' * (len(kind) > 1)} of {place.share} each"
-    if not place.labels:
-        there = f"{_total(place.share, fitting)} in all on {len(machines)} machines"
-        return f"{needed}: {there}, of which some may be in use"
-    needed += f" on machines with {_text(place.labels)}"
-    if fitting:
-        total = _total(place.share, fitting)
-        return f"{needed}: {total} in all on {len(fitting)} of them, of which some may be in use"
-    shown = [
-        _text({key: machine.labels[key] for key in place.labels if key in machine.labels})
+    labels, fitting = place.labels, _labelled(machines, place.labels)
+    needed = f"{count} worker{'s' * (count > 1)} of {place.share} each"
+    where = f"{len(machines)} machines"
+    if labels:
+        needed += f" on machines with {_text(labels)}"
+        where = f"{len(fitting)} of them"
+    if fitting or not labels:
+        total = " and ".join(
+            f"{sum(machine.resources.get(what, 0.0) for machine in fitting):g} {what}"
+            for what in place.share.bundle
+        )
+        return f"{needed}: {total} in all on {where}, of which some may be in use"
+    shown = Counter(
+        _text({key: machine.labels[key] for key in labels if key in machine.labels})
         for machine in machines
-    ]
-    counts = ", ".join(f"{text} ({shown.count(text)})" for text in sorted(set(shown)))
+    )
+    counts = ", ".join(f"{text} ({number})" for text, number in sorted(shown.items()))
     return f"{needed}: none of its {len(machines)} has that; they have {counts}"
-
-
-def _total(share: MachineShare, machines: Sequence[Machine]) -> str:
-    sums = {
-        what: sum(machine.resources.get(what, 0.0) for machine in machines) for what in share.bundle
-    }
-    return " and ".join(f"{total:g} {what}" for what, total in sums.items())
 
 
 def _text(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) or "none"
-
-
-ROOM_TIMEOUT_S = 60.0
 
 
 class Room:

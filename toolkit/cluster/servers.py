@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from toolkit.cluster.places import ROOM_TIMEOUT_S, Room, WorkerPlacement, reason
+from toolkit.cluster.places import Room, WorkerPlacement, reason
 from toolkit.errors import EngineError, LlmctlError
 
 POLL_EVERY_S = 0.2
@@ -133,13 +133,7 @@ class RayServers:
         host: on which they listen; '': the address by which Ray's nodes reach the machine.
     """
 
-    def __init__(
-        self,
-        places: Sequence[WorkerPlacement],
-        *,
-        room_timeout_s: float = ROOM_TIMEOUT_S,
-        host: str = "",
-    ) -> None:
+    def __init__(self, places: Sequence[WorkerPlacement], room_timeout_s: float, host: str) -> None:
         self._places, self._room_timeout_s, self._host = places, room_timeout_s, host
         self._room = Room(places)
         self._began_s, self._has_room = time.monotonic(), False

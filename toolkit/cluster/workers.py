@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from toolkit.cluster.places import ROOM_TIMEOUT_S, Room, WorkerPlacement, reason
+from toolkit.cluster.places import Room, WorkerPlacement, reason
 from toolkit.workers.child import serve
 from toolkit.workers.lifeline import LifeSigns
-from toolkit.workers.pool import PATIENCE, Body, Patience, WorkerPool
+from toolkit.workers.pool import Body, Patience, WorkerPool
 from toolkit.workers.process import OnFrame, engine_variables
 from toolkit.workers.protocol import (
     Alive,
@@ -121,11 +121,7 @@ class RayWorkers(WorkerPool):
     start_s = math.inf  # an actor may wait for a place as long as a load may take
 
     def __init__(
-        self,
-        places: Sequence[WorkerPlacement],
-        *,
-        room_timeout_s: float = ROOM_TIMEOUT_S,
-        patience: Patience = PATIENCE,
+        self, places: Sequence[WorkerPlacement], room_timeout_s: float, patience: Patience
     ) -> None:
         super().__init__(len(places), patience)
         self._places = places

@@ -216,7 +216,7 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     refuse_local_fleet(plan.kinds, ray)
     worker_places = places(plan.kinds)
     with joined(ray, sum(place.share.cpus for place in worker_places)):
-        yield RayWorkers(worker_places, room_timeout_s=room_timeout_s, patience=patience)
+        yield RayWorkers(worker_places, room_timeout_s, patience)
 
 
 def _driver(
