@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.engines.fake import FakeConfig, FakeRoundEngine
+from toolkit.engines.fake import FakeConfig, FakeEngine
 from toolkit.engines.protocol import SamplingParams
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
@@ -62,15 +62,19 @@ class Clock:
         self.now_s += seconds
 
 
-def engine(clock: Clock) -> FakeRoundEngine:
+class LawfulEngine(FakeEngine):
+    """A fake engine with the times of a law."""
+
+    def prefill_s(self, batch_size: int, length: int) -> float:
+        return LAW.prefill_s(batch_size, length)
+
+    def decode_s(self, batch_size: int, length: int) -> float:
+        return LAW.decode_s(batch_size, length - 1, 1)
+
+
+def engine(clock: Clock) -> FakeEngine:
     facts = EngineFacts.model_construct(engine="fake", capacity_tokens=CAPACITY)
-    return FakeRoundEngine(
-        facts,
-        FakeConfig(eos_one_in=0),
-        prefill_s=LAW.prefill_s,
-        decode_s=lambda rows, length: LAW.decode_s(rows, length - 1, 1),
-        sleep=clock.sleep,
-    )
+    return LawfulEngine(facts, FakeConfig(eos_one_in=0), clock.sleep)
 
 
 class Both:

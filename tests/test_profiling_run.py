@@ -14,7 +14,7 @@ import pytest
 from samples import recipe
 from synthetic_profiles import ENVIRONMENT, FACTS
 
-from toolkit.engines.fake import FakeEngine, FakeRoundEngine
+from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
@@ -114,7 +114,7 @@ class InMemory:
         self.ran = []
         self._busy = set()
         self._engine = FakeEngine(FACTS)
-        self._rounds = [FakeRoundEngine(FACTS) for _ in range(size)]
+        self._rounds = [FakeEngine(FACTS) for _ in range(size)]
 
     @classmethod
     def of(cls, recipe):
@@ -151,7 +151,7 @@ class InMemory:
         self._busy.discard(worker)
         failure = self.fate(batch_id, plan.enter)
         if failure == "crashed":
-            self._rounds[worker] = FakeRoundEngine(FACTS)
+            self._rounds[worker] = FakeEngine(FACTS)
         output = (
             None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
         )

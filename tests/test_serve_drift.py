@@ -10,7 +10,7 @@ import samples
 
 from benchmarks.common.serving import FACTS, fake_plan
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.fake import FakeRoundEngine
+from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import Round, RoundOutput, SliceOutput
 from toolkit.errors import TargetMissedError
 from toolkit.files.fit import HeldOutError, OverheadFit
@@ -139,7 +139,7 @@ def test_the_driver_gets_no_events_of_the_checks_batches():
 
 
 def test_rows_left_by_a_round_without_memory_are_evicted_before_serving():
-    engine = FakeRoundEngine(FACTS.model_copy(update={"capacity_tokens": 400}))
+    engine = FakeEngine(FACTS.model_copy(update={"capacity_tokens": 400}))
     events = []
 
     class Rounds(TimedWorkers):
