@@ -216,17 +216,19 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     )
 
 
-def raises_out_of_memory(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function that raises `OutOfMemory` where memory runs out.
+def on_device(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function that computes on the device: it keeps no gradients, and raises
+    `OutOfMemory` where memory runs out.
 
-    It is raised after the handler, not in it, because its context would keep the batch's tensors
+    That is raised after the handler, not in it, because its context would keep the batch's tensors
     alive.
     """
 
     @wraps(work)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
-            return work(*args, **kwargs)
+            with torch.inference_mode():
+                return work(*args, **kwargs)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

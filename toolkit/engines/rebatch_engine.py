@@ -28,7 +28,7 @@ from typing import TypeVar
 import torch
 
 from toolkit.engines.fixed_step import FixedSteps
-from toolkit.engines.memory import ByteLedger, raises_out_of_memory
+from toolkit.engines.memory import ByteLedger, on_device
 from toolkit.engines.protocol import (
     LiveRow,
     OnStep,
@@ -130,10 +130,8 @@ class RebatchEngine(TransformersEngine):
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
-        """See `RoundEngine.run_round`."""
         self._check_rows(plan.enter)
         progress = _Progress(plan, on_step, Retries(self.ledger, self._batch.cache.fit))
         self._move(plan, progress)
@@ -170,8 +168,7 @@ class RebatchEngine(TransformersEngine):
             self._batch.cache.fit()
         return super().run_slice(rows, steps, on_step)
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
@@ -204,8 +201,7 @@ class RebatchEngine(TransformersEngine):
         finally:
             self._clear(rows)
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_prefill`: from newcomers of similar length to their first tokens."""
         rows = self._timed_rows(batch_size, input_length)
@@ -223,8 +219,7 @@ class RebatchEngine(TransformersEngine):
         finally:
             self._clear(0)
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_decode`: the mean of a few steps of rows with lengths from 1/4 of
         `cached_length`, up to it at the last step.

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
-from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, raises_out_of_memory
+from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, on_device
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
 from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
@@ -125,10 +125,8 @@ class TransformersEngine:
         model: Callable[..., Any] = self._model
         return model
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """See `Engine.run_slice`."""
         self._check_rows(rows)
         width = max(len(row.tokens) for row in rows)
         steps = min(steps, max(remaining(row) for row in rows))
@@ -145,8 +143,7 @@ class TransformersEngine:
                 logits = self._decode(batch, drawn)
         return record.output()
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
         rows = self._timed_rows(batch_size, input_length)
@@ -157,8 +154,7 @@ class TransformersEngine:
             self._prefill(batch).argmax(dim=-1).tolist()
             return clock() - start
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_decode`: the steps that serve, on random keys and values, the mean of a
         few; the last one has `cached_length` cached tokens.
