@@ -14,12 +14,17 @@ from toolkit.engines.suspended import ALIGNMENT_BYTES, HostArena
 PIECE = 1 << 16
 
 
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.engines.suspended.PIECE_BYTES", PIECE)
+
+
 def go_on(_: StepOutput) -> bool:
     return True
 
 
 def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
-    arena = HostArena(4 * PIECE, pin=False, piece_bytes=PIECE)
+    arena = HostArena(4 * PIECE)
     rng = random.Random(0)
     held: list[tuple[torch.Tensor, float]] = []
     for number in range(2000):
@@ -43,7 +48,7 @@ def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
 
 
 def test_the_bound_holds_and_what_does_not_fit_is_ordinary_memory() -> None:
-    arena = HostArena(3 * PIECE // 2, pin=False, piece_bytes=PIECE)
+    arena = HostArena(3 * PIECE // 2)
     blocks = [arena.take(PIECE, torch.uint8), arena.take(PIECE // 2, torch.uint8)]
     assert arena.held_bytes == arena.taken_bytes == 3 * PIECE // 2
     beyond = arena.take(ALIGNMENT_BYTES, torch.uint8)
@@ -56,7 +61,7 @@ def test_the_bound_holds_and_what_does_not_fit_is_ordinary_memory() -> None:
 
 
 def test_a_block_that_is_larger_than_a_piece_gets_a_piece_of_its_size() -> None:
-    arena = HostArena(None, pin=False, piece_bytes=PIECE)
+    arena = HostArena(None)
     assert arena.take(3 * PIECE, torch.bfloat16).shape == (3 * PIECE,)
     assert arena.held_bytes == 6 * PIECE
 
@@ -72,7 +77,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
         return real(*sizes, **others)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", refuse)
-    arena = HostArena(None, pin=True, piece_bytes=PIECE)
+    arena = HostArena(None)
     for _ in range(3):
         assert arena.take(PIECE, torch.uint8).shape == (PIECE,)
     assert [record.getMessage() for record in caplog.records] == [
@@ -81,9 +86,12 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])
-def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(piece_bytes: int) -> None:
+def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.engines.suspended.PIECE_BYTES", piece_bytes)
     engine = rebatch_engine()
-    arena = HostArena(1 << 16, pin=False, piece_bytes=piece_bytes)
+    arena = HostArena(1 << 16)
     engine._suspended._arena = arena
     rows = random_rows(0, 24)
     driver = RoundDriver(engine, rows)

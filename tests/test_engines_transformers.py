@@ -11,7 +11,7 @@ from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger, kv_budget_bytes, on_device
 from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
-from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, SlabCache, additive
+from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, additive
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import EngineError
 
@@ -29,7 +29,7 @@ def engine_of(kind: str, budget_mib: float = 16.0) -> TransformersEngine:
 def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
     model = load_model(tiny.model_spec(kind), tiny.CPU)
     rows = [[7] * 20, list(range(33)), [5, 6]]
-    slab = PaddedBatch(rows, 40, tiny.MAX_MODEL_LEN - 1, SlabCache(2, 40), torch.device("cpu"))
+    slab = PaddedBatch(rows, 40, tiny.MAX_MODEL_LEN - 1, 2, torch.device("cpu"))
     dynamic = DynamicCache(config=model.config)
     tokens = slab.input_ids
     with torch.inference_mode():

@@ -203,7 +203,7 @@ def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
 def _passes(network: Callable[..., Any], device: torch.device) -> tuple[torch.Tensor, SlabCache]:
     """Logits [2, N, V] of the token after the prompts and of the next one, and the cache."""
     width = len(PROBE_ROWS[0])
-    batch = PaddedBatch(PROBE_ROWS, width + 1, width, SlabCache(1, width + 1), device)
+    batch = PaddedBatch(PROBE_ROWS, width + 1, width, 1, device)
     logits = []
     for columns, tokens in (
         (slice(0, width), batch.input_ids),

@@ -123,7 +123,7 @@ class RebatchEngine(TransformersEngine):
             return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
 
         self._batch = RunningBatch(self._forward, cache, make_sampler, self._masks_as, fixed)
-        arena = HostArena(self.host_ledger.budget_bytes, pin=True) if like.is_cuda else None
+        arena = HostArena(self.host_ledger.budget_bytes) if like.is_cuda else None
         self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger, arena)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)

@@ -23,7 +23,7 @@ from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, ModelShape
 from toolkit.engines.protocol import FinishReason, LiveRow, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.row_cache import BatchCache
+from toolkit.engines.row_cache import BatchCache, Forward
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
@@ -193,8 +193,6 @@ class Prefiller:
         return self._shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
 
 
-# From (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V].
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, BatchCache], torch.Tensor]
 MakeSampler = Callable[[Sequence[Row]], Sampler]
 NOT_IN_SAMPLER = -1
 

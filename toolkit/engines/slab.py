@@ -20,6 +20,11 @@ KVShape = tuple[torch.Size, torch.Size]  # of a layer's keys and values
 MASK_ALIGNMENT = 8
 
 
+def values_per_token(shapes: Sequence[KVShape]) -> int:
+    """The numbers that a cache of layers with these `shapes` holds for one token."""
+    return sum(keys[1] * keys[3] + values[1] * values[3] for keys, values in shapes)
+
+
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The mask [N, 1, 1, L] that attention adds to its scores, from booleans [N, L]: 0 where a row
     may attend, else -inf.
@@ -150,12 +155,12 @@ class PaddedBatch:
         rows: Sequence[Sequence[int]],
         columns: int,
         last_position: int,
-        cache: SlabCache,
+        layers: int,
         device: torch.device,
     ) -> None:
         lengths = torch.tensor([len(row) for row in rows])
         self.width = int(lengths.max())
-        self.cache = cache
+        self.cache = SlabCache(layers, columns)
         padded = [[0] * (self.width - len(row)) + list(row) for row in rows]
         real_column = torch.arange(columns)[None, :] - (self.width - lengths)[:, None]
         self.input_ids = torch.tensor(padded, device=device)

@@ -21,7 +21,7 @@ from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, on_d
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
 from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.slab import PaddedBatch, SlabCache
+from toolkit.engines.slab import PaddedBatch, values_per_token
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.errors import InputError
 from toolkit.files.io import processor
@@ -75,9 +75,7 @@ class TransformersEngine:
         with torch.inference_mode():
             self._prefill(probe)
         self._kv_shapes = probe.cache.kv_shapes()
-        self._kv_bytes_per_token = self._shape.value_bytes * sum(
-            keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes
-        )
+        self._kv_bytes_per_token = self._shape.value_bytes * values_per_token(self._kv_shapes)
         measured = shares * self._kv_bytes_per_token
         if spec.kv_bytes_per_token not in (None, measured):
             raise InputError(
@@ -199,9 +197,7 @@ class TransformersEngine:
                 )
 
     def _padded(self, rows: Sequence[Sequence[int]], columns: int) -> PaddedBatch:
-        return PaddedBatch(
-            rows, columns, self._last_position, SlabCache(self._layers, columns), self._device
-        )
+        return PaddedBatch(rows, columns, self._last_position, self._layers, self._device)
 
     def _prefill(self, batch: PaddedBatch) -> torch.Tensor:
         """Logits [N, V] of the first new token."""
