@@ -80,13 +80,12 @@ class Prefiller:
         self._shape = shape
         self._ledger = ledger
         self._cache = cache
-        self._passes: PrefillPasses[int] = PrefillPasses(mixes=mixes)
-        self._rows: dict[int, LiveRow] = {}
+        self._passes: PrefillPasses[Newcomer] = PrefillPasses(mixes=mixes)
         self._group: PrefillBatch | None = None  # in prefill now
 
     @property
     def busy(self) -> bool:
-        return bool(self._rows)
+        return bool(self._passes)
 
     @property
     def tokens(self) -> int:
@@ -94,28 +93,28 @@ class Prefiller:
         return self._group.batch.width * len(self._group.newcomers) if self._group else 0
 
     def add(self, newcomers: Iterable[Newcomer]) -> None:
-        for number, live in newcomers:
-            self._rows[number] = live
-            self._passes.add(number, len(live.row.tokens))
+        for newcomer in newcomers:
+            self._passes.add(newcomer, len(newcomer[1].row.tokens))
 
     def remove(self, number: int) -> LiveRow | None:
         """Remove a newcomer and what was prefilled of it; None if it is not here."""
-        if number not in self._rows:
-            return None
-        self._passes.remove(number)
-        if self._group is not None and self._passes.group is None:
-            self.release(self._group)
-            self._group = None
-        return self._rows.pop(number)
+        for newcomer in self._passes.all_keys():
+            if newcomer[0] == number:
+                self._passes.remove(newcomer)
+                if self._group is not None and self._passes.group is None:
+                    self.release(self._group)
+                    self._group = None
+                return newcomer[1]
+        return None
 
     def take_waiting(self) -> list[Newcomer]:
         """Remove and return all waiting newcomers; the caller prefills them in another way."""
-        return [(number, self._rows.pop(number)) for number in self._passes.take_waiting()]
+        return self._passes.take_waiting()
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> list[int]:
         """The numbers of all newcomers."""
-        return tuple(self._rows)
+        return [number for number, _ in self._passes.all_keys()]
 
     def advance(
         self, bound: int = 0, parts: int = 1, *, cuts: bool = False
@@ -145,8 +144,6 @@ class Prefiller:
         if not planned.completes:
             return []
         self._group = None
-        for number, _ in group.newcomers:
-            del self._rows[number]
         return [(group, logits)]
 
     def release(self, group: PrefillBatch) -> None:
@@ -156,7 +153,6 @@ class Prefiller:
     def clear(self) -> None:
         """Drop all newcomers."""
         self._passes.clear()
-        self._rows.clear()
         if self._group is not None:
             self.release(self._group)
             self._group = None
@@ -165,13 +161,9 @@ class Prefiller:
         """A group of the first waiting newcomer and as many similar ones as the limits allow."""
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
         held = len(formed.keys) * formed.width * self._cache.bytes_per_token
-        newcomers = [(number, self._rows[number]) for number in formed.keys]
+        tokens = [live.row.tokens for _, live in formed.keys]
         with self._ledger.hold(held):
-            return PrefillBatch(
-                newcomers,
-                self._make_batch([live.row.tokens for _, live in newcomers], formed.width),
-                held,
-            )
+            return PrefillBatch(formed.keys, self._make_batch(tokens, formed.width), held)
 
     def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
         """Whether memory has room for a group: its caches, and the larger of its largest pass and
@@ -188,7 +180,7 @@ class Prefiller:
             self._cache.fit()
         return needed <= self._ledger.free_bytes
 
-    def _pass_bytes(self, planned: PrefillPass[int]) -> int:
+    def _pass_bytes(self, planned: PrefillPass[Newcomer]) -> int:
         columns = planned.end - planned.start
         return self._shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
 
