@@ -22,7 +22,6 @@ import msgspec
 
 import toolkit
 from toolkit.engines.protocol import (
-    FinishReason,
     LiveRow,
     OnStep,
     OutOfMemory,
@@ -33,6 +32,7 @@ from toolkit.engines.protocol import (
     SliceOutput,
     SliceRecord,
     StepOutput,
+    advance,
     mix,
     remaining,
 )
@@ -266,14 +266,12 @@ class FakeEngine:
 
     def _advance(self, numbers: tuple[int, ...], ended: list[int]) -> StepOutput:
         """One token for each row; rows that end with it leave."""
-        got = [self._running[number].next() for number in numbers]
-        ends = tuple(
-            (number, finish) for number, (_, finish) in zip(numbers, got, strict=True) if finish
-        )
-        for number, _ in ends:
+        rows = [(number, self._running[number]) for number in numbers]
+        step = advance(rows, [row.text.next() for _, row in rows])
+        for number, _ in step.ended:
             del self._running[number]
             ended.append(number)
-        return StepOutput(numbers, tuple(token for token, _ in got), ends)
+        return step
 
     def _device_tokens(self) -> int:
         """Tokens on the device; the prompts of entering rows count from their first pass on."""
@@ -312,21 +310,18 @@ class Text:
 
 
 class FakeRow(LiveRow):
-    """A row in a round, and the length of the cache that it would have."""
+    """A row in a round, with its text."""
 
-    __slots__ = ("_text",)
+    __slots__ = ("text",)
 
     def __init__(self, row: Row, config: FakeConfig) -> None:
         super().__init__(row, (config.eos_token_id,))
-        self._text = Text(row, config)
+        self.text = Text(row, config)
 
     @property
     def length(self) -> int:
+        """Tokens of the cache that it would have."""
         return len(self.row.tokens) + len(self.tokens)
-
-    def next(self) -> tuple[int, FinishReason]:
-        """The next token, and why the row ends with it ("" if it does not)."""
-        return self.advance(self._text.next())
 
 
 def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeEngine:

@@ -301,18 +301,25 @@ class LiveRow:
         )
 
 
-class SliceRecord:
-    """The rows of one slice, step by step.
+def advance(rows: Sequence[tuple[int, LiveRow]], drawn: Sequence[int]) -> StepOutput:
+    """One drawn token for each row, given with its number, and the rows that end with it."""
+    tokens: list[int] = []
+    ended: list[tuple[int, FinishReason]] = []
+    for (number, live), draw in zip(rows, drawn, strict=True):
+        token, finish = live.advance(draw)
+        tokens.append(token)
+        if finish:
+            ended.append((number, finish))
+    return StepOutput(tuple([number for number, _ in rows]), tuple(tokens), tuple(ended))
 
-    Args:
-        rows: the batch.
-        eos_ids: the model's.
-    """
+
+class SliceRecord:
+    """The rows of one slice, step by step."""
 
     def __init__(self, rows: Sequence[Row], eos_ids: Sequence[int]) -> None:
         self._rows = [LiveRow(row, eos_ids) for row in rows]
         self._finish: list[FinishReason] = ["" for _ in rows]
-        self._live = tuple(range(len(rows)))
+        self._live = list(enumerate(self._rows))
 
     @property
     def all_ended(self) -> bool:
@@ -320,17 +327,12 @@ class SliceRecord:
 
     def advance(self, drawn: Sequence[int]) -> StepOutput:
         """One more token for each row, from `drawn` [N]; draws of ended rows are ignored."""
-        live, tokens = self._live, []
-        ended: list[tuple[int, FinishReason]] = []
-        for index in live:
-            token, finish = self._rows[index].advance(drawn[index])
-            tokens.append(token)
-            if finish:
-                self._finish[index] = finish
-                ended.append((index, finish))
-        if ended:
-            self._live = tuple(index for index in live if not self._finish[index])
-        return StepOutput(live, tuple(tokens), tuple(ended))
+        step = advance(self._live, [drawn[index] for index, _ in self._live])
+        for index, finish in step.ended:
+            self._finish[index] = finish
+        if step.ended:
+            self._live = [(index, row) for index, row in self._live if not self._finish[index]]
+        return step
 
     def output(self) -> SliceOutput:
         """The tokens of all steps, and why rows ended."""

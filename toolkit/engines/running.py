@@ -21,7 +21,7 @@ import torch
 
 from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, ModelShape
-from toolkit.engines.protocol import FinishReason, LiveRow, Row, StepOutput
+from toolkit.engines.protocol import LiveRow, Row, StepOutput, advance
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.row_cache import BatchCache, Forward
 from toolkit.engines.sampling import Sampler
@@ -235,7 +235,7 @@ class RunningBatch:
     def first_tokens(self, newcomers: Sequence[Newcomer], logits: torch.Tensor) -> StepOutput:
         """The first tokens of newcomers that were prefilled apart, from `logits` [N, V]."""
         sampler = self._make_sampler([live.as_row() for _, live in newcomers])
-        return _advance(newcomers, sampler.draw(logits, 0).tolist())
+        return advance(newcomers, sampler.draw(logits, 0).tolist())
 
     def join(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV]) -> int:
         """Embed rows with all tokens but the last cached; they decode from the next step on.
@@ -368,7 +368,7 @@ class RunningBatch:
         """Give the rows their drawn tokens; from here on nothing can fail."""
         self._last = drawn
         self._draws += 1
-        step = _advance(self._rows, tokens)
+        step = advance(self._rows, tokens)
         if step.ended:
             ended = {number for number, _ in step.ended}
             self._drop([index for index, (number, _) in enumerate(self._rows) if number in ended])
@@ -383,15 +383,3 @@ class RunningBatch:
             self.cache.shrink()
         else:
             self.clear()
-
-
-def _advance(rows: Sequence[Newcomer], drawn: Sequence[int]) -> StepOutput:
-    """One drawn token for each row, and the rows that end with it."""
-    tokens: list[int] = []
-    ended: list[tuple[int, FinishReason]] = []
-    for (number, live), draw in zip(rows, drawn, strict=True):
-        token, finish = live.advance(draw)
-        tokens.append(token)
-        if finish:
-            ended.append((number, finish))
-    return StepOutput(tuple([number for number, _ in rows]), tuple(tokens), tuple(ended))
