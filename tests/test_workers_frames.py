@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.engines.protocol import FinishReason, Round, Row, SamplingParams, StepOutput
-from toolkit.workers.child import Outbox, RunningBatch
+from toolkit.workers.child import BatchInProgress, Outbox
 from toolkit.workers.pool import BatchRecord
 from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
@@ -97,7 +97,7 @@ class Slice:
         run = RunSlice(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
         self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
         self.outbox.begin(run)
-        self.running = RunningBatch(run, self.channel, self.outbox)  # type: ignore[arg-type]
+        self.running = BatchInProgress(run, self.channel, self.outbox)  # type: ignore[arg-type]
 
     def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
         self.now_s = at_s
@@ -152,9 +152,9 @@ def test_a_record_holds_the_reported_steps() -> None:
     assert record.output().finish == ("", "", "stop")
 
 
-def running_round(channel: FakeChannel) -> tuple[RunningBatch, Outbox]:
+def running_round(channel: FakeChannel) -> tuple[BatchInProgress, Outbox]:
     outbox = Outbox(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
-    return RunningBatch(RunRound(3, Round(9)), channel, outbox), outbox  # type: ignore[arg-type]
+    return BatchInProgress(RunRound(3, Round(9)), channel, outbox), outbox  # type: ignore[arg-type]
 
 
 def test_a_round_goes_on_until_it_is_interrupted() -> None:

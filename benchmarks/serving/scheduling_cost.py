@@ -27,7 +27,7 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 from toolkit.serve.live import merge
-from toolkit.workers.child import Outbox, RunningBatch
+from toolkit.workers.child import BatchInProgress, Outbox
 from toolkit.workers.lifeline import FrontSocket
 from toolkit.workers.protocol import (
     Done,
@@ -74,7 +74,7 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
         outbox = Outbox(channel, NEVER_S, time.perf_counter)
         outbox.begin(run)
         outbox.put(steps[0])  # has first tokens, so it goes out; those that follow wait
-        running = RunningBatch(run, channel, outbox)
+        running = BatchInProgress(run, channel, outbox)
         return {
             "a round to the worker: pack": fastest_us(lambda: pack(run), repeats),
             "unpack": fastest_us(lambda: list(to_worker.feed(out)), repeats),

@@ -34,7 +34,6 @@ from toolkit.engines.protocol import (
     StepOutput,
     advance,
     mix,
-    remaining,
 )
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
@@ -121,7 +120,7 @@ class FakeEngine:
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         config = self._config
         width = max(len(row.tokens) for row in rows)
-        steps = min(steps, max(remaining(row) for row in rows))
+        steps = min(steps, max(row.remaining for row in rows))
         self._check_memory(len(rows), width + steps)
         self._check_rows(rows)
         record = SliceRecord(rows, (config.eos_token_id,))

@@ -1,20 +1,17 @@
 """The interface between a worker and the engine that runs its model.
 
-In this order: the rows of a batch and what a slice or a round returns; `Engine` and `RoundEngine`;
-`make_engine`, which imports only the module of the engine that it loads; and what is the same for
-every engine: when a row ends, and the random numbers by which tokens are drawn.
-
 The structs also travel between processes (`toolkit.workers.protocol`), so they are msgspec structs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from toolkit.engine_traits import attribute, traits_of
+from toolkit.engine_traits import traits_of
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
@@ -59,6 +56,11 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     end_after: int | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still generate."""
+        return self.max_new_tokens - self.generated
 
 
 class SliceOutput(msgspec.Struct, frozen=True):
@@ -224,7 +226,7 @@ class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and t
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
-    """Load the engine, in as many processes as share its model.
+    """Load the engine, in as many processes as share its model. Only its own module is imported.
 
     Raises `EngineError` or `InputError` if the engine cannot be loaded.
     """
@@ -239,16 +241,11 @@ def load_engine(
     model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> Engine | RoundEngine:
     """This process's engine, or its share of one, from the module of `EngineTraits.load`."""
-    load = attribute(traits_of(engine.name).load)
+    load = resolve_name(traits_of(engine.name).load)
     loaded: Engine | RoundEngine = (
         load(model, engine, hardware, share) if share else load(model, engine, hardware)
     )
     return loaded
-
-
-def remaining(row: Row) -> int:
-    """Tokens that this row may still generate."""
-    return row.max_new_tokens - row.generated
 
 
 def stop_tokens(row: Row, eos_ids: Collection[int]) -> frozenset[int]:

@@ -13,9 +13,6 @@ only for a moment, and then in two or more parts: a pass holds activations besid
 for fewer rows or fewer columns. That takes longer, but no row loses its cache and the round goes
 on. If the cache itself has no room, parts do not help, and the rows concerned are dropped: for a
 move its row, for a prefill the newcomers, for a step one row. All other rows go on.
-
-In this order: `Retries` repeats passes; `RebatchEngine` runs and times rounds; `_Progress` is the
-state of one round.
 """
 
 from __future__ import annotations

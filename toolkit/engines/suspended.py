@@ -47,11 +47,6 @@ class HostArena:
         """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes of all blocks, with their alignment."""
-        return sum(end - start for _, start, end in self._taken.values())
-
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor:
         """A block [values]. If the bound leaves no room in one piece, it is ordinary memory, which
         `give` ignores: a transfer of it is slower.

@@ -16,8 +16,7 @@ a whole is one lost worker.
 If a batch does not fit, the ledgers of all ranks refuse it before its first pass. If one GPU alone
 runs out of memory in a pass, the other ranks wait in a collective, so that ends the group too.
 
-In this order: a rank's share and the cutting of a model; the messages; the engine of rank 0; and
-the process of the other ranks (`python -m toolkit.engines.tensor_parallel`).
+`python -m toolkit.engines.tensor_parallel` is the process of the other ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Text to tokens and back, for the process that serves clients: needs `tokenizers` and jinja2, not
 torch.
 
-In this order: the interfaces and `load_tokenizer`; the byte tokenizer, which is built in code; the
-tokenizer of a `tokenizer.json` in a local folder or on the hub; and chat templates.
-
 A chat template comes with a model, never from a request. It runs in jinja2's immutable sandbox,
 with bounds on its size, its output and its time, because a model's folder is downloaded data.
 """
@@ -14,7 +11,7 @@ import codecs
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -300,16 +297,12 @@ class ChatTemplate:
     Args:
         source: jinja2 text; the default names each speaker.
         special_tokens: `bos_token` and the like, which templates refer to.
-        clock: seconds, for the time limit.
 
     Raises `EngineError` for a template that is too large or does not compile.
     """
 
     def __init__(
-        self,
-        source: str = DEFAULT_TEMPLATE,
-        special_tokens: Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, source: str = DEFAULT_TEMPLATE, special_tokens: Mapping[str, str] | None = None
     ) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise EngineError(
@@ -331,23 +324,20 @@ class ChatTemplate:
                 f"the chat template does not compile: {error}", "it comes with the model"
             ) from None
         self._special_tokens = dict(special_tokens or {})
-        self._clock = clock
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt's text. Raises `InputError` if the template refuses these messages, writes too
         much or takes too long.
         """
-        deadline_s = self._clock() + MAX_RENDER_S
+        deadline_s = time.monotonic() + MAX_RENDER_S
         pieces: list[str] = []
         size = 0
         try:
             for piece in self._template.generate(
-                messages=list(messages),
-                add_generation_prompt=True,
-                **self._special_tokens,
+                messages=list(messages), add_generation_prompt=True, **self._special_tokens
             ):
                 size += len(piece)
-                if size > MAX_TEXT_CHARS or self._clock() > deadline_s:
+                if size > MAX_TEXT_CHARS or time.monotonic() > deadline_s:
                     raise InputError(
                         "messages: the model's chat template writes too much or takes too long"
                     )

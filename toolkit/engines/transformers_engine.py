@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
 from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, on_device
-from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
+from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord
 from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch, values_per_token
@@ -127,7 +127,7 @@ class TransformersEngine:
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         self._check_rows(rows)
         width = max(len(row.tokens) for row in rows)
-        steps = min(steps, max(remaining(row) for row in rows))
+        steps = min(steps, max(row.remaining for row in rows))
         record = SliceRecord(rows, self._eos_ids)
         with self.ledger.reserve(self.slice_bytes(len(rows), width, steps)):
             batch = self._padded([row.tokens for row in rows], width + steps)
@@ -190,9 +190,9 @@ class TransformersEngine:
         """
         longest = self.facts.max_model_len
         for row in rows:
-            if not row.tokens or len(row.tokens) + remaining(row) > longest:
+            if not row.tokens or len(row.tokens) + row.remaining > longest:
                 raise ValueError(
-                    f"row {row.request_id}: {len(row.tokens)} tokens and {remaining(row)} more; "
+                    f"row {row.request_id}: {len(row.tokens)} tokens and {row.remaining} more; "
                     f"a row has at least one, and at most {longest} in all"
                 )
 

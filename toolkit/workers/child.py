@@ -96,7 +96,7 @@ class Outbox:
         return steps
 
 
-class RunningBatch:
+class BatchInProgress:
     """Between two steps of a batch: sends tokens, and reads the frames that end it early.
 
     Attributes:
@@ -188,7 +188,7 @@ def serve(
         signs.state = "busy"
         watch.start()
         outbox.begin(frame)
-        running = RunningBatch(frame, channel, outbox)
+        running = BatchInProgress(frame, channel, outbox)
         on_step = watch.reporting(running.on_step)
         output, ran_out = None, False
         if isinstance(frame, RunSlice):

@@ -5,10 +5,6 @@ not know which.
 
 A worker counts as alive if it makes progress, not if its process exists. It is in one state at a
 time; a state limits how long the worker may be silent, and how long the state may take.
-
-In this order: `Supervisor`, which ends a worker that exceeds a limit; `BatchRecord`, the front's
-copy of a running slice; the interface of bodies; `WorkerPool`; and `ProcessWorkers`, the pool of
-processes on this machine.
 """
 
 from __future__ import annotations

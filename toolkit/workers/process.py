@@ -1,8 +1,4 @@
-"""One worker's process as the front sees it, and the GPUs that it may use.
-
-In this order: the GPUs of this machine, and the share of each worker; `WorkerProcess`, a child that
-is started once, receives frames, and ends once, with a reason; and the environment of engines.
-"""
+"""One worker's process as the front sees it, and the GPUs that it may use."""
 
 from __future__ import annotations
 
@@ -162,9 +158,9 @@ OnFrame = Callable[[FromWorker], None]
 
 
 class WorkerProcess:
-    """A child that runs `toolkit.workers`. Use `spawn`.
+    """A child that runs `toolkit.workers`: it is started once, with `spawn`, and ends once.
 
-    The child ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
+    It ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
     child and all processes that it started.
     """
 

@@ -209,11 +209,7 @@ class WrappedWorkers:
 
 
 # The frames between the front and a worker: typed msgpack structs, each preceded by its length.
-#
 # Nothing is unpickled, and any other frame is an error.
-#
-# In this order: the frames to a worker and from it, the reader that cuts a stream into frames,
-# and a worker's end of the connection (`Channel`).
 
 MAX_FRAME_BYTES = 1 << 28
 _HEAD_BYTES = 4
