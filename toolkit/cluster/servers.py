@@ -88,12 +88,10 @@ class ServerActor:
         return self._server.url, warnings
 
     def ended(self) -> None:
-        """Wait until the server has ended."""
         while self._server is not None and self._server.running:
             time.sleep(POLL_EVERY_S)
 
     def stop(self) -> None:
-        """End the server."""
         if self._server is not None:
             self._server.stop()
         if self._folder is not None:

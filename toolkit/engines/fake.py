@@ -110,11 +110,9 @@ class FakeEngine:
         self._step_is_due = False  # before the next bounded pass
 
     def prefill_s(self, batch_size: int, length: int) -> float:
-        """Seconds that a prefill takes."""
         return self._config.prefill_s + self._config.prefill_token_s * batch_size * length
 
     def decode_s(self, batch_size: int, length: int) -> float:
-        """Seconds that a decode step takes."""
         return self._config.decode_s + self._config.decode_row_s * batch_size
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
@@ -293,7 +291,6 @@ class Text:
         self._state = zlib.crc32(array("q", row.tokens))
 
     def next(self) -> int:
-        """The next token."""
         config = self._config
         draw = mix(self._state, self._salt, self._generated)
         may_end = config.eos_one_in and self._generated >= self._may_end_after

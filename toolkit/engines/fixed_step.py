@@ -98,7 +98,7 @@ class FixedSteps:
         self._set_inputs(last)
         graph = self._graph(shape) if self.captures else None
         if graph is None:
-            return self._run_eagerly(shape)[:rows]
+            return self._run(shape)[:rows]
         graph.replay()
         return self._logits[:rows]
 
@@ -111,7 +111,7 @@ class FixedSteps:
         self._set_inputs(last)
         for shape in {shape_for(self._cache, len(last), ahead) for ahead in range(steps)}:
             while self.captures and self._graph(shape) is None:
-                self._run_eagerly(shape)  # writes the column that the next step writes anew
+                self._run(shape)  # writes the column that the next step writes anew
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
@@ -140,15 +140,10 @@ class FixedSteps:
         self._tokens[:rows].copy_(last)
         self._column.fill_(end)
 
-    def _run_eagerly(self, shape: FixedShape) -> torch.Tensor:
-        """As `_run`; it also makes the tensor for the logits of graphs."""
-        logits = self._run(shape)
-        if self.captures and not len(self._logits):
-            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
-        return logits
-
     def _run(self, shape: FixedShape) -> torch.Tensor:
-        """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device."""
+        """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device. The
+        first run of all makes the tensor for the logits of graphs.
+        """
         rows, first, last = shape
         columns = torch.arange(first, last, device=self._column.device)
         begins = self._begins[:rows]
@@ -156,7 +151,10 @@ class FixedSteps:
         mask = additive(visible, self._dtype)
         positions = self._column - begins
         with self._cache.fixed(shape, self._column):
-            return self._forward(self._tokens[:rows, None], mask, positions, self._cache)
+            logits = self._forward(self._tokens[:rows, None], mask, positions, self._cache)
+        if self.captures and not len(self._logits):
+            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
+        return logits
 
     def _graph(self, shape: FixedShape) -> torch.cuda.CUDAGraph | None:
         """The graph of this shape, captured if it is due; None: run the step eagerly."""

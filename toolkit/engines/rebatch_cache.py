@@ -156,7 +156,6 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """N."""
         return len(self.begins)
 
     @property
@@ -171,7 +170,6 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
         return self.rows * self._window.end - sum(self.begins)
 
     @property

@@ -39,7 +39,7 @@ from toolkit.engines.protocol import (
 )
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
-from toolkit.engines.running import Newcomer, PrefillBatch, Prefiller, RunningBatch
+from toolkit.engines.running import CachedRow, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.suspended import HostArena, SuspendedRow, SuspendedRows
 from toolkit.engines.tensor_parallel import RankShare
@@ -177,7 +177,7 @@ class RebatchEngine(TransformersEngine):
                 shortest = length - int(PADDING_SHARE * length)  # of rows prefilled together
                 caches = self._caches(rows, length, shortest)
                 cache.make_room(others + rows, length, ahead=1)
-                return self._time(lambda: batch.join(_newcomers(caches, others), caches), clock)
+                return self._time(lambda: batch.join(_newcomers(caches, others)), clock)
             self._fill(rows + others, length)
             if part == "leave":
 
@@ -263,8 +263,7 @@ class RebatchEngine(TransformersEngine):
                     progress.dropped.append(number)
         if not plan.overlap:
             self._suspended.wait()
-        rows: list[Newcomer] = []
-        caches: list[RowKV] = []
+        rows: list[CachedRow] = []
         for number in plan.resume:
             if number in progress.dropped:
                 continue
@@ -272,9 +271,8 @@ class RebatchEngine(TransformersEngine):
             if cached is None:
                 self._prefiller.add([(number, live)])
             else:
-                rows.append((number, live))
-                caches.append(cached)
-        self._join(rows, caches, progress)
+                rows.append(((number, live), cached))
+        self._join(rows, progress)
         for number in plan.numbers:
             if number in self._batch or number in self._suspended:
                 raise ValueError(f"row {number} is here already")
@@ -324,13 +322,13 @@ class RebatchEngine(TransformersEngine):
             raise ValueError(f"row {number} is not here")
         return self._suspended.copy_of(live, None)
 
-    def _join(self, rows: Sequence[Newcomer], caches: Sequence[RowKV], progress: _Progress) -> None:
+    def _join(self, rows: Sequence[CachedRow], progress: _Progress) -> None:
         """Embed rows into the batch together, or else one by one; drop those that do not fit."""
-        if self.ledger.attempt(lambda: self._batch.join(rows, caches)) is not None:
+        if self.ledger.attempt(partial(self._batch.join, rows)) is not None:
             return
-        for (number, live), cached in zip(rows, caches, strict=True):
-            if self.ledger.attempt(partial(self._batch.join, [(number, live)], [cached])) is None:
-                progress.dropped.append(number)
+        for row in rows:
+            if self.ledger.attempt(partial(self._batch.join, [row])) is None:
+                progress.dropped.append(row[0][0])
                 progress.is_short = True
 
     def _admit(self, progress: _Progress) -> None:
@@ -372,9 +370,7 @@ class RebatchEngine(TransformersEngine):
             progress.is_short = True
             return
         ended = {number for number, _ in step.ended}
-        pairs = zip(newcomers, group.caches(), strict=True)
-        staying = [(row, cached) for row, cached in pairs if row[0] not in ended]
-        self._join([row for row, _ in staying], [cached for _, cached in staying], progress)
+        self._join([row for row in group.rows() if row[0][0] not in ended], progress)
         self._prefiller.release(group)
         progress.count_joined(step.rows)
         progress.report(step)
@@ -448,7 +444,7 @@ class RebatchEngine(TransformersEngine):
     def _fill(self, rows: int, length: int) -> None:
         """Let `rows` rows join the empty batch, of `length` tokens down to a quarter of that."""
         caches = self._caches(rows, length, max(length // SHORTEST_DIVISOR, 1))
-        self._batch.join(_newcomers(caches, 0), caches)
+        self._batch.join(_newcomers(caches, 0))
 
     def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
         """Views of one row of random keys and values, of `length` tokens down to `shortest`."""
@@ -470,9 +466,12 @@ class RebatchEngine(TransformersEngine):
     def _all_back(self, rows: int) -> None:
         for number in range(rows):
             self._swap_in(number)
-        returned = [self._suspended.take(number) for number in range(rows)]
-        newcomers = [(number, live) for number, (live, _) in enumerate(returned)]
-        self._batch.join(newcomers, [cached for _, cached in returned if cached is not None])
+        returned: list[CachedRow] = []
+        for number in range(rows):
+            live, cached = self._suspended.take(number)
+            assert cached is not None
+            returned.append(((number, live), cached))
+        self._batch.join(returned)
         self._suspended.wait()
 
     def _clear(self, rows: int) -> None:
@@ -484,12 +483,11 @@ class RebatchEngine(TransformersEngine):
                 self._suspended.drop(number)
 
 
-def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
-    """Rows with all tokens but the last in `caches`, numbered from `first`."""
-    lengths = (cached[0][0].shape[1] for cached in caches)
+def _newcomers(caches: Sequence[RowKV], first: int) -> list[CachedRow]:
+    """Rows with these caches, numbered from `first`."""
     return [
-        (number, _timed_row([number % 2] * (length + 1)))
-        for number, length in enumerate(lengths, first)
+        ((number, _timed_row([number % 2] * (cached[0][0].shape[1] + 1))), cached)
+        for number, cached in enumerate(caches, first)
     ]
 
 
@@ -528,7 +526,6 @@ class _Progress:
         return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped
 
     def count_step(self, step: StepOutput) -> None:
-        """Count a decode step and report it."""
         self.steps += 1
         self.report(step)
 

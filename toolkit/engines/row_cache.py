@@ -73,17 +73,14 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """N."""
         return len(self._blocks)
 
     @property
     def width(self) -> int:
-        """The length of the longest row."""
         return max(self._lengths, default=0)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
         return sum(self._lengths)
 
     @property

@@ -29,6 +29,7 @@ from toolkit.engines.slab import PaddedBatch
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
 
 Newcomer = tuple[int, LiveRow]  # the number of a row, and the row
+CachedRow = tuple[Newcomer, RowKV]  # with all its tokens but the last in the cache
 
 
 @dataclass(slots=True, eq=False)
@@ -39,17 +40,17 @@ class PrefillBatch:
     batch: PaddedBatch
     held_bytes: int
 
-    def caches(self) -> list[RowKV]:
-        """Views of each newcomer's keys and values, without padding."""
-        layers, width = self.batch.cache.layers, self.batch.width
-        lengths = [len(live.row.tokens) for _, live in self.newcomers]
-        return [
-            [
-                (layer.keys[index, :, width - n : width], layer.values[index, :, width - n : width])
-                for layer in layers
+    def rows(self) -> list[CachedRow]:
+        """The newcomers with views of their keys and values, without padding."""
+        rows: list[CachedRow] = []
+        for index, newcomer in enumerate(self.newcomers):
+            columns = slice(self.batch.width - len(newcomer[1].row.tokens), self.batch.width)
+            cached = [
+                (layer.keys[index, :, columns], layer.values[index, :, columns])
+                for layer in self.batch.cache.layers
             ]
-            for index, n in enumerate(lengths)
-        ]
+            rows.append((newcomer, cached))
+        return rows
 
 
 class Prefiller:
@@ -113,7 +114,6 @@ class Prefiller:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all newcomers."""
         return [number for number, _ in self._passes.all_keys()]
 
     def advance(
@@ -151,7 +151,6 @@ class Prefiller:
         self._ledger.take(-group.held_bytes)
 
     def clear(self) -> None:
-        """Drop all newcomers."""
         self._passes.clear()
         if self._group is not None:
             self.release(self._group)
@@ -229,7 +228,6 @@ class RunningBatch:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The rows' numbers."""
         return tuple([number for number, _ in self._rows])
 
     def first_tokens(self, newcomers: Sequence[Newcomer], logits: torch.Tensor) -> StepOutput:
@@ -237,25 +235,25 @@ class RunningBatch:
         sampler = self._make_sampler([live.as_row() for _, live in newcomers])
         return advance(newcomers, sampler.draw(logits, 0).tolist())
 
-    def join(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV]) -> int:
-        """Embed rows with all tokens but the last cached; they decode from the next step on.
+    def join(self, rows: Sequence[CachedRow]) -> int:
+        """Embed rows, which decode from the next step on. Returns their number.
 
-        Returns their number. If memory runs out, none of them joins, and the error is raised.
+        If memory runs out, none of them joins, and the error is raised.
         """
-        if not newcomers:
+        if not rows:
             return 0
-        longest = max(cached[0][0].shape[1] for cached in caches)
-        self.cache.make_room(len(self) + len(newcomers), longest, ahead=1)
+        longest = max(cached[0][0].shape[1] for _, cached in rows)
+        self.cache.make_room(len(self) + len(rows), longest, ahead=1)
         try:
-            for cached in caches:
+            for _, cached in rows:
                 self.cache.join(cached)
         except RuntimeError:
             self.cache.leave(range(len(self), self.cache.rows))
             raise
-        self._rows += newcomers
-        self._places += [NOT_IN_SAMPLER] * len(newcomers)
+        self._rows += [newcomer for newcomer, _ in rows]
+        self._places += [NOT_IN_SAMPLER] * len(rows)
         self._last = None
-        return len(newcomers)
+        return len(rows)
 
     def peek(self, number: int) -> tuple[LiveRow, RowKV]:
         """A row and views of its cache, valid until rows come, go or step."""
@@ -263,7 +261,6 @@ class RunningBatch:
         return self._rows[index][1], self.cache.read(index)
 
     def drop(self, number: int) -> None:
-        """Remove a row."""
         self._drop([self.numbers.index(number)])
 
     def step(self, parts: int = 1) -> StepOutput:

@@ -83,7 +83,6 @@ class SlabCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlabLayer(columns) for _ in range(layers)])
 
     def kv_shapes(self) -> list[KVShape]:
-        """The shapes of each layer's keys and values."""
         return [(layer.keys.shape, layer.values.shape) for layer in self.layers]
 
     def keep(self, length: int) -> None:

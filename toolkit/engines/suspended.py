@@ -44,7 +44,6 @@ class HostArena:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor:
@@ -211,7 +210,6 @@ class SuspendedRows:
         return row.live, self._views(row)
 
     def drop(self, number: int) -> None:
-        """Forget a row."""
         row = self._rows.pop(number)
         self._ledgers[row.on_host].take(-row.size_bytes)
         if row.on_host and row.block is not None and self._arena is not None:

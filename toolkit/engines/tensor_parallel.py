@@ -94,7 +94,6 @@ class RankShare:
         )
 
     def least(self, value: int, device: torch.device) -> int:
-        """The smallest of all ranks' values."""
         least = torch.tensor([value], dtype=torch.int64, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least.item())
@@ -208,7 +207,6 @@ class Timing(msgspec.Struct, frozen=True, tag="time"):
     arguments: tuple[int | str, ...]
 
     def run(self, engine: Engine, clock: Callable[[], float]) -> float:
-        """Seconds on `clock`."""
         seconds: float = getattr(engine, self.method)(*self.arguments, clock)
         return seconds
 

@@ -75,7 +75,6 @@ class Outbox:
             self._without_token.update(batch.plan.numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget rows that are gone."""
         self._without_token.difference_update(numbers)
 
     def put(self, step: StepOutput) -> None:
@@ -139,7 +138,6 @@ class Stopwatch:
         self._end_s: float | None = None  # of the last batch
 
     def start(self) -> None:
-        """Start a batch."""
         self._start_s, self._reporting_s = self._clock(), 0.0
         self._gap_s = 0.0 if self._end_s is None else self._start_s - self._end_s
 

@@ -88,11 +88,9 @@ class Patience:
 
     @property
     def waiting_s(self) -> float:
-        """Silence allowed while a worker loads or is idle."""
         return WAITING_TIMES * self.grace_s
 
     def batch_s(self, estimated_s: float) -> float:
-        """Silence allowed in a batch."""
         return BATCH_TIMES * estimated_s + self.grace_s
 
 
@@ -138,7 +136,6 @@ class Supervisor:
         self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
 
     def sign(self, worker: int) -> None:
-        """The worker gave a sign of life."""
         self.watched[worker].sign_s = time.monotonic()
 
     def start(self) -> None:
@@ -147,7 +144,6 @@ class Supervisor:
         self.check()
 
     def stop(self) -> None:
-        """End the checks."""
         if self._timer:
             self._timer.cancel()
 
@@ -187,7 +183,6 @@ class BatchRecord:
         self._finish: list[FinishReason] = [""] * size
 
     def add(self, steps: Sequence[StepOutput]) -> None:
-        """Add reported steps."""
         for step in steps:
             for row, token in zip(step.rows, step.tokens, strict=True):
                 self._tokens[row].append(token)
@@ -479,7 +474,6 @@ class WorkerSpec:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerSpec:
-        """From a recipe."""
         return cls(recipe.model, recipe.engine, recipe.hardware)
 
     @property
@@ -507,7 +501,6 @@ class ProcessWorkers(WorkerPool):
         self._gpus = share_gpus([spec.gpus for spec in specs], visible, shared=shared)
 
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
-        """See `WorkerPool.spawn`."""
         spec, share = self._specs[worker], self._gpus[worker]
         engine = spec.engine.on_part_of_gpu(share.workers)
         start = Start.of(spec.model, engine, spec.hardware)

@@ -102,7 +102,6 @@ class RoundDone:
 
     @property
     def steps(self) -> int:
-        """Decode steps."""
         return self.output.steps if self.output else 0
 
 
@@ -224,7 +223,6 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
     @classmethod
     def of(cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Start:
-        """From the sections of a recipe."""
         return cls(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json())
 
 
@@ -331,12 +329,10 @@ class FrameReader(Generic[Frame]):
 
 
 def worker_side() -> FrameReader[ToWorker]:
-    """A reader of frames to a worker."""
     return FrameReader(msgspec.msgpack.Decoder(ToWorker))
 
 
 def front_side() -> FrameReader[FromWorker]:
-    """A reader of frames to the front."""
     return FrameReader(msgspec.msgpack.Decoder(FromWorker))
 
 
