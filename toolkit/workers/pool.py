@@ -219,7 +219,6 @@ class _Slot:
         batch_id: of the running batch.
         record: of the running slice; None in a round, which keeps no tokens here.
         load_began_s: of its current body, on the loop's clock.
-        started: it has been ready at least once.
         exits: in a row, without a batch that was served.
         failed_loads: in a row.
         kill_reason: why the supervisor killed its current body.
@@ -232,7 +231,6 @@ class _Slot:
     batch_id: int | None = None
     record: BatchRecord | None = None
     load_began_s: float = 0.0
-    started: bool = False
     exits: int = 0
     failed_loads: int = 0
     kill_reason: str = ""
@@ -262,7 +260,7 @@ class WorkerPool:
         self._longest_load_s = 0.0
         self._keepers: list[asyncio.Task[None]] = []  # they start the bodies, one for each worker
         self._slots: list[_Slot] = []
-        self._on_event: OnEvent | None = None
+        self._emit: OnEvent = _ignore
         self._stopping = asyncio.Event()
 
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
@@ -275,7 +273,7 @@ class WorkerPool:
         """Start all workers at once. Raises `EngineError`, with the first worker's reason, if one
         cannot load its engine.
         """
-        self._on_event = on_event
+        self._emit = on_event
         self._slots = [_Slot(index) for index in range(self.size)]
         self._keepers = [
             asyncio.create_task(self._keep(slot), name=f"worker {slot.index}")
@@ -315,7 +313,7 @@ class WorkerPool:
         """End all workers at a step, or kill them after `STOP_TIMEOUT_S`. No event follows."""
         self._stopping.set()
         self.supervisor.stop()
-        self._on_event = None
+        self._emit = _ignore
         for slot in self._slots:
             if slot.body is not None and slot.facts is not None:
                 slot.body.send(Stop())
@@ -353,7 +351,6 @@ class WorkerPool:
                 if refusal:
                     error = EngineError(refusal.message, refusal.hint)
                 slot.first_ready.set_exception(error)
-            if not slot.started:
                 return
             if all(other.failed_loads >= MAX_FAILED_LOADS for other in self._slots):
                 error = EngineError(
@@ -396,7 +393,7 @@ class WorkerPool:
         """Seconds that a load may take in all: the first may download the model, and a later one is
         like those before it.
         """
-        if not slot.started:
+        if not slot.first_ready.done():
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + LOAD_GRACE_S
 
@@ -420,7 +417,7 @@ class WorkerPool:
         elif isinstance(frame, Ready):
             supervisor.enter(index, "idle")
             slot.facts = EngineFacts.model_validate_json(frame.facts)
-            slot.started, slot.failed_loads = True, 0
+            slot.failed_loads = 0
             load_s = asyncio.get_running_loop().time() - slot.load_began_s
             self._longest_load_s = max(self._longest_load_s, load_s)
             if not slot.first_ready.done():
@@ -459,9 +456,9 @@ class WorkerPool:
             done = slot.record.output()
             self._emit(BatchDone(slot.index, batch_id, done, times, failure))
 
-    def _emit(self, event: WorkerEvent) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+
+def _ignore(event: WorkerEvent) -> None:
+    """Events before the start and after the stop."""
 
 
 @dataclass(frozen=True, slots=True)
