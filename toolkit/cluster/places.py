@@ -106,7 +106,7 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
     """
     if len(kinds) == 1:
         return [kinds[0].nodes]
-    found: list[dict[str, str]] = []
+    labels_of_kinds: list[dict[str, str]] = []
     for kind in kinds:
         name = kind.recipe.name
         if kind.nodes:
@@ -120,19 +120,19 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
                 f"recipe '{name}': its name cannot be a label of machines",
                 "set their labels in the fleet: nodes",
             )
-        found.append(labels)
+        labels_of_kinds.append(labels)
     # Several recipes may share machines only if these have the same device.
     for number, kind in enumerate(kinds):
-        for other, labels in zip(kinds[:number], found, strict=False):
+        for other, labels in zip(kinds[:number], labels_of_kinds, strict=False):
             devices = other.fit.engine.device, kind.fit.engine.device
-            if labels == found[number] and devices[0] != devices[1]:
+            if labels == labels_of_kinds[number] and devices[0] != devices[1]:
                 raise InputError(
                     f"machines with {devices[0]} and with {devices[1]} have the same label in a "
                     f"Ray cluster, {_text(labels)}",
                     "set other labels in the fleet, like nodes: {memory: 80GB}; then: "
                     "ray start --labels=memory=80GB",
                 )
-    return found
+    return labels_of_kinds
 
 
 def accelerator_type(device: str) -> str:

@@ -158,10 +158,10 @@ class RayServers:
         if self._has_room:
             return
         left_s = max(self._began_s + self._room_timeout_s - time.monotonic(), 0.0)
-        found, _ = ray.wait([self._room.ready, placed], timeout=left_s)
-        if not found:
+        done, _ = ray.wait([self._room.ready, placed], timeout=left_s)
+        if not done:
             raise self._room.missing(self._room_timeout_s)
-        self._has_room = self._room.ready in found
+        self._has_room = self._room.ready in done
 
     def seat(self, server: ActorServer, number: int, address: str, machine: str) -> ServerSeat:
         """The seat of a server on its machine. Its CPUs are its own until they are freed."""

@@ -191,10 +191,10 @@ def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
     network = wrap(import_deepspeed(hardware), model, spec, inject=True)
     if modules_of(model) == before:
         return f"kernel injection replaces nothing in a {model.config.model_type}"
-    found, cache = _passes(network, model.device)
+    injected, cache = _passes(network, model.device)
     if cache.get_seq_length() != len(PROBE_ROWS[0]) + 1:
         return "injected kernels keep their own cache, which slices cannot pad, crop or drop"
-    if (found - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
+    if (injected - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
         return "injected kernels give other logits"
     return ""
 

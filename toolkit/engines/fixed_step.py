@@ -161,15 +161,15 @@ class FixedSteps:
         if self._generation != self._cache.generation:
             self.clear()
             self._generation = self._cache.generation
-        found = self.graphs.get(shape)
-        if found is not None:
+        graph = self.graphs.get(shape)
+        if graph is not None:
             self.graphs.move_to_end(shape)
-            return found
+            return graph
         runs = self._runs[shape] = self._runs.get(shape, 0) + 1
         if runs <= EAGER_RUNS:
             return None
         try:
-            found = self._capture(shape)
+            graph = self._capture(shape)
         except RuntimeError as error:
             self.captures = False
             self.clear()
@@ -178,10 +178,10 @@ class FixedSteps:
                 "decode steps are not captured as CUDA graphs, and run eagerly: %s", why
             )
             return None
-        self.graphs[shape] = found
+        self.graphs[shape] = graph
         if len(self.graphs) > GRAPHS_MAX:
             self.graphs.popitem(last=False)
-        return found
+        return graph
 
     def _capture(self, shape: FixedShape) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -113,17 +113,19 @@ class RebatchEngine(TransformersEngine):
         )
         self._shapes_in = engine.joining == "shape"
         self.host_ledger = ByteLedger(engine.swap_bytes(hardware.device))
-        like = torch.empty(0, dtype=self._dtype, device=self._device)
-        cache, fixed = self._make_cache(engine, like)
+        cache, fixed = self._make_cache(engine)
 
         def make_sampler(rows: Sequence[Row]) -> Sampler:
             return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
 
         self._batch = RunningBatch(self._forward, cache, make_sampler, self._masks_as, fixed)
-        arena = HostArena(self.host_ledger.budget_bytes) if like.is_cuda else None
-        self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger, arena)
-        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
-        self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
+        arena = HostArena(self.host_ledger.budget_bytes) if self._like.is_cuda else None
+        self._suspended = SuspendedRows(
+            self._kv_shapes, self._like, self.ledger, self.host_ledger, arena
+        )
+        self._prefiller = Prefiller(
+            self._prefill_columns, self._padded, self._shape, self.ledger, cache, self._shapes_in
+        )
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
 
@@ -396,9 +398,7 @@ class RebatchEngine(TransformersEngine):
         progress.count_step(step)
         progress.count_joined(numbers)
 
-    def _make_cache(
-        self, engine: EngineSpec, like: torch.Tensor
-    ) -> tuple[BatchCache, FixedSteps | None]:
+    def _make_cache(self, engine: EngineSpec) -> tuple[BatchCache, FixedSteps | None]:
         """The cache, and what makes steps of fixed shapes: by default on a GPU, if possible."""
         wanted = engine.cuda_graphs
         if engine.kv_layout != "slab":
@@ -415,7 +415,7 @@ class RebatchEngine(TransformersEngine):
                     "set engine.kv_layout to slab, or leave cuda_graphs out",
                 )
             use_row_attention(self._model)
-            return RowCache(self._kv_shapes, like, self.ledger), None
+            return RowCache(self._kv_shapes, self._like, self.ledger), None
         why = ""
         if self._masks_as is None:
             why = "the model makes its own masks"
@@ -427,12 +427,12 @@ class RebatchEngine(TransformersEngine):
             )
         if wanted is None:
             # In a process that shares a model, a capture would have to fail in all or in none.
-            wanted = like.is_cuda and self.ledger.alone
+            wanted = self._like.is_cuda and self.ledger.alone
         is_fixed = wanted and not why
-        cache = RebatchCache(self._kv_shapes, like, self.ledger, whole_rows=is_fixed)
+        cache = RebatchCache(self._kv_shapes, self._like, self.ledger, whole_rows=is_fixed)
         if not is_fixed:
             return cache, None
-        return cache, FixedSteps(self._forward, cache, self._dtype, capture=like.is_cuda)
+        return cache, FixedSteps(self._forward, cache, self._dtype, capture=self._like.is_cuda)
 
     def _time(self, work: Callable[[], object], clock: Callable[[], float]) -> float:
         self._synchronize()
@@ -448,9 +448,8 @@ class RebatchEngine(TransformersEngine):
 
     def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
         """Views of one row of random keys and values, of `length` tokens down to `shortest`."""
-        like = torch.empty(0, dtype=self._dtype, device=self._device)
         whole = [
-            tuple(like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
+            tuple(self._like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
             for pair in self._kv_shapes
         ]
         lengths = [length - row * (length - shortest) // max(rows - 1, 1) for row in range(rows)]

@@ -261,8 +261,8 @@ def attend(
         is_shared = mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
         if queries == 1 and kv_heads < heads and is_shared:  # all heads have one mask
             packed = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-            found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-            return found.reshape(rows, 1, heads, dim), None
+            output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+            return output.reshape(rows, 1, heads, dim), None
         padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )

@@ -73,8 +73,7 @@ class Prefiller:
         shape: ModelShape,
         ledger: ByteLedger,
         cache: BatchCache,
-        *,
-        mixes: bool = False,
+        mixes: bool,
     ) -> None:
         self._forward = forward
         self._make_batch = make_batch
@@ -271,13 +270,13 @@ class RunningBatch:
             logits = self._logits(last)
         else:  # a pass over fewer rows needs less memory besides the cache
             mask, positions = cache.mask(self._masks_as), cache.positions()
-            found, size = [], -(-len(self) // parts)
+            pieces, size = [], -(-len(self) // parts)
             for first in range(0, len(self), size):
                 rows = slice(first, first + size)
                 with cache.rows_from(first):
                     own = None if mask is None else mask[rows]
-                    found.append(self._forward(last[rows, None], own, positions[rows], cache))
-            logits = torch.cat(found)
+                    pieces.append(self._forward(last[rows, None], own, positions[rows], cache))
+            logits = torch.cat(pieces)
         drawn = self._sampler.draw(logits, self._draws)
         tokens = drawn.tolist()
         cache.advance()

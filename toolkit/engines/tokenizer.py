@@ -211,14 +211,14 @@ class WindowDetokenizer:
         self._emitted_text = ""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        found = ""
+        certain_text = ""
         for token in tokens:
             self._window.append(token)
             text = self._tokenizer.decode(self._window)
             certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
             if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
-                found += self._emit(text)
-        return found
+                certain_text += self._emit(text)
+        return certain_text
 
     def flush(self) -> str:
         return self._emit(self._tokenizer.decode(self._window))
@@ -269,13 +269,13 @@ def _read_json(file: Path | None) -> dict[str, Any]:
 
 def _special_tokens(options: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and so on; each is a string, or an object with `content`."""
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = options.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = text
-    return found
+            special[name] = text
+    return special
 
 
 def _template_source(options: Mapping[str, Any], template: Path | None) -> str:

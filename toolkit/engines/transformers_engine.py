@@ -62,6 +62,7 @@ class TransformersEngine:
         if share:
             share.join(self._device)
         self._dtype = self._model.dtype
+        self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         config = self._model.config.get_text_config(decoder=True)
         self._layers: int = config.num_hidden_layers
         self._shape = ModelShape.of(config, self._dtype, shares)
@@ -166,8 +167,7 @@ class TransformersEngine:
         held += self._shape.prefill_bytes(batch_size, 1)
         with self.ledger.reserve(held):
             batch = self._padded(rows, filled + 1 + steps)
-            like = torch.empty(0, dtype=self._dtype, device=self._device)
-            batch.cache.fill(self._kv_shapes, batch_size, filled, like)
+            batch.cache.fill(self._kv_shapes, batch_size, filled, self._like)
             tokens = batch.input_ids[:, -1].clone()
             # An untimed step comes first, as in serving: filling the cache has evicted the weights
             # from the processor's caches.

@@ -165,14 +165,14 @@ class Supervisor:
 
     def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
-        now_s, found = time.monotonic(), []
+        now_s, silent = time.monotonic(), []
         for worker, watched in enumerate(self.watched):
             silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
             if silence_s > watched.silence_s:
-                found.append(SilentWorker(worker, watched.state, silence_s))
+                silent.append(SilentWorker(worker, watched.state, silence_s))
             elif total_s > watched.total_s:
-                found.append(SilentWorker(worker, watched.state, total_s, loading=True))
-        return found
+                silent.append(SilentWorker(worker, watched.state, total_s, loading=True))
+        return silent
 
 
 class BatchRecord:

@@ -114,9 +114,9 @@ def share_gpus(
     for size in sizes:
         if first + size > len(visible):
             first = 0
-        found = visible[first : first + size]
-        chosen.append(found if len(found) == size else ())
-        first += len(found)
+        names = visible[first : first + size]
+        chosen.append(names if len(names) == size else ())
+        first += len(names)
     used = Counter(name for names in chosen for name in names)
     busiest = max(used.values(), default=1)
     if busiest > 1 and not shared:
