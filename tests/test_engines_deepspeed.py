@@ -13,7 +13,7 @@ from toolkit.errors import EngineError
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import EngineSpec
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, RunSlice, WorkerReady
 
 FREE = SamplingParams(ignore_eos=True)
@@ -85,8 +85,8 @@ def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() 
             whole
         )
 
-    spec = WorkerSpec(tiny.model_spec("deepspeed"), spec_of(), tiny.CPU)
-    with_workers(scenario, ProcessWorkers([spec]))
+    recipe = tiny.recipe(tiny.model_spec("deepspeed"), spec_of())
+    with_workers(scenario, ProcessWorkers([recipe]))
 
 
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

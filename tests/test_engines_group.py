@@ -19,7 +19,7 @@ from toolkit.engines.protocol import Round, Row, SamplingParams, make_engine
 from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, Recipe
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -37,7 +37,7 @@ BIG = [Row("big", (1,) * 40, 0, 50, SamplingParams(ignore_eos=True))] * 64
 
 def pair(kind: str) -> ProcessWorkers:
     engine = tiny.engine_spec(kind, budget_mib=0.5, tensor_parallel_size=2)
-    return ProcessWorkers([WorkerSpec(tiny.model_spec(kind), engine, tiny.CPU)])
+    return ProcessWorkers([tiny.recipe(tiny.model_spec(kind), engine)])
 
 
 @pytest.mark.slow

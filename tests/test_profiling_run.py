@@ -39,7 +39,7 @@ from toolkit.profiling.process import (
 )
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.worker_runs import SliceFeed
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import (
     BatchDone,
     RoundDone,
@@ -275,7 +275,7 @@ def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
 
 
 def _pool(recipe):
-    return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
+    return ProcessWorkers([recipe] * recipe.workers)
 
 
 @pytest.mark.slow

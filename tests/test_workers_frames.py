@@ -30,7 +30,7 @@ from toolkit.workers.protocol import (
 
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
 TO_WORKER = [
-    Start("{}", "{}", "{}"),
+    Start("{}"),
     RunSlice(7, (Row("a", (1, 2, 70_000), 1, 9, SAMPLED, end_after=4), Row("b", (), 0, 1)), 32),
     Cancel(7, ("a",)),
     Stop(),

@@ -15,7 +15,7 @@ from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import EngineSpec, Recipe
 from toolkit.serve import launch
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.process import (
     ALLOCATOR_VARIABLES,
     GPUS_VARIABLE,
@@ -75,9 +75,9 @@ def test_workers_of_a_pool_are_refused_gpus_that_they_would_have_to_share(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     recipe = samples.recipe(**orders.GPU)
     with pytest.raises(EngineError, match="2 workers take 2 GPUs, and this machine has 1"):
-        ProcessWorkers([WorkerSpec.of(recipe)] * 2)
+        ProcessWorkers([recipe] * 2)
     engine = recipe.engine.model_copy(update={"share_gpus": True})
-    assert ProcessWorkers([WorkerSpec(recipe.model, engine, recipe.hardware)] * 2).size == 2
+    assert ProcessWorkers([recipe.model_copy(update={"engine": engine})] * 2).size == 2
 
 
 @pytest.fixture

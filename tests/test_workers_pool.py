@@ -35,7 +35,6 @@ from toolkit.workers.pool import (
     Patience,
     ProcessWorkers,
     WorkerPool,
-    WorkerSpec,
 )
 from toolkit.workers.protocol import (
     Alive,
@@ -89,15 +88,14 @@ ENDLESS = [
 def slow_workers(size: int = 1) -> ProcessWorkers:
     """Workers with steps of 5 ms."""
     engine = tiny.engine_spec("fake", budget_mib=4096, flush_s=0.01)
-    spec = WorkerSpec(fake(decode_s=0.005), engine, tiny.CPU)
-    return ProcessWorkers([spec] * size)
+    return ProcessWorkers([tiny.recipe(fake(decode_s=0.005), engine)] * size)
 
 
 def process_workers(
     size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0
 ) -> ProcessWorkers:
     engine = tiny.engine_spec("fake", budget_mib=budget_mib)
-    return ProcessWorkers([WorkerSpec(model or fake(), engine, tiny.CPU)] * size)
+    return ProcessWorkers([tiny.recipe(model or fake(), engine)] * size)
 
 
 class Events:
@@ -724,8 +722,7 @@ def test_a_real_model_in_a_process() -> None:
         assert done.output == here.run_slice(rows, 8, lambda step: True)
         assert done.times.engine_s > 0
 
-    spec = WorkerSpec(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
-    with_workers(scenario, ProcessWorkers([spec]))
+    with_workers(scenario, ProcessWorkers([tiny.recipe(tiny.model_spec(), tiny.engine_spec())]))
 
 
 def round_tokens(events: Events) -> dict[int, list[int]]:

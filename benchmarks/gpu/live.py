@@ -31,7 +31,7 @@ from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Arrivals, Lengths, backlog, generate
 from toolkit.traces.types import Trace
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import (
     OnEvent,
     RoundDone,
@@ -161,7 +161,7 @@ def predicted(plan: Plan, trace: Trace, limit_s: float) -> dict[str, float]:
 async def _replay_each(
     plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float
 ) -> list[Outcome]:
-    pool = ProcessWorkers([WorkerSpec.of(plans[0].recipe)] * plans[0].workers)
+    pool = ProcessWorkers([plans[0].recipe] * plans[0].workers)
     workers, outcomes = KeptWorkers(pool), []
     try:
         for plan, title in zip(plans, titles, strict=True):

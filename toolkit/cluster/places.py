@@ -23,8 +23,7 @@ from typing import Any
 from toolkit.cluster.connect import AUTO, LOCAL
 from toolkit.errors import EngineError, InputError
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import VALUE_PATTERN, EngineSpec, HardwareSpec
-from toolkit.workers.pool import WorkerSpec
+from toolkit.files.recipe import VALUE_PATTERN, Recipe
 
 ACCELERATOR = "ray.io/accelerator-type"
 KIND = "llmctl.io/kind"
@@ -41,10 +40,11 @@ class MachineShare:
     gpus: int
 
     @classmethod
-    def of(cls, engine: EngineSpec, hardware: HardwareSpec) -> MachineShare:
+    def of(cls, recipe: Recipe) -> MachineShare:
         """The threads of the engine's processes, and a GPU for each process that needs one."""
+        engine, on_gpu = recipe.engine, recipe.hardware.device == "cuda"
         processes = engine.tensor_parallel_size
-        return cls((engine.threads or 1) * processes, processes if hardware.device == "cuda" else 0)
+        return cls((engine.threads or 1) * processes, processes if on_gpu else 0)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -63,12 +63,12 @@ class MachineShare:
 class WorkerPlacement:
     """One worker: what it loads, and the labels that its machine must have."""
 
-    spec: WorkerSpec
+    recipe: Recipe
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def share(self) -> MachineShare:
-        return MachineShare.of(self.spec.engine, self.spec.hardware)
+        return MachineShare.of(self.recipe)
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +82,7 @@ class Machine:
 def places(kinds: Sequence[Kind]) -> list[WorkerPlacement]:
     """The placements of a plan's workers, by number. Raises `InputError` as `node_labels`."""
     return [
-        WorkerPlacement(WorkerSpec.of(kind.recipe), labels)
+        WorkerPlacement(kind.recipe, labels)
         for kind, labels in zip(kinds, node_labels(kinds), strict=True)
         for _ in range(kind.workers)
     ]

@@ -172,8 +172,8 @@ class RayServers:
 
     def _threads(self, number: int) -> int:
         """The CPUs of a server's threads; 0 on a GPU, and where the engine divides them itself."""
-        spec = self._places[number].spec
-        return (spec.engine.threads or 0) if spec.hardware.device == "cpu" else 0
+        recipe = self._places[number].recipe
+        return (recipe.engine.threads or 0) if recipe.hardware.device == "cpu" else 0
 
 
 class ActorServer:

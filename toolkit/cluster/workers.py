@@ -150,14 +150,15 @@ class RayWorkers(WorkerPool):
         import ray
 
         assert self._room is not None
-        spec = self._places[worker].spec
+        recipe = self._places[worker].recipe
+        variables = engine_variables(recipe.engine.threads, recipe.hardware.device)
         actor = ray.remote(WorkerActor).options(
             **self._room.options(worker),
             max_concurrency=THREADS,
-            runtime_env={"env_vars": engine_variables(spec.engine.threads, spec.hardware.device)},
+            runtime_env={"env_vars": variables},
         )
         body = ActorBody(actor.remote(), on_frame)
-        body.send(Start.of(spec.model, spec.engine, spec.hardware))
+        body.send(Start(recipe.model_dump_json()))
         return body
 
 

@@ -42,7 +42,7 @@ from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
-from toolkit.workers.pool import Patience, ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import Patience, ProcessWorkers
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
@@ -206,8 +206,8 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     serve_spec = plan.recipe.serve
     patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
     if not ray:
-        specs = [WorkerSpec.of(kind.recipe) for kind in plan.kinds for _ in range(kind.workers)]
-        yield ProcessWorkers(specs, patience=patience)
+        recipes = [kind.recipe for kind in plan.kinds for _ in range(kind.workers)]
+        yield ProcessWorkers(recipes, patience)
         return
     from toolkit.cluster.connect import joined
     from toolkit.cluster.places import places, refuse_local_fleet

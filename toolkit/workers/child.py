@@ -25,7 +25,7 @@ from toolkit.engines.protocol import (
     make_engine,
 )
 from toolkit.errors import LlmctlError
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.files.recipe import Recipe
 from toolkit.workers.lifeline import FrontSocket, LifeSigns
 from toolkit.workers.protocol import (
     Cancel,
@@ -168,15 +168,15 @@ def serve(
     start = channel.receive()
     if not isinstance(start, Start):
         raise ValueError(f"the first frame must be 'start', not {start}")
-    spec = EngineSpec.model_validate_json(start.engine)
+    recipe = Recipe.model_validate_json(start.recipe)
     try:
-        engine = _load(start, spec)
+        engine = _load(recipe)
     except LlmctlError as error:
         channel.send(Refused(error.message, error.hint))
         return error.exit_code
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
-    outbox, watch = Outbox(channel, spec.flush_s, clock), Stopwatch(clock)
+    outbox, watch = Outbox(channel, recipe.engine.flush_s, clock), Stopwatch(clock)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
@@ -204,12 +204,8 @@ def serve(
         signs.state = "idle"
 
 
-def _load(start: Start, spec: EngineSpec) -> Engine:
-    engine = make_engine(
-        ModelSpec.model_validate_json(start.model),
-        spec,
-        HardwareSpec.model_validate_json(start.hardware),
-    )
+def _load(recipe: Recipe) -> Engine:
+    engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
     # The first passes choose kernels and fill caches.
     engine.run_slice(WARM_UP_ROWS, 3, lambda _: True)
     gc.collect()

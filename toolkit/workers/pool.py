@@ -20,7 +20,7 @@ from typing import Protocol
 from toolkit.engines.protocol import FinishReason, RoundOutput, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
+from toolkit.files.recipe import Recipe
 from toolkit.sched.types import Failure
 from toolkit.workers.process import (
     GPUS_VARIABLE,
@@ -461,47 +461,35 @@ def _ignore(event: WorkerEvent) -> None:
     """Events before the start and after the stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What one worker loads: three sections of its recipe."""
-
-    model: ModelSpec
-    engine: EngineSpec
-    hardware: HardwareSpec
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> WorkerSpec:
-        return cls(recipe.model, recipe.engine, recipe.hardware)
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs that it takes."""
-        return self.engine.tensor_parallel_size if self.hardware.device == "cuda" else 0
-
-
 class ProcessWorkers(WorkerPool):
     """The pool of processes on this machine.
 
     Args:
-        specs: what each worker loads, by number.
+        recipes: what each worker loads, by number.
         patience: as in `WorkerPool`.
 
     Raises `EngineError` if there are fewer GPUs than the workers take and the recipe does not share
     them (`engine.share_gpus`).
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], patience: Patience = PATIENCE) -> None:
-        super().__init__(len(specs), patience)
-        visible = visible_gpus() if any(spec.gpus for spec in specs) else []
-        shared = all(spec.engine.share_gpus for spec in specs if spec.gpus)
-        self._specs = specs
-        self._gpus = share_gpus([spec.gpus for spec in specs], visible, shared=shared)
+    def __init__(self, recipes: Sequence[Recipe], patience: Patience = PATIENCE) -> None:
+        super().__init__(len(recipes), patience)
+        self._recipes = recipes
+        sizes = [
+            recipe.engine.tensor_parallel_size if recipe.hardware.device == "cuda" else 0
+            for recipe in recipes
+        ]
+        visible = visible_gpus() if any(sizes) else []
+        shared = all(
+            recipe.engine.share_gpus for recipe, size in zip(recipes, sizes, strict=True) if size
+        )
+        self._gpus = share_gpus(sizes, visible, shared=shared)
 
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
-        spec, share = self._specs[worker], self._gpus[worker]
-        engine = spec.engine.on_part_of_gpu(share.workers)
-        start = Start.of(spec.model, engine, spec.hardware)
-        environment = engine_environment(engine.threads, spec.hardware.device)
+        recipe, share = self._recipes[worker], self._gpus[worker]
+        engine = recipe.engine.on_part_of_gpu(share.workers)
+        start = Start(recipe.model_copy(update={"engine": engine}).model_dump_json())
+        environment = engine_environment(engine.threads, recipe.hardware.device)
         if share.names is not None:
             environment[GPUS_VARIABLE] = share.names
         return await WorkerProcess.spawn(start, environment, on_frame)

@@ -17,7 +17,6 @@ import msgspec
 from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
 from toolkit.workers.lifeline import FrontSocket
 
@@ -215,15 +214,9 @@ _HEAD_BYTES = 4
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first frame to a worker: what to load. The specs are JSON of the recipe's sections."""
+    """The first frame to a worker: what to load, as JSON of a `Recipe`."""
 
-    model: str
-    engine: str
-    hardware: str
-
-    @classmethod
-    def of(cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Start:
-        return cls(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json())
+    recipe: str
 
 
 class RunSlice(msgspec.Struct, frozen=True, tag="run"):
