@@ -177,11 +177,7 @@ class RayServers:
 
 
 class ActorServer:
-    """A server of the cluster as the front sees it. Use `RayServers.start`.
-
-    Attributes:
-        url: its address, once it is ready.
-    """
+    """A server of the cluster as the front sees it. Use `RayServers.start`."""
 
     def __init__(
         self,
@@ -191,7 +187,7 @@ class ActorServer:
         start: StartServer,
         say: Callable[[str], None],
     ) -> None:
-        self.url = ""
+        self.url = ""  # until it is ready
         self._servers, self._number, self._actor = servers, number, actor
         self._start, self._say = start, say
         self._machine = actor.machine.remote()

@@ -90,18 +90,11 @@ class FakeEngine:
     Args:
         facts: what it reports. A batch with N * (L + S) above `capacity_tokens` runs out of memory.
         config: tokens, times, ends and failures.
-        sleep: lets time pass; a test may advance a clock instead.
     """
 
-    def __init__(
-        self,
-        facts: EngineFacts,
-        config: FakeConfig = FakeConfig(),
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, facts: EngineFacts, config: FakeConfig = FakeConfig()) -> None:
         self.facts = facts
         self._config = config
-        self._sleep = sleep
         self._running: dict[int, FakeRow] = {}
         self._paused: dict[int, FakeRow] = {}
         self._swapped: dict[int, FakeRow] = {}
@@ -125,7 +118,7 @@ class FakeEngine:
         texts = [Text(row, config) for row in rows]
         for step in range(steps):
             latency_s = self.decode_s if step else self.prefill_s
-            self._wait(latency_s(len(rows), width + step))
+            self.wait(latency_s(len(rows), width + step))
             wanted = on_step(record.advance([text.next() for text in texts]))
             if not wanted or record.all_ended:
                 break
@@ -143,7 +136,7 @@ class FakeEngine:
 
     def _time(self, seconds: float, clock: Callable[[], float]) -> float:
         start = clock()
-        self._wait(seconds)
+        self.wait(seconds)
         return clock() - start
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -157,9 +150,10 @@ class FakeEngine:
         if needed > capacity:
             raise OutOfMemory(f"{needed} tokens do not fit into {capacity}")
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
         if seconds > 0:
-            self._sleep(seconds)
+            time.sleep(seconds)
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._move(plan)
@@ -194,7 +188,7 @@ class FakeEngine:
                 dropped += self._drop_newcomers() or self._drop_last()
                 break
             longest = max(row.length for row in self._running.values())
-            self._wait(self.decode_s(len(self._running), longest))
+            self.wait(self.decode_s(len(self._running), longest))
             steps += 1
             self._step_is_due = False
             wanted = on_step(self._advance(tuple(self._running), ended)) and wanted
@@ -237,7 +231,7 @@ class FakeEngine:
         made = self._passes.next(bound)
         rows = len(made.group.keys)
         before_s = self.prefill_s(rows, made.start) - self.prefill_s(rows, 0) if made.start else 0
-        self._wait(self.prefill_s(rows, made.end) - before_s)
+        self.wait(self.prefill_s(rows, made.end) - before_s)
         self._passes.made(made)
         self._step_is_due = bound > 0
         if not made.completes:

@@ -62,7 +62,6 @@ class FixedSteps:
     """Makes the decode steps of a cache in fixed shapes.
 
     Args:
-        forward: the model.
         cache: with `whole_rows`.
         dtype: of the mask.
         capture: capture graphs; False: only the eager steps, as on a CPU.

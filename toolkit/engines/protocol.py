@@ -260,9 +260,7 @@ def stop_tokens(row: Row, eos_ids: Collection[int]) -> frozenset[int]:
 class LiveRow:
     """A row that is being served: the tokens that it got since it came, and when it ends.
 
-    Args:
-        row: as it came.
-        eos_ids: the model's; the first one is the last token of a row with `end_after`.
+    The first of `eos_ids` is the last token of a row with `end_after`.
     """
 
     __slots__ = ("_eos_id", "_stops", "row", "tokens")

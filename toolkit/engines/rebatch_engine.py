@@ -59,7 +59,6 @@ class Retries:
     """Makes the passes of one round, and repeats those that do not fit into memory.
 
     Args:
-        ledger: of the device.
         free_spare: frees memory that is held without need.
 
     Attributes:

@@ -191,8 +191,6 @@ class RunningBatch:
     """N rows in a cache, and their tokens.
 
     Args:
-        forward: the model.
-        cache: holds the rows' keys and values.
         make_sampler: makes a sampler for rows that have drawn nothing yet.
         masks_as: the type of masks that attention adds to its scores; None: the model makes its
             own from booleans.

@@ -29,10 +29,8 @@ _logger = logging.getLogger(__name__)
 
 
 class HostArena:
-    """Host memory for blocks, taken from the system in pieces that stay.
-
-    Args:
-        bound_bytes: of all pieces; None: no bound.
+    """Host memory for blocks, taken from the system in pieces that stay, of at most `bound_bytes`
+    in all (None: no bound).
     """
 
     def __init__(self, bound_bytes: int | None) -> None:

@@ -158,9 +158,7 @@ class Stopwatch:
         return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
 
 
-def serve(
-    channel: Channel, signs: LifeSigns, clock: Callable[[], float] = time.perf_counter
-) -> int:
+def serve(channel: Channel, signs: LifeSigns) -> int:
     """Load the engine that the first frame names, and serve until `Stop`. Returns the exit code.
 
     `signs` gets the worker's state, which decides whether it sends signs of life.
@@ -176,7 +174,8 @@ def serve(
         return error.exit_code
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
-    outbox, watch = Outbox(channel, recipe.engine.flush_s, clock), Stopwatch(clock)
+    outbox = Outbox(channel, recipe.engine.flush_s, time.perf_counter)
+    watch = Stopwatch(time.perf_counter)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):

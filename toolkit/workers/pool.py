@@ -111,12 +111,7 @@ class SupervisedWorker:
 
 
 class Supervisor:
-    """Checks all workers once a second, and kills those that take too long.
-
-    Args:
-        size: number of workers.
-        kill: ends a worker at once.
-    """
+    """Checks all workers once a second, and kills those that take too long."""
 
     def __init__(self, size: int, kill: Callable[[SilentWorker], None]) -> None:
         self.watched = [SupervisedWorker() for _ in range(size)]
@@ -243,7 +238,6 @@ class WorkerPool:
     """`toolkit.workers.protocol.Workers` for any kind of body.
 
     Args:
-        size: number of workers.
         patience: how long a worker may be silent, and how long its first load may take.
 
     Attributes:
