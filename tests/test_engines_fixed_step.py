@@ -26,7 +26,7 @@ def fixed_engine(**changes: object) -> RebatchEngine:
 
 
 def steps_of(engine: RebatchEngine) -> FixedSteps:
-    steps = engine._batch._fixed
+    steps = engine._batch.fixed
     assert steps is not None
     return steps
 
@@ -227,5 +227,5 @@ def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str
 
 
 def test_a_cpu_s_steps_keep_their_own_shapes_by_default() -> None:
-    assert rebatch_engine()._batch._fixed is None
-    assert rebatch_engine(cuda_graphs=False)._batch._fixed is None
+    assert rebatch_engine()._batch.fixed is None
+    assert rebatch_engine(cuda_graphs=False)._batch.fixed is None

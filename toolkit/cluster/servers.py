@@ -176,22 +176,20 @@ class RayServers:
         return (recipe.engine.threads or 0) if recipe.hardware.device == "cpu" else 0
 
 
+@dataclass(eq=False)
 class ActorServer:
     """A server of the cluster as the front sees it. Use `RayServers.start`."""
 
-    def __init__(
-        self,
-        servers: RayServers,
-        number: int,
-        actor: Any,
-        start: StartServer,
-        say: Callable[[str], None],
-    ) -> None:
-        self.url = ""  # until it is ready
-        self._servers, self._number, self._actor = servers, number, actor
-        self._start, self._say = start, say
-        self._machine = actor.machine.remote()
-        self._end: Future[None] | None = None  # of the server, or of its actor
+    servers: RayServers
+    number: int
+    actor: Any
+    start: StartServer
+    say: Callable[[str], None]
+    url: str = ""  # until it is ready
+    _end: Future[None] | None = None  # of the server, or of its actor
+
+    def __post_init__(self) -> None:
+        self._machine = self.actor.machine.remote()
 
     @property
     def running(self) -> bool:
@@ -209,12 +207,12 @@ class ActorServer:
 
         where = ""
         try:
-            self._servers.wait(self._machine)
+            self.servers.wait(self._machine)
             address, machine = ray.get(self._machine)
             where = f"on {address}: "
-            seat = self._servers.seat(self, self._number, address, machine)
-            self.url, warnings = ray.get(self._actor.start.remote(self._start, seat))
-            self._end = self._actor.ended.remote().future()
+            seat = self.servers.seat(self, self.number, address, machine)
+            self.url, warnings = ray.get(self.actor.start.remote(self.start, seat))
+            self._end = self.actor.ended.remote().future()
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LlmctlError):
@@ -223,7 +221,7 @@ class ActorServer:
         except RayError as error:
             raise EngineError(f"{where}{reason(str(error))}") from None
         for warning in warnings:
-            self._say(f"{where}{warning}")
+            self.say(f"{where}{warning}")
 
     def stop(self) -> None:
         """End it with every process of its own, or its wait for a place in the cluster."""
@@ -233,6 +231,6 @@ class ActorServer:
         with suppress(RayError):
             placed, _ = ray.wait([self._machine], timeout=0)
             if placed:
-                ray.get(self._actor.stop.remote(), timeout=STOP_S)
-        ray.kill(self._actor)
-        self._servers.cpus.free(self)
+                ray.get(self.actor.stop.remote(), timeout=STOP_S)
+        ray.kill(self.actor)
+        self.servers.cpus.free(self)

@@ -55,23 +55,21 @@ PARTS_PER_TRY = (1, 1, 2, 4, 8)  # into how many parts each try splits a pass
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True)
 class Retries:
     """Makes the passes of one round, and repeats those that do not fit into memory.
 
-    Args:
-        free_spare: frees memory that is held without need.
-
     Attributes:
+        free_spare: frees memory that is held without need.
         ran_out: passes that had no room although no memory was spare.
     """
 
-    def __init__(self, ledger: ByteLedger, free_spare: Callable[[], None]) -> None:
-        self._ledger = ledger
-        self._free_spare = free_spare
-        # The try that the next pass begins with, so that not every pass fails twice while memory
-        # stays short.
-        self._first_try = 0
-        self.ran_out = 0
+    ledger: ByteLedger
+    free_spare: Callable[[], None]
+    ran_out: int = 0
+    # The try that the next pass begins with, so that not every pass fails twice while memory stays
+    # short.
+    _first_try: int = 0
 
     def make(
         self, work: Callable[[int], Result], parts_max: int = PARTS_PER_TRY[-1]
@@ -83,12 +81,12 @@ class Retries:
         """
         tries = [parts for parts in PARTS_PER_TRY if parts < 2 * parts_max]
         for number in range(min(self._first_try, len(tries) - 1), len(tries)):
-            result = self._ledger.attempt(partial(work, tries[number]))
+            result = self.ledger.attempt(partial(work, tries[number]))
             if result is not None:
                 self._first_try = max(number - 1, 0)
                 return result
             self.ran_out += number > 0
-            self._free_spare()
+            self.free_spare()
         return None
 
 

@@ -15,7 +15,7 @@ that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -53,10 +53,11 @@ class PrefillBatch:
         return rows
 
 
+@dataclass(eq=False)
 class Prefiller:
     """Prefills newcomers before they join the batch.
 
-    Args:
+    Attributes:
         forward: runs columns [from, to) of a padded batch and returns the last column's logits
             [N, V].
         make_batch: makes a `PaddedBatch` from rows and a width.
@@ -66,22 +67,16 @@ class Prefiller:
             length do.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[PaddedBatch, int, int], torch.Tensor],
-        make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch],
-        shape: ModelShape,
-        ledger: ByteLedger,
-        cache: BatchCache,
-        mixes: bool,
-    ) -> None:
-        self._forward = forward
-        self._make_batch = make_batch
-        self._shape = shape
-        self._ledger = ledger
-        self._cache = cache
-        self._passes: PrefillPasses[Newcomer] = PrefillPasses(mixes=mixes)
-        self._group: PrefillBatch | None = None  # in prefill now
+    forward: Callable[[PaddedBatch, int, int], torch.Tensor]
+    make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch]
+    shape: ModelShape
+    ledger: ByteLedger
+    cache: BatchCache
+    mixes: bool
+    _group: PrefillBatch | None = None  # in prefill now
+
+    def __post_init__(self) -> None:
+        self._passes: PrefillPasses[Newcomer] = PrefillPasses(mixes=self.mixes)
 
     @property
     def busy(self) -> bool:
@@ -133,12 +128,12 @@ class Prefiller:
         planned = self._passes.next(bound)
         planned = planned.up_to(planned.start - (planned.start - planned.end) // parts)
         while cuts and planned.end - planned.start > 1:  # as much as memory has room for
-            if self._pass_bytes(planned) <= self._ledger.free_bytes:
+            if self._pass_bytes(planned) <= self.ledger.free_bytes:
                 break
             planned = planned.up_to((planned.start + planned.end + 1) // 2)
         group.batch.cache.keep(planned.start)
-        with self._ledger.reserve(self._pass_bytes(planned)):
-            logits = self._forward(group.batch, planned.start, planned.end)
+        with self.ledger.reserve(self._pass_bytes(planned)):
+            logits = self.forward(group.batch, planned.start, planned.end)
         self._passes.made(planned)
         if not planned.completes:
             return []
@@ -147,7 +142,7 @@ class Prefiller:
 
     def release(self, group: PrefillBatch) -> None:
         """Free the group's caches."""
-        self._ledger.take(-group.held_bytes)
+        self.ledger.take(-group.held_bytes)
 
     def clear(self) -> None:
         self._passes.clear()
@@ -158,10 +153,10 @@ class Prefiller:
     def _begin(self, bound: int, cuts: bool) -> PrefillBatch:
         """A group of the first waiting newcomer and as many similar ones as the limits allow."""
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
-        held = len(formed.keys) * formed.width * self._cache.bytes_per_token
+        held = len(formed.keys) * formed.width * self.cache.bytes_per_token
         tokens = [live.row.tokens for _, live in formed.keys]
-        with self._ledger.hold(held):
-            return PrefillBatch(formed.keys, self._make_batch(tokens, formed.width), held)
+        with self.ledger.hold(held):
+            return PrefillBatch(formed.keys, self.make_batch(tokens, formed.width), held)
 
     def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
         """Whether memory has room for a group: its caches, and the larger of its largest pass and
@@ -171,51 +166,46 @@ class Prefiller:
         columns = min(width, max(bound // rows, 1)) if bound else width
         if rows == 1 and cuts:
             columns = 1  # a pass that is too long can be cut
-        pass_bytes = self._shape.prefill_bytes(rows, columns, width - columns)
-        needed = rows * width * self._cache.bytes_per_token
-        needed += max(pass_bytes, self._cache.growth_bytes(rows, width))
-        if needed > self._ledger.free_bytes:
-            self._cache.fit()
-        return needed <= self._ledger.free_bytes
+        pass_bytes = self.shape.prefill_bytes(rows, columns, width - columns)
+        needed = rows * width * self.cache.bytes_per_token
+        needed += max(pass_bytes, self.cache.growth_bytes(rows, width))
+        if needed > self.ledger.free_bytes:
+            self.cache.fit()
+        return needed <= self.ledger.free_bytes
 
     def _pass_bytes(self, planned: PrefillPass[Newcomer]) -> int:
         columns = planned.end - planned.start
-        return self._shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
+        return self.shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
 
 
 MakeSampler = Callable[[Sequence[Row]], Sampler]
 NOT_IN_SAMPLER = -1
 
 
+@dataclass(eq=False)
 class RunningBatch:
     """N rows in a cache, and their tokens.
 
-    Args:
+    Attributes:
         make_sampler: makes a sampler for rows that have drawn nothing yet.
         masks_as: the type of masks that attention adds to its scores; None: the model makes its
             own from booleans.
         fixed: makes the steps in fixed shapes; None: each step in the shape that it has.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        cache: BatchCache,
-        make_sampler: MakeSampler,
-        masks_as: torch.dtype | None,
-        fixed: FixedSteps | None = None,
-    ) -> None:
-        self.cache = cache
-        self._forward = forward
-        self._make_sampler = make_sampler
-        self._masks_as = masks_as
-        self._fixed = fixed
-        self._rows: list[Newcomer] = []
-        self._sampler = make_sampler([])
-        self._draws = 0  # since the sampler was made
-        self._places: list[int] = []  # index of each row in the sampler, or NOT_IN_SAMPLER
-        # [N] the tokens that the next step reads; None: rows have come or gone.
-        self._last: torch.Tensor | None = None
+    forward: Forward
+    cache: BatchCache
+    make_sampler: MakeSampler
+    masks_as: torch.dtype | None
+    fixed: FixedSteps | None
+    _rows: list[Newcomer] = field(default_factory=list)
+    _draws: int = 0  # since the sampler was made
+    _places: list[int] = field(default_factory=list)  # in the sampler, or NOT_IN_SAMPLER
+    # [N] the tokens that the next step reads; None: rows have come or gone.
+    _last: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._sampler = self.make_sampler([])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -229,7 +219,7 @@ class RunningBatch:
 
     def first_tokens(self, newcomers: Sequence[Newcomer], logits: torch.Tensor) -> StepOutput:
         """The first tokens of newcomers that were prefilled apart, from `logits` [N, V]."""
-        sampler = self._make_sampler([live.as_row() for _, live in newcomers])
+        sampler = self.make_sampler([live.as_row() for _, live in newcomers])
         return advance(newcomers, sampler.draw(logits, 0).tolist())
 
     def join(self, rows: Sequence[CachedRow]) -> int:
@@ -267,13 +257,13 @@ class RunningBatch:
         if parts == 1:
             logits = self._logits(last)
         else:  # a pass over fewer rows needs less memory besides the cache
-            mask, positions = cache.mask(self._masks_as), cache.positions()
+            mask, positions = cache.mask(self.masks_as), cache.positions()
             pieces, size = [], -(-len(self) // parts)
             for first in range(0, len(self), size):
                 rows = slice(first, first + size)
                 with cache.rows_from(first):
                     own = None if mask is None else mask[rows]
-                    pieces.append(self._forward(last[rows, None], own, positions[rows], cache))
+                    pieces.append(self.forward(last[rows, None], own, positions[rows], cache))
             logits = torch.cat(pieces)
         drawn = self._sampler.draw(logits, self._draws)
         tokens = drawn.tolist()
@@ -286,8 +276,8 @@ class RunningBatch:
         """
         last = self._prepared()
         self.cache.make_room(len(self), 0, ahead=steps)
-        if self._fixed is not None:
-            self._fixed.warm_up(last, steps)
+        if self.fixed is not None:
+            self.fixed.warm_up(last, steps)
 
     def step_with(self, newcomers: Sequence[Newcomer]) -> StepOutput:
         """Decode one more token for every row, and prefill newcomers in the same pass.
@@ -316,7 +306,7 @@ class RunningBatch:
         window = torch.zeros(len(ids), cache.width, dtype=torch.bool, device=device)
         window[:old] = True if past is None else past[:, :-1]
         mask = torch.cat([window, column >= 0], dim=1)
-        logits = self._forward(ids, mask, positions, cache)
+        logits = self.forward(ids, mask, positions, cache)
         sampler = self._sampler.regrouped(
             range(old), [live.as_row() for _, live in newcomers], self._draws
         )
@@ -332,14 +322,14 @@ class RunningBatch:
         self._rows.clear()
         self._places.clear()
         self.cache.clear()
-        self._sampler, self._draws, self._last = self._make_sampler([]), 0, None
+        self._sampler, self._draws, self._last = self.make_sampler([]), 0, None
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]."""
-        if self._fixed is not None:
-            return self._fixed.logits(last)
+        if self.fixed is not None:
+            return self.fixed.logits(last)
         cache = self.cache
-        return self._forward(last[:, None], cache.mask(self._masks_as), cache.positions(), cache)
+        return self.forward(last[:, None], cache.mask(self.masks_as), cache.positions(), cache)
 
     def _prepared(self) -> torch.Tensor:
         """[N] the tokens that a step reads. If rows have come or gone since the last step, this
@@ -352,7 +342,7 @@ class RunningBatch:
         if self._places[: len(kept)] == kept:
             sampler = self._sampler.regrouped(kept, new, self._draws)
         else:  # rows left after others had joined, and new rows took their places
-            sampler = self._make_sampler([live.as_row() for _, live in self._rows])
+            sampler = self.make_sampler([live.as_row() for _, live in self._rows])
         tokens = [live.last_token for _, live in self._rows]
         self._last = torch.tensor(tokens, dtype=torch.long, device=self.cache.device)
         self._sampler, self._draws, self._places = sampler, 0, list(range(len(self)))
