@@ -40,21 +40,21 @@ class PastBudget(torch.OutOfMemoryError):
     """A ledger refused an allocation, so nothing was allocated."""
 
 
+@dataclass(eq=False)
 class ByteLedger:
     """Counts the bytes that are in use, and refuses more than its budget.
 
-    Args:
+    Attributes:
         budget_bytes: the limit; None: no limit.
         alone: False in a process that shares a model with others. Their ledgers all refuse the same
             allocations. But only one of their devices may run out of memory, and then that process
             must not recover alone.
     """
 
-    def __init__(self, budget_bytes: int | None, *, alone: bool = True) -> None:
-        self.budget_bytes = budget_bytes
-        self.alone = alone
-        self.used_bytes = 0
-        self.peak_bytes = 0
+    budget_bytes: int | None
+    alone: bool = True
+    used_bytes: int = 0
+    peak_bytes: int = 0
 
     @property
     def free_bytes(self) -> float:

@@ -102,11 +102,6 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
             return shape.last - shape.first - 1
         return self._window.end - self._window.start
 
-    def narrow(self, start: int, end: int) -> None:
-        """Keep only these columns of the slabs, as views: it neither takes nor frees memory."""
-        self.key_slab = self.key_slab[:, :, start:end]
-        self.value_slab = self.value_slab[:, :, start:end]
-
 
 class RebatchCache(Cache):  # type: ignore[misc]
     """The rows 0..N-1 of a running batch.
@@ -431,7 +426,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 left, right = min(old, end), min(self.columns - old, columns - end)
                 for index, layer in enumerate(self.layers):
                     at = end if index < len(moved) else old
-                    layer.narrow(at - left, at + right)
+                    columns_left = slice(at - left, at + right)
+                    # Views: this neither takes nor frees memory.
+                    layer.key_slab = layer.key_slab[:, :, columns_left]
+                    layer.value_slab = layer.value_slab[:, :, columns_left]
                 self._moved_to(left, min(self.row_capacity, rows), left + right)
             raise
         self._moved_to(end, rows, columns)

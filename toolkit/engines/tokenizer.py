@@ -241,20 +241,15 @@ def _stored(model: ModelSpec, name: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(model.source, name, revision=model.revision))
-    except LocalEntryNotFoundError:  # a kind of the next one, but the hub was not reached
-        raise _unreachable(model) from None
-    except EntryNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise _unreachable(model) from None
-
-
-def _unreachable(model: ModelSpec) -> EngineError:
-    return EngineError(
-        f"the tokenizer of {model.source} is not on this machine, and the hub cannot be reached or "
-        "does not provide it",
-        "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
-    )
+    except (EntryNotFoundError, OSError, ValueError) as error:
+        was_reached = not isinstance(error, LocalEntryNotFoundError)
+        if was_reached and isinstance(error, EntryNotFoundError):
+            return None
+        raise EngineError(
+            f"the tokenizer of {model.source} is not on this machine, and the hub cannot be "
+            "reached or does not provide it",
+            "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
+        ) from None
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
