@@ -41,7 +41,7 @@ from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
 from toolkit.engines.running import CachedRow, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.suspended import HostArena, SuspendedRow, SuspendedRows
+from toolkit.engines.suspended import SuspendedRow, SuspendedRows
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
@@ -116,10 +116,7 @@ class RebatchEngine(TransformersEngine):
             return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
 
         self._batch = RunningBatch(self._forward, cache, make_sampler, self._masks_as, fixed)
-        arena = HostArena(self.host_ledger.budget_bytes) if self._like.is_cuda else None
-        self._suspended = SuspendedRows(
-            self._kv_shapes, self._like, self.ledger, self.host_ledger, arena
-        )
+        self._suspended = SuspendedRows(self._kv_shapes, self._like, self.ledger, self.host_ledger)
         self._prefiller = Prefiller(
             self._prefill_columns, self._padded, self._shape, self.ledger, cache, self._shapes_in
         )

@@ -126,7 +126,6 @@ class SuspendedRows:
         like: a tensor of the cache's dtype, on its device.
         device_ledger, host_ledger: are charged for blocks on the device and in host memory; they
             raise `torch.OutOfMemoryError` beyond their budgets.
-        arena: of host memory; None: blocks in host memory stay where they are, as on a CPU.
     """
 
     def __init__(
@@ -135,16 +134,17 @@ class SuspendedRows:
         like: torch.Tensor,
         device_ledger: ByteLedger,
         host_ledger: ByteLedger,
-        arena: HostArena | None = None,
     ) -> None:
         self._shapes = shapes
         self._like = like
         self._ledgers = (device_ledger, host_ledger)
         self._rows: dict[int, SuspendedRow] = {}
-        self._arena = arena
         self._to_host: list[torch.cuda.Event] = []  # transfers that may not have ended
+        # None: blocks in host memory stay where they are, as on a CPU.
+        self._arena: HostArena | None = None
         self._stream: torch.cuda.Stream | None = None
         if like.is_cuda:
+            self._arena = HostArena(host_ledger.budget_bytes)
             self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
 
     def __contains__(self, number: int) -> bool:
