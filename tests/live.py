@@ -5,16 +5,26 @@ workers, short memory.
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.common.serving import HandWorkers
-from toolkit.engines.protocol import OutOfMemory, Round, Row, StepOutput
+from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.sched.scheduler import Scheduler
 from toolkit.workers.pool import BatchRecord
-from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerLost
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    Cancel,
+    Interrupt,
+    RoundDone,
+    RunBatch,
+    RunSlice,
+    Times,
+    WorkerLost,
+)
 
 
 class ThreadWorkers(HandWorkers):
@@ -37,28 +47,20 @@ class ThreadWorkers(HandWorkers):
         self.tasks: set[asyncio.Task] = set()
         self.troubles, self.ran_out, self.crowded = troubles, 0, 0
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        super().run(worker, batch_id, rows, steps, estimated_s)
-        record = BatchRecord(batch_id, len(rows))
-        self.start_task(self.serve(worker, record, tuple(rows), steps))
-
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        if isinstance(batch, RunSlice):
+            super().run(worker, batch, estimated_s)
+            self.start_task(self.serve(worker, batch))
+            return
         assert worker not in self.running, "one round at a time"
-        self.running[worker] = (batch_id, [], plan.steps)
+        self.running[worker] = (batch.batch_id, [], batch.plan.steps)
         self.stopping[worker].clear()
-        self.start_task(self.go_round(worker, batch_id, plan))
+        self.start_task(self.go_round(worker, batch.batch_id, batch.plan))
 
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        if worker in self.running and self.running[worker][0] == batch_id:
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
+        if isinstance(change, Cancel):
+            super().tell(worker, change)
+        elif worker in self.running and self.running[worker][0] == change.batch_id:
             self.stopping[worker].set()
 
     def start_task(self, work) -> None:
@@ -66,19 +68,19 @@ class ThreadWorkers(HandWorkers):
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def serve(
-        self, worker: int, record: BatchRecord, rows: tuple[Row, ...], steps: int
-    ) -> None:
-        on_step = self.telling(worker, record.batch_id, record)
-        with Trouble(self, worker, len(rows)):
+    async def serve(self, worker: int, batch: RunSlice) -> None:
+        record = BatchRecord(len(batch.rows))
+        on_step = self.telling(worker, batch.batch_id, record)
+        with Trouble(self, worker, len(batch.rows)):
             failure = ""
             try:
-                await asyncio.to_thread(self.engines[worker].run_slice, rows, steps, on_step)
+                run_slice = self.engines[worker].run_slice
+                await asyncio.to_thread(run_slice, batch.rows, batch.steps, on_step)
             except OutOfMemory:
                 failure = "oom"
         await asyncio.sleep(0)  # the last steps were told to the loop before this
         failure = self.after(worker) or failure
-        self.on_event(BatchDone(worker, record.batch_id, record.output(), Times(), failure))
+        self.on_event(BatchDone(worker, batch.batch_id, record.output(), Times(), failure))
         self.revive(worker, failure)
 
     async def go_round(self, worker: int, batch_id: int, plan: Round) -> None:

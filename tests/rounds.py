@@ -55,7 +55,7 @@ def step_logits(engine: RebatchEngine, lengths: Sequence[int], steps: int = 3) -
     newcomers = [(k, LiveRow(free_row(length + 1, 9), ())) for k, length in enumerate(lengths)]
     found = []
     with torch.inference_mode():
-        batch.join(newcomers, caches)
+        batch.join(list(zip(newcomers, caches, strict=True)))
         for step in range(steps):
             batch.cache.make_room(len(lengths), 0, ahead=1)
             last = torch.arange(len(lengths), device=batch.cache.device) + 17 * step

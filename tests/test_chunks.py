@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.engines.fake import FakeConfig, FakeRoundEngine
+from toolkit.engines.fake import FakeConfig, FakeEngine
 from toolkit.engines.protocol import SamplingParams
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
@@ -62,15 +62,19 @@ class Clock:
         self.now_s += seconds
 
 
-def engine(clock: Clock) -> FakeRoundEngine:
-    facts = EngineFacts.model_construct(engine="fake", capacity_tokens=CAPACITY)
-    return FakeRoundEngine(
-        facts,
-        FakeConfig(eos_one_in=0),
-        prefill_s=LAW.prefill_s,
-        decode_s=lambda rows, length: LAW.decode_s(rows, length - 1, 1),
-        sleep=clock.sleep,
-    )
+class LawfulEngine(FakeEngine):
+    """A fake engine with the times of a law, on a clock of its own."""
+
+    def __init__(self, clock: Clock) -> None:
+        facts = EngineFacts.model_construct(engine="fake", capacity_tokens=CAPACITY)
+        super().__init__(facts, FakeConfig(eos_one_in=0))
+        self.wait = clock.sleep
+
+    def prefill_s(self, batch_size: int, length: int) -> float:
+        return LAW.prefill_s(batch_size, length)
+
+    def decode_s(self, batch_size: int, length: int) -> float:
+        return LAW.decode_s(batch_size, length - 1, 1)
 
 
 class Both:
@@ -83,7 +87,7 @@ class Both:
     ) -> None:
         self.simulated = simulated
         self.clock = Clock()
-        self.engine = engine(self.clock)
+        self.engine = LawfulEngine(self.clock)
         self.kept = ResidentRows()
         self.lives = {
             name: ActiveRequest(
@@ -267,7 +271,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         )  # type: ignore[arg-type]
         for name, prompt in zip(names, prompts + later, strict=True)
     }
-    kept, running = ResidentRows(), engine(Clock())
+    kept, running = ResidentRows(), LawfulEngine(Clock())
     jobs = scheduler._accepted.by_id()
 
     def submit(some):

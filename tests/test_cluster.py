@@ -28,7 +28,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
-from toolkit.workers.pool import WorkerSpec
+from toolkit.workers.pool import PATIENCE
 from toolkit.workers.process import GPUS_VARIABLE
 from toolkit.workers.protocol import (
     BatchDone,
@@ -84,11 +84,11 @@ class Watched(RayWorkers):
         **config: object,
     ) -> None:
         engine = tiny.engine_spec("fake", budget_mib=64, flush_s=0.01)
-        spec = WorkerSpec(fake(**config), engine, tiny.CPU)
-        places = [WorkerPlacement(spec, {KIND: kind}) for kind in kinds] or [
-            WorkerPlacement(spec)
+        recipe = tiny.recipe(fake(**config), engine)
+        places = [WorkerPlacement(recipe, {KIND: kind}) for kind in kinds] or [
+            WorkerPlacement(recipe)
         ] * size
-        super().__init__(places, room_timeout_s=room_timeout_s, backoff_s=0.1)
+        super().__init__(places, room_timeout_s, PATIENCE)
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
 
@@ -249,12 +249,12 @@ def test_workers_restart_after_a_crash_and_refuse_what_they_cannot_load(cluster)
     async def main() -> None:
         workers = Watched()
         await workers.start(lambda _: None)
-        workers.run(0, 7, [Row("poison", (CRASH,), 0, 40)], 20)
+        workers.run(0, RunSlice(7, [Row("poison", (CRASH,), 0, 40)], 20))
         (lost,) = await workers.until(WorkerLost)
         assert "crash" in lost.reason
         workers.seen.clear()
         await workers.until(WorkerReady)
-        workers.run(0, 8, ROWS, 20)
+        workers.run(0, RunSlice(8, ROWS, 20))
         (done,) = await workers.until(BatchDone)
         engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
         assert done.output == engine.run_slice(ROWS, 20, lambda _: True)
@@ -287,7 +287,7 @@ def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
     last.
     """
     actor = WorkerActor()
-    start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU)
+    start = Start(tiny.recipe(fake(), tiny.engine_spec("fake")).model_dump_json())
     actor.send(3, pack(Stop()))
     actor.send(1, pack(Interrupt(7)))
     with ThreadPoolExecutor() as threads:
@@ -300,12 +300,10 @@ def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
 
 
 def test_an_actor_that_cannot_load_sends_the_reason() -> None:
-    actor = WorkerActor()
+    actor, recipe = WorkerActor(), tiny.recipe(fake(no_such_key=1), tiny.engine_spec("fake"))
     with ThreadPoolExecutor() as threads:
         exit_code = threads.submit(actor.serve)
-        *_, refused = answers(
-            actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU)
-        )
+        *_, refused = answers(actor, 0, Start(recipe.model_dump_json()))
         assert isinstance(refused, Refused)
         assert exit_code.result() == 2
 
@@ -343,7 +341,7 @@ def sleeper(faults: Sequence[str]) -> StartServer:
 def placed(count: int, kind: str = "") -> list[WorkerPlacement]:
     engine = tiny.engine_spec("fake", threads=1)
     labels = {KIND: kind} if kind else {}
-    return [WorkerPlacement(WorkerSpec(fake(), engine, tiny.CPU), labels)] * count
+    return [WorkerPlacement(tiny.recipe(fake(), engine), labels)] * count
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -354,7 +352,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
-    servers, said = RayServers(placed(2)), list[str]()
+    servers, said = RayServers(placed(2), 60.0, ""), list[str]()
     try:
         first, second = (servers.start(number, sleeper([]), said.append) for number in (0, 1))
         assert first.running, "it has not ended"
@@ -393,8 +391,8 @@ def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
     node = cluster.add_node(labels=labels, **options)
     try:
         hardware = tiny.CPU.model_copy(update={"device": "cuda"})
-        spec = WorkerSpec(fake(), tiny.engine_spec("fake", threads=1), hardware)
-        servers, said = RayServers([WorkerPlacement(spec, labels)] * 2), list[str]()
+        recipe = tiny.recipe(fake(), tiny.engine_spec("fake", threads=1), hardware)
+        servers, said = RayServers([WorkerPlacement(recipe, labels)] * 2, 60.0, ""), list[str]()
         found = [servers.start(number, sleeper(["gpus"]), said.append) for number in (0, 1)]
         for each in found:
             each.wait_until_ready()
@@ -414,7 +412,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def test_a_server_without_room_says_what_there_is_and_its_wait_can_be_ended(cluster) -> None:
-    servers = RayServers(placed(1, "nowhere"), room_timeout_s=0.5)
+    servers = RayServers(placed(1, "nowhere"), 0.5, "")
     try:
         late = servers.start(0, sleeper([]), print)
         with pytest.raises(EngineError, match=r"no room for 1 worker of 1 CPU each on machines"):
@@ -422,7 +420,7 @@ def test_a_server_without_room_says_what_there_is_and_its_wait_can_be_ended(clus
         late.stop()
     finally:
         servers.close()
-    servers = RayServers(placed(1, "nowhere"))
+    servers = RayServers(placed(1, "nowhere"), 60.0, "")
     try:
         ended = servers.start(0, sleeper([]), print)
         with ThreadPoolExecutor() as threads:

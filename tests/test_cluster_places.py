@@ -18,7 +18,6 @@ from toolkit.cluster.places import (
 from toolkit.cluster.servers import CpuShares
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind
-from toolkit.workers.pool import WorkerSpec
 
 H200 = {"ray.io/accelerator-type": "H200"}
 
@@ -37,14 +36,15 @@ def place(gpus: int = 0, **labels: str) -> WorkerPlacement:
     engine = tiny.engine_spec("llama").model_copy(
         update={"tensor_parallel_size": max(gpus, 1), "threads": 1}
     )
-    return WorkerPlacement(WorkerSpec(tiny.model_spec(), engine, hardware), labels)
+    return WorkerPlacement(tiny.recipe(tiny.model_spec("fake"), engine, hardware), labels)
 
 
 def test_a_worker_takes_its_threads_and_the_gpus_of_its_machine() -> None:
-    engine = tiny.engine_spec("fake").model_copy(update={"threads": 3})
-    assert MachineShare.of(engine, tiny.CPU).bundle == {"CPU": 3.0}
+    engine = tiny.engine_spec("llama", threads=3)
+    assert MachineShare.of(tiny.recipe(tiny.model_spec(), engine)).bundle == {"CPU": 3.0}
     pair = engine.model_copy(update={"tensor_parallel_size": 2})
-    share = MachineShare.of(pair, tiny.CPU.model_copy(update={"device": "cuda"}))
+    gpus = tiny.CPU.model_copy(update={"device": "cuda"})
+    share = MachineShare.of(tiny.recipe(tiny.model_spec(), pair, gpus))
     assert share.bundle == {"CPU": 6.0, "GPU": 2.0}
     assert share.fits({"CPU": 20.0, "GPU": 4.0, "memory": 1.0}) == 2
     assert share.fits({"CPU": 20.0}) == 0

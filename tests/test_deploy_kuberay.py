@@ -170,7 +170,7 @@ def test_the_check_against_the_crd_refuses_wrong_objects(
 
 def test_a_worker_s_pod_has_room_for_its_actor_and_the_head_s_pod_has_none(plan: Plan) -> None:
     head, workers = groups(cluster(plan))
-    share = MachineShare.of(plan.recipe.engine, plan.recipe.hardware)
+    share = MachineShare.of(plan.recipe)
     params = workers["rayStartParams"]
     assert (int(params["num-cpus"]), int(params["num-gpus"])) == (share.cpus, share.gpus)
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -190,7 +190,7 @@ def test_a_fleet_has_a_group_for_each_kind_and_a_pod_for_each_worker(fleet: Plan
         ("llmctl-small", 2),
         ("llmctl-cpus", 2),
     ]
-    shares = [MachineShare.of(kind.recipe.engine, kind.recipe.hardware) for kind in fleet.kinds]
+    shares = [MachineShare.of(kind.recipe) for kind in fleet.kinds]
     params = [one["rayStartParams"] for one in found]
     assert [(int(one["num-cpus"]), int(one["num-gpus"])) for one in params] == [
         (one.cpus, one.gpus) for one in shares

@@ -13,8 +13,8 @@ from toolkit.errors import EngineError
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import EngineSpec
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
-from toolkit.workers.protocol import BatchDone, WorkerReady
+from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.protocol import BatchDone, RunSlice, WorkerReady
 
 FREE = SamplingParams(ignore_eos=True)
 
@@ -78,15 +78,15 @@ def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() 
                 Row(row.request_id, row.tokens + done, len(done), row.max_new_tokens)
                 for row, done in zip(rows, so_far, strict=True)
             ]
-            workers.run(0, number, left, 8)
+            workers.run(0, RunSlice(number, left, 8))
             output = (await events.until(BatchDone, number + 1))[-1].output
             so_far = [done + new for done, new in zip(so_far, output.tokens, strict=True)]
         assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(
             whole
         )
 
-    spec = WorkerSpec(tiny.model_spec("deepspeed"), spec_of(), tiny.CPU)
-    with_workers(scenario, ProcessWorkers([spec]))
+    recipe = tiny.recipe(tiny.model_spec("deepspeed"), spec_of())
+    with_workers(scenario, ProcessWorkers([recipe]))
 
 
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

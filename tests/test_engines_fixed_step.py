@@ -26,7 +26,7 @@ def fixed_engine(**changes: object) -> RebatchEngine:
 
 
 def steps_of(engine: RebatchEngine) -> FixedSteps:
-    steps = engine._batch._fixed
+    steps = engine._batch.fixed
     assert steps is not None
     return steps
 
@@ -68,7 +68,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
 
 
 def capturing(engine: RebatchEngine) -> RebatchEngine:
-    steps_of(engine)._captures = True
+    steps_of(engine).captures = True
     return engine
 
 
@@ -106,7 +106,7 @@ def test_new_slabs_end_the_graphs_of_the_old_ones(graphs: list[Replay]) -> None:
     before = len(graphs)
     driver.run(6, enter=driver.having(WAITS))  # too many rows and columns for the slabs
     assert len(graphs) > before
-    assert steps_of(engine).captured == len(graphs) - before
+    assert len(steps_of(engine).graphs) == len(graphs) - before
 
 
 def test_slabs_stay_when_the_last_row_leaves_and_make_room_when_it_is_needed(
@@ -158,7 +158,7 @@ def test_the_graphs_of_shapes_that_are_not_used_are_dropped_first(
         for number in range(rows // 2, rows):
             engine.run_round(Round(0, evict=(number,)), go_on)
     assert [graph.shape.rows for graph in graphs] == [8, 4, 2]
-    assert [shape.rows for shape in steps_of(engine)._graphs] == [4, 2]
+    assert [shape.rows for shape in steps_of(engine).graphs] == [4, 2]
 
 
 def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) -> None:
@@ -227,5 +227,5 @@ def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str
 
 
 def test_a_cpu_s_steps_keep_their_own_shapes_by_default() -> None:
-    assert rebatch_engine()._batch._fixed is None
-    assert rebatch_engine(cuda_graphs=False)._batch._fixed is None
+    assert rebatch_engine()._batch.fixed is None
+    assert rebatch_engine(cuda_graphs=False)._batch.fixed is None

@@ -19,8 +19,16 @@ from toolkit.engines.protocol import Round, Row, SamplingParams, make_engine
 from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, Recipe
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
-from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerLost, WorkerReady
+from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    RoundDone,
+    RunRound,
+    RunSlice,
+    WorkerLost,
+    WorkerReady,
+)
 
 ROWS = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24), Row("c", tuple(range(40)), 0, 9)]
 DRAWN = [Row("d", (9, 8), 0, 12, SamplingParams(temperature=1.0, seed=3))]
@@ -29,7 +37,7 @@ BIG = [Row("big", (1,) * 40, 0, 50, SamplingParams(ignore_eos=True))] * 64
 
 def pair(kind: str) -> ProcessWorkers:
     engine = tiny.engine_spec(kind, budget_mib=0.5, tensor_parallel_size=2)
-    return ProcessWorkers([WorkerSpec(tiny.model_spec(kind), engine, tiny.CPU)], backoff_s=0.0)
+    return ProcessWorkers([tiny.recipe(tiny.model_spec(kind), engine)])
 
 
 @pytest.mark.slow
@@ -45,7 +53,7 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         )
         assert facts.capacity_tokens == 2 * alone.facts.capacity_tokens, "the budget is per process"
         for batch_id, rows in enumerate((ROWS, DRAWN, BIG, ROWS)):
-            workers.run(0, batch_id, rows, 24)
+            workers.run(0, RunSlice(batch_id, rows, 24))
             done = (await events.until(BatchDone, batch_id + 1))[-1]
             if rows is BIG:
                 assert done.failure == "oom", (
@@ -53,7 +61,7 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
                 )
             else:
                 assert done.output == alone.run_slice(rows, 24, lambda _: True)
-        workers.run(0, 9, ROWS, 24)
+        workers.run(0, RunSlice(9, ROWS, 24))
         await events.until(BatchProgress, 4)
         rank_0 = psutil.Process(workers.pid(0))
         (rank_1,) = rank_0.children()
@@ -62,7 +70,7 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         (lost,) = await events.until(WorkerLost)
         assert "rank 1 of the worker's group ended with -9" in lost.reason
         await events.until(WorkerReady, 2)
-        workers.run(0, 10, ROWS, 24)
+        workers.run(0, RunSlice(10, ROWS, 24))
         assert (await events.until(BatchDone, 6))[-1].output == alone.run_slice(
             ROWS, 24, lambda _: True
         )
@@ -88,7 +96,7 @@ def test_rounds_are_shared_too() -> None:
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         for batch_id, plan in enumerate(plans):
-            workers.run_round(0, batch_id, plan)
+            workers.run(0, RunRound(batch_id, plan))
             assert (await events.until(RoundDone, batch_id + 1))[-1].output == expected[batch_id]
 
     with_workers(scenario, pair("rebatch"))

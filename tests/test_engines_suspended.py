@@ -14,16 +14,26 @@ from toolkit.engines.suspended import ALIGNMENT_BYTES, HostArena
 PIECE = 1 << 16
 
 
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.engines.suspended.PIECE_BYTES", PIECE)
+
+
+def taken_bytes(arena: HostArena) -> int:
+    """Bytes of all blocks, with their alignment."""
+    return sum(end - start for _, start, end in arena._taken.values())
+
+
 def go_on(_: StepOutput) -> bool:
     return True
 
 
 def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
-    arena = HostArena(4 * PIECE, pin=False, piece_bytes=PIECE)
+    arena = HostArena(4 * PIECE)
     rng = random.Random(0)
     held: list[tuple[torch.Tensor, float]] = []
     for number in range(2000):
-        if held and (rng.random() < 0.5 or arena.taken_bytes > 3 * PIECE):
+        if held and (rng.random() < 0.5 or taken_bytes(arena) > 3 * PIECE):
             block, value = held.pop(rng.randrange(len(held)))
             assert torch.equal(block, torch.full_like(block, value))
             arena.give(block)
@@ -35,28 +45,28 @@ def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
         assert torch.equal(block, torch.full_like(block, value))
         arena.give(block)
     assert arena.held_bytes <= 4 * PIECE
-    assert arena.taken_bytes == 0
+    assert taken_bytes(arena) == 0
     # All free places have grown together: a block of a whole piece fits again.
     whole = arena.take(PIECE, torch.uint8)
-    assert arena.taken_bytes == PIECE
+    assert taken_bytes(arena) == PIECE
     arena.give(whole)
 
 
 def test_the_bound_holds_and_what_does_not_fit_is_ordinary_memory() -> None:
-    arena = HostArena(3 * PIECE // 2, pin=False, piece_bytes=PIECE)
+    arena = HostArena(3 * PIECE // 2)
     blocks = [arena.take(PIECE, torch.uint8), arena.take(PIECE // 2, torch.uint8)]
-    assert arena.held_bytes == arena.taken_bytes == 3 * PIECE // 2
+    assert arena.held_bytes == taken_bytes(arena) == 3 * PIECE // 2
     beyond = arena.take(ALIGNMENT_BYTES, torch.uint8)
-    assert arena.taken_bytes == 3 * PIECE // 2
+    assert taken_bytes(arena) == 3 * PIECE // 2
     arena.give(beyond)
     for block in blocks:
         arena.give(block)
     assert arena.take(0, torch.uint8).numel() == 0
-    assert arena.taken_bytes == 0
+    assert taken_bytes(arena) == 0
 
 
 def test_a_block_that_is_larger_than_a_piece_gets_a_piece_of_its_size() -> None:
-    arena = HostArena(None, pin=False, piece_bytes=PIECE)
+    arena = HostArena(None)
     assert arena.take(3 * PIECE, torch.bfloat16).shape == (3 * PIECE,)
     assert arena.held_bytes == 6 * PIECE
 
@@ -72,7 +82,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
         return real(*sizes, **others)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", refuse)
-    arena = HostArena(None, pin=True, piece_bytes=PIECE)
+    arena = HostArena(None)
     for _ in range(3):
         assert arena.take(PIECE, torch.uint8).shape == (PIECE,)
     assert [record.getMessage() for record in caplog.records] == [
@@ -81,9 +91,12 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])
-def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(piece_bytes: int) -> None:
+def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.engines.suspended.PIECE_BYTES", piece_bytes)
     engine = rebatch_engine()
-    arena = HostArena(1 << 16, pin=False, piece_bytes=piece_bytes)
+    arena = HostArena(1 << 16)
     engine._suspended._arena = arena
     rows = random_rows(0, 24)
     driver = RoundDriver(engine, rows)
@@ -91,7 +104,7 @@ def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(piece_byte
     taken = []
     for _ in range(25):
         driver.at_random(rng)
-        taken.append(arena.taken_bytes)
+        taken.append(taken_bytes(arena))
     assert driver.finish() == [engine.run_slice([row], 1000, go_on).tokens[0] for row in rows]
     assert max(taken) > 0
-    assert arena.taken_bytes == 0
+    assert taken_bytes(arena) == 0

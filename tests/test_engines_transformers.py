@@ -9,9 +9,9 @@ from transformers.cache_utils import DynamicCache
 
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import load_model
-from toolkit.engines.memory import ByteLedger, kv_budget_bytes, raises_out_of_memory
+from toolkit.engines.memory import ByteLedger, kv_budget_bytes, on_device
 from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
-from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, SlabCache, additive
+from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, additive
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import EngineError
 
@@ -29,7 +29,7 @@ def engine_of(kind: str, budget_mib: float = 16.0) -> TransformersEngine:
 def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
     model = load_model(tiny.model_spec(kind), tiny.CPU)
     rows = [[7] * 20, list(range(33)), [5, 6]]
-    slab = PaddedBatch(rows, 40, tiny.MAX_MODEL_LEN - 1, SlabCache(2, 40), torch.device("cpu"))
+    slab = PaddedBatch(rows, 40, tiny.MAX_MODEL_LEN - 1, 2, torch.device("cpu"))
     dynamic = DynamicCache(config=model.config)
     tokens = slab.input_ids
     with torch.inference_mode():
@@ -108,13 +108,13 @@ def test_a_ledger_without_a_budget_only_counts() -> None:
 
 def test_the_cpu_allocator_running_out_counts_as_out_of_memory() -> None:
     with pytest.raises(OutOfMemory) as raised:
-        raises_out_of_memory(lambda: torch.empty(1 << 60))()
+        on_device(lambda: torch.empty(1 << 60))()
     assert raised.value.__context__ is None  # it would keep the batch's tensors alive
 
 
 def test_other_errors_propagate() -> None:
     with pytest.raises(RuntimeError, match="shape"):
-        raises_out_of_memory(lambda: torch.zeros(2, 3).view(7))()
+        on_device(lambda: torch.zeros(2, 3).view(7))()
 
 
 @pytest.mark.parametrize(("length", "timed"), [(40, [38, 39, 40]), (3, [1, 2, 3]), (1, [1, 2])])

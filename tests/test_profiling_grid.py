@@ -6,7 +6,7 @@ import pytest
 from samples import recipe
 from synthetic_profiles import FACTS
 
-from toolkit.engines.fake import FakeEngine
+from toolkit.engines.fake import FakeConfig, FakeEngine
 from toolkit.engines.protocol import OutOfMemory
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.grid import (
@@ -158,10 +158,8 @@ def test_the_estimate_grows_with_the_work():
     spec = recipe().profile.model_copy(update={"repeats": 5, "warmups": 0})
     points, _ = grid(SPEC, FACTS)
     visits = list(in_rounds(points, spec))
-    bench = LocalTimedEngine(
-        FakeEngine(FACTS, prefill_s=lambda n, length: 1e-5 * n, decode_s=lambda n, length: 1e-5),
-        "wall",
-    )
+    config = FakeConfig(prefill_token_s=1e-7, decode_s=1e-5)
+    bench = LocalTimedEngine(FakeEngine(FACTS, config), "wall")
     shapes = {number: SliceShape(4, 64, 32) for number in range(50)}
     whole = Work(visits, [(64, 16)], shapes)
     part = Work(visits[:10], [], {})

@@ -6,7 +6,7 @@ import pytest
 from synthetic_profiles import FACTS
 from test_profiling_run import InMemory
 
-from toolkit.engines.fake import FakeRoundEngine
+from toolkit.engines.fake import FakeEngine
 from toolkit.files.profile import FailedPoint, RoundSequence
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.grid import GridPoint, part_points
@@ -24,11 +24,11 @@ SPEC = ProfileSpec(
 RANGES = Ranges(SPEC, FACTS, tokens_max=4000.0)
 
 
-def drive(number: int, engine: FakeRoundEngine | None = None):
+def drive(number: int, engine: FakeEngine | None = None):
     """A whole sequence on a fake engine, and the largest rows x longest at the end of a round."""
     rows, engine, padded = (
         RowsOfSequence(RANGES, number, 0, ()),
-        engine or FakeRoundEngine(FACTS),
+        engine or FakeEngine(FACTS),
         0,
     )
     for _ in range(ROUNDS):
@@ -64,7 +64,7 @@ def test_a_sequence_depends_on_its_number_only():
 
 
 def test_remaining_rows_of_a_sequence_are_dropped_with_the_next_one():
-    engine = FakeRoundEngine(FACTS)
+    engine = FakeEngine(FACTS)
     first = RowsOfSequence(RANGES, 0, 0, ())
     engine.run_round(first.plan(), lambda _: True)
     second = RowsOfSequence(RANGES, 1, first.next_row, range(first.next_row))
@@ -106,7 +106,7 @@ def test_a_failed_sequence_is_recorded_and_the_others_run(failure):
 
 
 def test_rows_enter_until_the_next_has_no_room():
-    bench = LocalTimedEngine(FakeRoundEngine(FACTS), "wall")
+    bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
     probe = probe_admission(bench, 127)
     assert (probe.largest_ok, probe.smallest_oom) == (64, 65)
     assert bench.admit(127, 10) == (10, False)

@@ -14,7 +14,7 @@ import pytest
 from samples import recipe
 from synthetic_profiles import ENVIRONMENT, FACTS
 
-from toolkit.engines.fake import FakeEngine, FakeRoundEngine
+from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
@@ -39,8 +39,15 @@ from toolkit.profiling.process import (
 )
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.worker_runs import SliceFeed
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
-from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
+from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.protocol import (
+    BatchDone,
+    RoundDone,
+    RunRound,
+    Times,
+    WorkerLost,
+    WorkerReady,
+)
 
 RECIPE = """
 name: fake
@@ -107,7 +114,7 @@ class InMemory:
         self.ran = []
         self._busy = set()
         self._engine = FakeEngine(FACTS)
-        self._rounds = [FakeRoundEngine(FACTS) for _ in range(size)]
+        self._rounds = [FakeEngine(FACTS) for _ in range(size)]
 
     @classmethod
     def of(cls, recipe):
@@ -118,11 +125,16 @@ class InMemory:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker, batch_id, rows, steps):
+    def run(self, worker, batch):
         assert worker not in self._busy
-        self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
         self._busy.add(worker)
-        asyncio.get_running_loop().call_soon(self._end, worker, batch_id, rows, steps)
+        batch_id, end_soon = batch.batch_id, asyncio.get_running_loop().call_soon
+        if isinstance(batch, RunRound):
+            end_soon(self._end_round, worker, batch_id, batch.plan)
+            return
+        rows, steps = batch.rows, batch.steps
+        self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
+        end_soon(self._end, worker, batch_id, rows, steps)
 
     def _end(self, worker, batch_id, rows, steps):
         self._busy.discard(worker)
@@ -135,16 +147,11 @@ class InMemory:
             self._on_event(WorkerLost(worker, "killed"))
             asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
 
-    def run_round(self, worker, batch_id, plan):
-        assert worker not in self._busy
-        self._busy.add(worker)
-        asyncio.get_running_loop().call_soon(self._end_round, worker, batch_id, plan)
-
     def _end_round(self, worker, batch_id, plan):
         self._busy.discard(worker)
         failure = self.fate(batch_id, plan.enter)
         if failure == "crashed":
-            self._rounds[worker] = FakeRoundEngine(FACTS)
+            self._rounds[worker] = FakeEngine(FACTS)
         output = (
             None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
         )
@@ -268,7 +275,7 @@ def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
 
 
 def _pool(recipe):
-    return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
+    return ProcessWorkers([recipe] * recipe.workers)
 
 
 @pytest.mark.slow

@@ -10,12 +10,19 @@ import samples
 
 from benchmarks.common.serving import FACTS, fake_plan
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.fake import FakeRoundEngine
+from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import Round, RoundOutput, SliceOutput
 from toolkit.errors import TargetMissedError
 from toolkit.files.fit import HeldOutError, OverheadFit
 from toolkit.serve.drift import CheckedWorkers, DriftPoint, MeasuredPoint, checks_of, judge
-from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerReady
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    RoundDone,
+    RunSlice,
+    Times,
+    WorkerReady,
+)
 
 GRID = {
     "batch_sizes": [1, 2, 8],
@@ -45,16 +52,17 @@ class TimedWorkers:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker, batch_id, rows, steps, estimated_s):
-        self.on_event(BatchProgress(worker, batch_id, ()))
-        self._end(
-            rows, steps, BatchDone(worker, batch_id, SliceOutput((), ()), Times(), self.failure)
-        )
-
-    def run_round(self, worker, batch_id, plan, estimated_s=None):
+    def run(self, worker, batch, estimated_s=None):
+        if isinstance(batch, RunSlice):
+            self.on_event(BatchProgress(worker, batch.batch_id, ()))
+            output = SliceOutput((), ())
+            done = BatchDone(worker, batch.batch_id, output, Times(), self.failure)
+            self._end(batch.rows, batch.steps, done)
+            return
+        plan = batch.plan
         output = RoundOutput(plan.steps, (), (), 0, 0)
         assert [row.max_new_tokens for row in plan.enter] == [plan.steps + 1] * len(plan.numbers)
-        self._end(plan.enter, plan.steps, RoundDone(worker, batch_id, output, Times()))
+        self._end(plan.enter, plan.steps, RoundDone(worker, batch.batch_id, output, Times()))
 
     def _end(self, rows, steps, done):
         point = DriftPoint(len(rows), len(rows[0].tokens), steps)
@@ -77,7 +85,7 @@ def measured(check, **how):
     async def main():
         await checked.start(events.append)
         before = len(events)
-        checked.run(0, 7, check.rows(DriftPoint(1, 4, 2), 0), 2)
+        checked.run(0, RunSlice(7, check.rows(DriftPoint(1, 4, 2), 0), 2))
         await asyncio.sleep(0)
         return events[:before], events[before:]
 
@@ -131,14 +139,14 @@ def test_the_driver_gets_no_events_of_the_checks_batches():
 
 
 def test_rows_left_by_a_round_without_memory_are_evicted_before_serving():
-    engine = FakeRoundEngine(FACTS.model_copy(update={"capacity_tokens": 400}))
+    engine = FakeEngine(FACTS.model_copy(update={"capacity_tokens": 400}))
     events = []
 
     class Rounds(TimedWorkers):
-        def run_round(self, worker, batch_id, plan, estimated_s=None):
-            output = engine.run_round(plan, lambda step: True)
+        def run(self, worker, batch, estimated_s=None):
+            output = engine.run_round(batch.plan, lambda step: True)
             failure = "oom" if output.is_short else ""
-            done = RoundDone(worker, batch_id, output, Times(), failure)
+            done = RoundDone(worker, batch.batch_id, output, Times(), failure)
             asyncio.get_running_loop().call_soon(self.on_event, done)
 
     check = replace(

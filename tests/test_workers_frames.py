@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.engines.protocol import FinishReason, Round, Row, SamplingParams, StepOutput
-from toolkit.workers.child import Outbox, RunningRound, RunningSlice
+from toolkit.workers.child import BatchInProgress, Outbox
 from toolkit.workers.pool import BatchRecord
 from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
@@ -30,7 +30,7 @@ from toolkit.workers.protocol import (
 
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
 TO_WORKER = [
-    Start("{}", "{}", "{}"),
+    Start("{}"),
     RunSlice(7, (Row("a", (1, 2, 70_000), 1, 9, SAMPLED, end_after=4), Row("b", (), 0, 1)), 32),
     Cancel(7, ("a",)),
     Stop(),
@@ -87,9 +87,6 @@ class FakeChannel:
         frames, self.inbox = self.inbox, []
         return frames
 
-    def put_back(self, frame: ToWorker) -> None:
-        self.inbox.insert(0, frame)
-
 
 class Slice:
     """A running slice of two rows on a clock that the test sets."""
@@ -99,8 +96,8 @@ class Slice:
         self.channel = FakeChannel()
         run = RunSlice(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
         self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
-        self.outbox.begin(3)
-        self.running = RunningSlice(run, self.channel, self.outbox)  # type: ignore[arg-type]
+        self.outbox.begin(run)
+        self.running = BatchInProgress(run, self.channel, self.outbox)  # type: ignore[arg-type]
 
     def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
         self.now_s = at_s
@@ -141,23 +138,23 @@ def test_a_cancellation_of_another_batch_is_ignored() -> None:
     assert running.step(100.0)
 
 
-def test_stop_ends_the_slice_and_is_received_again() -> None:
+def test_stop_ends_the_slice_and_then_the_worker() -> None:
     running = Slice()
     running.channel.inbox = [Stop()]
     assert not running.step(100.0)
-    assert running.channel.inbox == [Stop()]
+    assert running.running.stops
 
 
 def test_a_record_holds_the_reported_steps() -> None:
-    record = BatchRecord(1, 3)
+    record = BatchRecord(3)
     record.add([StepOutput((0, 1, 2), (5, 6, 7)), StepOutput((0, 2), (8, 9), ((2, "stop"),))])
     assert record.output().tokens == ((5, 8), (6,), (7, 9))
     assert record.output().finish == ("", "", "stop")
 
 
-def running_round(channel: FakeChannel) -> tuple[RunningRound, Outbox]:
+def running_round(channel: FakeChannel) -> tuple[BatchInProgress, Outbox]:
     outbox = Outbox(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
-    return RunningRound(RunRound(3, Round(9)), channel, outbox), outbox  # type: ignore[arg-type]
+    return BatchInProgress(RunRound(3, Round(9)), channel, outbox), outbox  # type: ignore[arg-type]
 
 
 def test_a_round_goes_on_until_it_is_interrupted() -> None:
@@ -171,11 +168,11 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
 def test_the_first_token_of_each_newcomer_is_sent_at_once_and_others_wait() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    outbox.begin_round(3, Round(9, numbers=(7, 8)))
+    outbox.begin(RunRound(3, Round(9, numbers=(7, 8))))
     for rows in ((7,), (8,), (7, 8)):  # two groups are prefilled, then all decode
         running.on_step(StepOutput(rows, rows))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
-    outbox.begin_round(4, Round(9))
+    outbox.begin(RunRound(4, Round(9)))
     running.on_step(StepOutput((7, 8), (5, 6)))
     assert len(outbox.take()) == 2
 
@@ -183,15 +180,17 @@ def test_the_first_token_of_each_newcomer_is_sent_at_once_and_others_wait() -> N
 def test_a_newcomer_may_get_its_first_token_in_a_later_round() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    outbox.begin_round(3, Round(9, numbers=(7, 8)))
+    outbox.begin(RunRound(3, Round(9, numbers=(7, 8))))
     running.on_step(StepOutput((7,), (5,)))
-    outbox.begin_round(4, Round(9, evict=(7,)))
+    outbox.begin(RunRound(4, Round(9, evict=(7,))))
     running.on_step(StepOutput((8,), (5,)))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
 
 
-def test_stop_ends_a_round_and_is_received_again() -> None:
+def test_stop_ends_a_round_and_then_the_worker() -> None:
     channel = FakeChannel()
     channel.inbox = [Stop()]
-    assert not running_round(channel)[0].on_step(StepOutput((), ()))
-    assert channel.inbox == [Stop()]
+    running, _ = running_round(channel)
+    assert not running.on_step(StepOutput((), ()))
+    assert not running.on_step(StepOutput((), ())), "the round may end only at a later step"
+    assert running.stops

@@ -15,9 +15,10 @@ from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import EngineSpec, Recipe
 from toolkit.serve import launch
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.process import (
     ALLOCATOR_VARIABLES,
+    GPUS_VARIABLE,
     GpuShare,
     engine_environment,
     require_gpu,
@@ -74,25 +75,38 @@ def test_workers_of_a_pool_are_refused_gpus_that_they_would_have_to_share(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     recipe = samples.recipe(**orders.GPU)
     with pytest.raises(EngineError, match="2 workers take 2 GPUs, and this machine has 1"):
-        ProcessWorkers([WorkerSpec.of(recipe)] * 2)
+        ProcessWorkers([recipe] * 2)
     engine = recipe.engine.model_copy(update={"share_gpus": True})
-    assert ProcessWorkers([WorkerSpec(recipe.model, engine, recipe.hardware)] * 2).size == 2
+    assert ProcessWorkers([recipe.model_copy(update={"engine": engine})] * 2).size == 2
 
 
-def test_the_environment_takes_precedence_over_the_driver(tmp_path: Path):
-    nothing, driver = tmp_path / "none", tmp_path / "driver"
-    (driver / "0000:01:00.0").mkdir(parents=True)
-    (driver / "0000:02:00.0").mkdir()
-    assert visible_gpus({}, driver, nothing) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5f"}, driver, nothing) == ["3", "GPU-5f"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, driver, nothing) == []
-    assert visible_gpus({}, nothing, nothing) == []
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a machine without GPUs: its `gpus` is the driver's folder, its `dev` /dev."""
+    monkeypatch.delenv(GPUS_VARIABLE, raising=False)
+    monkeypatch.setattr("toolkit.workers.process.NVIDIA_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr("toolkit.workers.process.DEVICES", tmp_path / "dev")
+    (tmp_path / "dev").mkdir()
+    return tmp_path
 
 
-def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(tmp_path: Path):
+def test_the_environment_takes_precedence_over_the_driver(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert visible_gpus() == []
+    (machine / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (machine / "gpus" / "0000:02:00.0").mkdir()
+    assert visible_gpus() == ["0", "1"]
+    monkeypatch.setenv(GPUS_VARIABLE, "3,GPU-5f")
+    assert visible_gpus() == ["3", "GPU-5f"]
+    monkeypatch.setenv(GPUS_VARIABLE, "")
+    assert visible_gpus() == []
+
+
+def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(machine: Path):
     for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
-        (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path / "none", tmp_path) == ["0", "1", "2"]
+        (machine / "dev" / name).touch()
+    assert visible_gpus() == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -147,22 +161,24 @@ def test_a_recipe_for_a_gpu_is_refused_without_one(
     environment: dict[str, str],
     device_file: str | None,
     refused: str,
-    tmp_path: Path,
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     if device_file:
-        (tmp_path / device_file).touch()
-    nothing = tmp_path / "none"
+        (machine / "dev" / device_file).touch()
     if not refused:
-        require_gpu([samples.recipe(), recipe], environment, nothing, tmp_path)
+        require_gpu([samples.recipe(), recipe])
         return
     with pytest.raises(EngineError) as caught:
-        require_gpu([samples.recipe(), recipe], environment, nothing, tmp_path)
+        require_gpu([samples.recipe(), recipe])
     assert refused in caught.value.message
 
 
-def test_a_gpu_that_only_the_driver_lists_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    require_gpu([GPU_RECIPE], {}, tmp_path / "gpus", tmp_path / "none")
+def test_a_gpu_that_only_the_driver_lists_is_enough(machine: Path) -> None:
+    (machine / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    require_gpu([GPU_RECIPE])
 
 
 def never(*_: object, **__: object) -> None:

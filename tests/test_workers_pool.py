@@ -35,15 +35,18 @@ from toolkit.workers.pool import (
     Patience,
     ProcessWorkers,
     WorkerPool,
-    WorkerSpec,
 )
 from toolkit.workers.protocol import (
     Alive,
     BatchDone,
     BatchProgress,
+    Cancel,
+    Interrupt,
     Progress,
     Ready,
     RoundDone,
+    RunRound,
+    RunSlice,
     Stop,
     WorkerEvent,
     WorkerLost,
@@ -55,6 +58,13 @@ from toolkit.workers.protocol import (
 pytestmark = pytest.mark.slow
 
 CRASH, HANG = 200, 201
+
+
+@pytest.fixture(autouse=True)
+def _restarts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.workers.pool.BACKOFF_S", 0.0)
+
+
 LONG = SamplingParams(ignore_eos=True)
 ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
 STUCK = [
@@ -75,18 +85,17 @@ ENDLESS = [
 ]  # more than an hour of steps
 
 
-def slow_workers(size: int = 1, **options: float) -> ProcessWorkers:
+def slow_workers(size: int = 1) -> ProcessWorkers:
     """Workers with steps of 5 ms."""
     engine = tiny.engine_spec("fake", budget_mib=4096, flush_s=0.01)
-    spec = WorkerSpec(fake(decode_s=0.005), engine, tiny.CPU)
-    return ProcessWorkers([spec] * size, **options)
+    return ProcessWorkers([tiny.recipe(fake(decode_s=0.005), engine)] * size)
 
 
 def process_workers(
     size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0
 ) -> ProcessWorkers:
     engine = tiny.engine_spec("fake", budget_mib=budget_mib)
-    return ProcessWorkers([WorkerSpec(model or fake(), engine, tiny.CPU)] * size, backoff_s=0.0)
+    return ProcessWorkers([tiny.recipe(model or fake(), engine)] * size)
 
 
 class Events:
@@ -139,7 +148,7 @@ def expected(rows: list[Row], steps: int) -> SliceOutput:
 def test_a_slice_through_a_process_equals_one_without() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         for worker in (0, 1):
-            workers.run(worker, 10 + worker, ROWS, 20)
+            workers.run(worker, RunSlice(10 + worker, ROWS, 20))
         await events.until(BatchDone, 2)
         done = {event.worker: event for event in events.seen if isinstance(event, BatchDone)}
         for worker in (0, 1):
@@ -175,7 +184,7 @@ def test_the_pool_runs_on_uvloop() -> None:
     async def main() -> None:
         workers, events = process_workers(), Events()
         await workers.start(events)
-        workers.run(0, 1, ROWS, 20)
+        workers.run(0, RunSlice(1, ROWS, 20))
         await events.until(BatchDone)
         workers.kill(0)
         await events.until(WorkerReady, 2)
@@ -188,7 +197,7 @@ def test_the_pool_runs_on_uvloop() -> None:
 def test_a_worker_killed_in_a_batch_keeps_its_reported_tokens_and_restarts() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         first_pid = workers.pid(0)
-        workers.run(0, 5, STUCK, 40)
+        workers.run(0, RunSlice(5, STUCK, 40))
         await events.until(BatchProgress)
         workers.kill(0)
         await events.until(WorkerReady, 2)
@@ -200,7 +209,7 @@ def test_a_worker_killed_in_a_batch_keeps_its_reported_tokens_and_restarts() -> 
         assert lost == WorkerLost(0, "killed by SIGKILL")
         assert isinstance(ready, WorkerReady)
         assert workers.pid(0) not in (None, first_pid)
-        workers.run(0, 6, ROWS, 20)
+        workers.run(0, RunSlice(6, ROWS, 20))
         assert (await events.until(BatchDone, 2))[1].output == expected(ROWS, 20)
 
     with_workers(scenario)
@@ -219,7 +228,7 @@ def test_a_slice_sent_to_a_lost_worker_ends_as_crashed() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)
         await events.until(WorkerLost)
-        workers.run(0, 9, ROWS, 20)
+        workers.run(0, RunSlice(9, ROWS, 20))
         (done,) = await events.until(BatchDone)
         assert (done.batch_id, done.failure, done.output.tokens) == (9, "crashed", ((), ()))
 
@@ -228,7 +237,7 @@ def test_a_slice_sent_to_a_lost_worker_ends_as_crashed() -> None:
 
 def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, 1, [Row("poison", (CRASH,), 0, 4)], 4)
+        workers.run(0, RunSlice(1, [Row("poison", (CRASH,), 0, 4)], 4))
         (lost,) = await events.until(WorkerLost)
         assert isinstance(lost, WorkerLost)
         assert (
@@ -243,10 +252,10 @@ def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
 def test_running_out_of_memory_fails_the_batch_and_keeps_the_process() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         pid = workers.pid(0)
-        workers.run(0, 1, [Row(str(index), (1,) * 60, 0, 30) for index in range(20)], 30)
+        workers.run(0, RunSlice(1, [Row(str(index), (1,) * 60, 0, 30) for index in range(20)], 30))
         (done,) = await events.until(BatchDone)
         assert (done.failure, set(done.output.tokens)) == ("oom", {()})
-        workers.run(0, 2, ROWS, 20)
+        workers.run(0, RunSlice(2, ROWS, 20))
         assert (await events.until(BatchDone, 2))[1].output == expected(ROWS, 20)
         assert workers.pid(0) == pid
 
@@ -255,16 +264,16 @@ def test_running_out_of_memory_fails_the_batch_and_keeps_the_process() -> None:
 
 def test_a_batch_stops_when_no_row_is_wanted() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, 1, ENDLESS, 10**6)
+        workers.run(0, RunSlice(1, ENDLESS, 10**6))
         await events.until(BatchProgress)
-        workers.cancel(0, 1, ["a"])
+        workers.tell(0, Cancel(1, ("a",)))
         await events.until(BatchProgress, 3)
         assert not [event for event in events.seen if isinstance(event, BatchDone)]
-        workers.cancel(0, 1, ["b"])
+        workers.tell(0, Cancel(1, ("b",)))
         (done,) = await events.until(BatchDone)
         assert (done.failure, done.output.finish) == ("", ("", ""))
-        workers.cancel(0, 1, ["a", "b"])  # too late: nothing happens
-        workers.run(0, 2, ROWS, 2)
+        workers.tell(0, Cancel(1, ("a", "b")))  # too late: nothing happens
+        workers.run(0, RunSlice(2, ROWS, 2))
         assert len((await events.until(BatchDone, 2))[1].output.tokens[0]) == 2
 
     with_workers(scenario, slow_workers())
@@ -272,9 +281,9 @@ def test_a_batch_stops_when_no_row_is_wanted() -> None:
 
 def test_a_second_batch_on_a_busy_worker_raises() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, 1, ROWS, 20)
+        workers.run(0, RunSlice(1, ROWS, 20))
         with pytest.raises(ValueError, match="one at a time"):
-            workers.run(0, 2, ROWS, 20)
+            workers.run(0, RunSlice(2, ROWS, 20))
         await events.until(BatchDone)
 
     with_workers(scenario)
@@ -282,23 +291,20 @@ def test_a_second_batch_on_a_busy_worker_raises() -> None:
 
 def test_stop_ends_a_batch_at_its_next_step() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, 1, ENDLESS, 10**6)
+        workers.run(0, RunSlice(1, ENDLESS, 10**6))
         await events.until(BatchProgress)
 
     with_workers(scenario, slow_workers())
 
 
-def test_stop_kills_a_worker_that_hangs() -> None:
+def test_stop_kills_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.workers.pool.STOP_TIMEOUT_S", 0.0)
+
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, 1, STUCK, 40)
+        workers.run(0, RunSlice(1, STUCK, 40))
         await events.until(BatchProgress)
 
-    with_workers(
-        scenario,
-        ProcessWorkers(
-            [WorkerSpec(fake(), tiny.engine_spec("fake"), tiny.CPU)], stop_timeout_s=0.0
-        ),
-    )
+    with_workers(scenario)
 
 
 async def never(workers: ProcessWorkers, events: Events) -> None:
@@ -342,11 +348,11 @@ class ManualPool(WorkerPool):
     """A pool of such bodies; those of the first start load at once."""
 
     def __init__(self, size: int, **options: Any) -> None:
-        super().__init__(size, self._make, backoff_s=0.0, **options)
+        super().__init__(size, **options)
         self.bodies: list[ManualBody] = []
         self.loads_at_once = True
 
-    async def _make(self, index: int, on_frame: OnFrame) -> ManualBody:
+    async def spawn(self, worker: int, on_frame: OnFrame) -> ManualBody:
         body = ManualBody(on_frame)
         self.bodies.append(body)
         if self.loads_at_once and len(self.bodies) <= self.size:
@@ -420,9 +426,11 @@ def test_while_one_worker_runs_the_other_is_restarted_without_limit() -> None:
     asyncio.run(main())
 
 
-def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
+def test_a_load_that_hangs_is_ended_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.workers.pool.LOAD_GRACE_S", 0.0)
+
     async def main() -> None:
-        pool, events = ManualPool(1, load_grace_s=0.0), Events()
+        pool, events = ManualPool(1), Events()
         await pool.start(events)
         pool.bodies[0].kill()
         second = await pool.next_body(2)
@@ -549,7 +557,7 @@ def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
 
 def test_a_worker_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
-        pool.run(0, 7, ROWS, 20, estimated_s=2.0)
+        pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
         silence.after(25.0)
         pool.bodies[0].send_frame(Alive())  # a thread sends it, so it says nothing about the engine
         silence.after(4.0)
@@ -567,7 +575,7 @@ def test_a_worker_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed(
 
 def test_time_in_which_the_front_stood_still_does_not_count() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
-        pool.run(0, 7, ROWS, 20, estimated_s=2.0)
+        pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
         pool.supervisor._checked_s -= 3600
         silence.after(3600.0)
         assert not pool.bodies[0].end.done()
@@ -603,9 +611,9 @@ import test_workers_pool as shared
 async def main():
     workers, events = shared.process_workers(4, budget_mib=4096.0), shared.Events()
     await workers.start(events)
-    workers.run(0, 1, shared.ENDLESS, 10**6)
-    workers.run(1, 2, shared.STUCK, 40)  # hangs in its engine
-    workers.run(2, 3, shared.STUCK, 40)
+    workers.run(0, shared.RunSlice(1, shared.ENDLESS, 10**6))
+    workers.run(1, shared.RunSlice(2, shared.STUCK, 40))  # hangs in its engine
+    workers.run(2, shared.RunSlice(3, shared.STUCK, 40))
     await events.until(shared.BatchProgress, 3)
     os.kill(workers.pid(2), signal.SIGSTOP)  # receives nothing
     print(*(workers.pid(worker) for worker in range(4)), flush=True)
@@ -708,14 +716,13 @@ def test_a_real_model_in_a_process() -> None:
     ]
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, 1, rows, 8)
+        workers.run(0, RunSlice(1, rows, 8))
         (done,) = await events.until(BatchDone)
         here = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
         assert done.output == here.run_slice(rows, 8, lambda step: True)
         assert done.times.engine_s > 0
 
-    spec = WorkerSpec(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
-    with_workers(scenario, ProcessWorkers([spec]))
+    with_workers(scenario, ProcessWorkers([tiny.recipe(tiny.model_spec(), tiny.engine_spec())]))
 
 
 def round_tokens(events: Events) -> dict[int, list[int]]:
@@ -732,7 +739,7 @@ def round_tokens(events: Events) -> dict[int, list[int]]:
 def test_rows_stay_on_the_worker_between_rounds() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         alone = expected(ROWS, 40).tokens
-        workers.run_round(0, 1, Round(4, (ROWS[0],), (7,)))
+        workers.run(0, RunRound(1, Round(4, (ROWS[0],), (7,))))
         (first,) = await events.until(RoundDone)
         assert (first.failure, first.output.steps, first.output.joined, first.output.ended) == (
             "",
@@ -740,7 +747,7 @@ def test_rows_stay_on_the_worker_between_rounds() -> None:
             ((7, 0),),
             (),
         )
-        workers.run_round(0, 2, Round(40, (ROWS[1],), (9,)))
+        workers.run(0, RunRound(2, Round(40, (ROWS[1],), (9,))))
         second = (await events.until(RoundDone, 2))[1]
         assert second.output.ended == (9,)
         got = round_tokens(events)
@@ -752,9 +759,9 @@ def test_rows_stay_on_the_worker_between_rounds() -> None:
 
 def test_a_round_ends_soon_after_it_is_interrupted() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run_round(0, 1, Round(10**6, (ENDLESS[0],), (0,)))
+        workers.run(0, RunRound(1, Round(10**6, (ENDLESS[0],), (0,))))
         await events.until(BatchProgress, 2)
-        workers.interrupt(0, 1)
+        workers.tell(0, Interrupt(1))
         (done,) = await events.until(RoundDone)
         assert 0 < done.output.steps < 10**6
         assert len(round_tokens(events)[0]) == 1 + done.output.steps
@@ -764,10 +771,10 @@ def test_a_round_ends_soon_after_it_is_interrupted() -> None:
 
 def test_a_round_out_of_memory_names_the_dropped_rows_and_a_crashed_one_has_no_output() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run_round(0, 1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1)))
+        workers.run(0, RunRound(1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1))))
         (done,) = await events.until(RoundDone)
         assert (done.failure, done.output.dropped) == ("oom", (1,))
-        workers.run_round(0, 2, Round(5, (Row("poison", (CRASH,), 0, 4),), (2,)))
+        workers.run(0, RunRound(2, Round(5, (Row("poison", (CRASH,), 0, 4),), (2,))))
         crashed = (await events.until(RoundDone, 2))[1]
         assert (crashed.batch_id, crashed.failure, crashed.output) == (2, "crashed", None)
         await events.until(WorkerLost)

@@ -2,7 +2,7 @@
 engines' contract tests run.
 """
 
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, ProfileSpec, Recipe
 
 CPU = HardwareSpec(device="cpu", name="any CPU")
 MAX_MODEL_LEN = 96
@@ -68,3 +68,10 @@ def engine_spec(kind: str = "llama", *, budget_mib: float = 16.0, **changes: obj
     name = kind if kind in ("fake", "rebatch", "deepspeed") else "transformers"
     fields = {"name": name, "threads": 1, "kv_cache_memory_mib": budget_mib}
     return EngineSpec.model_validate(fields | changes)
+
+
+def recipe(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec = CPU) -> Recipe:
+    """A recipe of these sections."""
+    lengths = {key: [8] for key in ("input_lengths", "cached_lengths", "memory_lengths")}
+    profile = ProfileSpec(batch_sizes=[1], **lengths)
+    return Recipe(name="tiny", model=model, engine=engine, hardware=hardware, profile=profile)

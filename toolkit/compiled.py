@@ -75,7 +75,7 @@ class RunningCode(NamedTuple):
 
 
 def wish() -> bool | None:
-    """Whether compiled code is wished for by `LLMCTL_COMPILED`; None: where it is there."""
+    """Whether `LLMCTL_COMPILED` asks for compiled code; None: run it if it is there."""
     value = os.environ.get(VARIABLE, "")
     if value not in {"", "0", "1"}:
         from toolkit.errors import InputError
@@ -94,7 +94,7 @@ def reduced(instance: object) -> Reduced:
     """
     from dataclasses import fields
 
-    values = (getattr(instance, each.name) for each in fields(instance) if each.init)  # type: ignore[arg-type]
+    values = (getattr(instance, field.name) for field in fields(instance) if field.init)  # type: ignore[arg-type]
     return type(instance), tuple(values)
 
 
@@ -104,7 +104,7 @@ def source(module: str) -> Path:
 
 
 def manifest() -> str:
-    """What the manifest of libraries of the sources as they are now says."""
+    """The manifest that libraries of the current sources have."""
     from hashlib import sha256
 
     return "".join(f"{sha256(source(name).read_bytes()).hexdigest()}  {name}\n" for name in MODULES)
@@ -124,7 +124,7 @@ def unusable() -> str:
 
 
 def obstacle() -> str:
-    """What stands in the way of compiling on this machine; empty if nothing does."""
+    """Why this machine cannot compile; empty if it can."""
     import shutil
     import sysconfig
 
@@ -147,14 +147,12 @@ def running() -> RunningCode:
     reason = _finder.refused or unusable()
     if not reason:
         return RunningCode(True)
+    remedy = REMEDY
     if not (PACKAGE.parent / "hatch_build.py").exists():
         remedy = "install llmctl from its source (the sdist) where a C compiler is"
-        return RunningCode(False, reason, remedy)
-    lacking = "" if _finder.refused else obstacle()
-    if lacking:
+    elif not _finder.refused and (lacking := obstacle()):
         reason, remedy = f"{reason}; {lacking}", f"install gcc or clang, and {HEADERS}; {REMEDY}"
-        return RunningCode(False, reason, remedy)
-    return RunningCode(False, reason, REMEDY)
+    return RunningCode(False, reason, remedy)
 
 
 def _is_library(name: str) -> bool:

@@ -9,9 +9,8 @@ name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.errors import InputError, nearest
 
@@ -110,9 +109,3 @@ def traits_of(name: str) -> EngineTraits:
     if name not in ENGINES:
         raise InputError(f"there is no engine '{name}'", nearest(name, ENGINES))
     return ENGINES[name]
-
-
-def attribute(reference: str) -> Any:
-    """The object that `module:attribute` names; its module is imported now."""
-    module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)

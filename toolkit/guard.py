@@ -164,13 +164,13 @@ def _pipe_holders(pipe: int) -> list[int]:
         others = {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}
     except OSError:
         return []
-    found = []
+    holders = []
     for process in others:
         folder = f"/proc/{process}/fd"
         with contextlib.suppress(OSError):  # another user's process, or it has ended
             if any(os.readlink(f"{folder}/{name}") == wanted for name in os.listdir(folder)):
-                found.append(process)
-    return found
+                holders.append(process)
+    return holders
 
 
 def _exists(process: int) -> bool:
@@ -179,7 +179,7 @@ def _exists(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

@@ -35,18 +35,22 @@ class Served:
         return len(self.arrival_s)
 
 
+def _of_all(served: Served) -> dict[str, Floats]:
+    """TTFT, TPOT, MTPOT and E2E of every request, in seconds; one token counts as one gap."""
+    ttft = served.first_token_s - served.arrival_s
+    e2e = served.finish_s - served.arrival_s
+    tpot = (e2e - ttft) / np.maximum(served.output_tokens - 1, 1)
+    return {"ttft": ttft, "tpot": tpot, "mtpot": served.max_gap_s, "e2e": e2e}
+
+
 def latencies(served: Served) -> dict[str, Floats]:
     """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds.
 
     TPOT omits requests with one token.
     """
-    ok = served.ok
-    ttft = (served.first_token_s - served.arrival_s)[ok]
-    e2e = (served.finish_s - served.arrival_s)[ok]
-    gaps = served.output_tokens[ok] - 1
-    many = gaps > 0
-    tpot = (e2e - ttft)[many] / gaps[many]
-    return {"ttft": ttft, "tpot": tpot, "mtpot": served.max_gap_s[ok], "e2e": e2e}
+    values = {name: seconds[served.ok] for name, seconds in _of_all(served).items()}
+    values["tpot"] = values["tpot"][served.output_tokens[served.ok] > 1]
+    return values
 
 
 def statistic(values: Floats, name: str) -> float:
@@ -65,14 +69,10 @@ def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
 
     The target `ttft_p99_s: 2` requires TTFT <= 2 s of each request.
     """
-    good = served.ok.copy()
-    ttft = served.first_token_s - served.arrival_s
-    e2e = served.finish_s - served.arrival_s
-    tpot = (e2e - ttft) / np.maximum(served.output_tokens - 1, 1)
-    gap = served.max_gap_s
-    per_request = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": gap, "itl": gap}
+    good, values = served.ok.copy(), _of_all(served)
+    values["itl"] = values["mtpot"]
     for key, limit in sla.items():
-        good &= per_request[key.split("_")[0]] <= limit
+        good &= values[key.split("_")[0]] <= limit
     return good
 
 

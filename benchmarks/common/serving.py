@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from benchmarks.common import samples
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput, StepOutput
+from toolkit.engines.protocol import FinishReason, Row, SliceOutput, StepOutput
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -43,7 +43,11 @@ from toolkit.serve.status import Status
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
+    Cancel,
+    Interrupt,
     OnEvent,
+    RunBatch,
+    RunSlice,
     SilentWorker,
     Times,
     WorkerLost,
@@ -111,30 +115,19 @@ class HandWorkers:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
         assert worker not in self.running, "one batch at a time"
+        if not isinstance(batch, RunSlice):
+            raise NotImplementedError
         self.estimated_s = estimated_s
-        self.running[worker] = (batch_id, list(rows), steps)
-        self.rows.append(list(rows))
+        self.running[worker] = (batch.batch_id, list(batch.rows), batch.steps)
+        self.rows.append(list(batch.rows))
 
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        raise NotImplementedError
-
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        raise NotImplementedError
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        assert self.running[worker][0] == batch_id
-        self.unwanted += request_ids
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
+        if not isinstance(change, Cancel):
+            raise NotImplementedError
+        assert self.running[worker][0] == change.batch_id
+        self.unwanted += change.request_ids
 
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
@@ -184,15 +177,8 @@ class ToyWorkers(HandWorkers):
         super().__init__(size)
         self.stride = stride
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        super().run(worker, batch_id, rows, steps, estimated_s)
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        super().run(worker, batch, estimated_s)
         asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
 
     def _go_on(self, worker: int, at: int) -> None:

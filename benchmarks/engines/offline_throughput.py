@@ -76,7 +76,7 @@ class System:
             stdout=subprocess.PIPE,
             stderr=None if options.verbose else subprocess.DEVNULL,
             text=True,
-            env=engine_environment(options.threads),
+            env=engine_environment(options.threads, "cpu"),
         )
 
     def wait(self) -> None:

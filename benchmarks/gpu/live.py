@@ -31,10 +31,12 @@ from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Arrivals, Lengths, backlog, generate
 from toolkit.traces.types import Trace
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import (
     OnEvent,
     RoundDone,
+    RunBatch,
+    RunRound,
     WorkerEvent,
     WorkerReady,
     Workers,
@@ -159,7 +161,7 @@ def predicted(plan: Plan, trace: Trace, limit_s: float) -> dict[str, float]:
 async def _replay_each(
     plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float
 ) -> list[Outcome]:
-    pool = ProcessWorkers([WorkerSpec.of(plans[0].recipe)] * plans[0].workers)
+    pool = ProcessWorkers([plans[0].recipe] * plans[0].workers)
     workers, outcomes = KeptWorkers(pool), []
     try:
         for plan, title in zip(plans, titles, strict=True):
@@ -295,13 +297,10 @@ class KeptWorkers(WrappedWorkers):
         if self._on_event is not None:
             self._on_event(event)
 
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        self._rows[worker] = max(
-            self._rows.get(worker, 0), *(number + 1 for number in plan.numbers), 0
-        )
-        super().run_round(worker, batch_id, plan, estimated_s)
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        numbers = batch.plan.numbers if isinstance(batch, RunRound) else ()
+        self._rows[worker] = max(self._rows.get(worker, 0), *(number + 1 for number in numbers), 0)
+        super().run(worker, batch, estimated_s)
 
     async def forget(self) -> None:
         """Make idle engines drop the cancelled rows: the next driver uses the same numbers."""
@@ -310,7 +309,8 @@ class KeptWorkers(WrappedWorkers):
             self._on_event = lambda event, done=done: (
                 done.set() if isinstance(event, RoundDone) else None
             )
-            self.workers.run_round(worker, LAST_BATCH, Round(steps=0, evict=tuple(range(count))))
+            eviction = Round(steps=0, evict=tuple(range(count)))
+            self.workers.run(worker, RunRound(LAST_BATCH, eviction))
             await done.wait()
         self._rows.clear()
 

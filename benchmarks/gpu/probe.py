@@ -125,7 +125,7 @@ def probe(recipe: Recipe, on_cpu: bool, end_s: float) -> dict[str, Any]:
                         point["seconds"] = _steps(engine, rows, length, cudnn=cudnn)
                         found["points"].append(point)
         if fixed:
-            steps = engine._batch._fixed
+            steps = engine._batch.fixed
             found["captured"] = bool(steps and steps.captures)
         del engine
         gc.collect()

@@ -27,10 +27,10 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 from toolkit.serve.live import merge
-from toolkit.workers.child import Outbox, RunningRound
+from toolkit.workers.child import BatchInProgress, Outbox
 from toolkit.workers.lifeline import FrontSocket
 from toolkit.workers.protocol import (
-    DoneRound,
+    Done,
     RunRound,
     SocketChannel,
     Times,
@@ -65,16 +65,16 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
     )
     run = RunRound(5, Round(256, new, (1, 2, 3, 4)))
     steps = tuple(StepOutput(tuple(range(rows)), tuple(range(100, 100 + rows))) for _ in range(6))
-    done = DoneRound(5, steps, Times(), RoundOutput(6, ((1, 0),), (), 8000, 9000))
+    done = Done(5, steps, Times(), output=RoundOutput(6, ((1, 0),), (), 8000, 9000))
     to_worker, to_front = worker_side(), front_side()
     out, back = pack(run), pack(done)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = SocketChannel(FrontSocket(theirs))
         outbox = Outbox(channel, NEVER_S, time.perf_counter)
-        outbox.begin_round(5, run.plan)
+        outbox.begin(run)
         outbox.put(steps[0])  # has first tokens, so it goes out; those that follow wait
-        running = RunningRound(run, channel, outbox)
+        running = BatchInProgress(run, channel, outbox)
         return {
             "a round to the worker: pack": fastest_us(lambda: pack(run), repeats),
             "unpack": fastest_us(lambda: list(to_worker.feed(out)), repeats),

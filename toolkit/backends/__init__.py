@@ -9,9 +9,10 @@ its engine, starts it if it is a server, and reports what the engine lacks on th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from toolkit.engine_traits import attribute, traits_of
+from toolkit.engine_traits import traits_of
 
 if TYPE_CHECKING:  # for types only: code inside an engine's own process imports this package too
     from collections.abc import Callable, Mapping, Sequence
@@ -187,7 +188,7 @@ class DescribesServer(Protocol):
 
 def backend_of(engine: str) -> Backend:
     """Import and make the backend of an engine. Raises `InputError` for an unknown engine."""
-    backend: Backend = attribute(traits_of(engine).backend)()
+    backend: Backend = resolve_name(traits_of(engine).backend)()
     return backend
 
 

@@ -32,7 +32,7 @@ from toolkit.endpoints.target import (
     version,
 )
 from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
-from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
+from toolkit.engines.protocol import FinishReason, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
@@ -42,7 +42,11 @@ from toolkit.profiling.run import ProfileBench
 from toolkit.units import MIB
 from toolkit.workers.protocol import (
     BatchDone,
+    Cancel,
+    Interrupt,
     OnEvent,
+    RunBatch,
+    RunSlice,
     SilentWorker,
     Times,
     WorkerReady,
@@ -361,23 +365,14 @@ class EndpointWorkers:
         self._on_event = on_event
         on_event(WorkerReady(0, self._facts))
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        """Send the rows as requests, each with its own random prompt."""
-        lengths = [len(row.tokens) for row in rows]
-        self._task = asyncio.create_task(self._run(batch_id, lengths, steps))
-
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        """Raises `ValueError`: the server schedules by itself."""
-        raise ValueError("a server schedules by itself and runs no rounds")
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        """Send the rows of a slice as requests, each with its own random prompt. Raises
+        `ValueError` for a round: the server schedules by itself.
+        """
+        if not isinstance(batch, RunSlice):
+            raise ValueError("a server schedules by itself and runs no rounds")
+        lengths = [len(row.tokens) for row in batch.rows]
+        self._task = asyncio.create_task(self._run(batch.batch_id, lengths, batch.steps))
 
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
@@ -386,10 +381,7 @@ class EndpointWorkers:
         """No worker is watched: `GROUP_TIMEOUT_S` bounds each request instead."""
         return []
 
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        """Do nothing: a running slice cannot be interrupted."""
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         """Do nothing: a running request cannot be cancelled."""
 
     async def stop(self) -> None:

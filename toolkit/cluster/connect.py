@@ -145,15 +145,15 @@ def _find(address: str) -> str:
         from ray._private.services import canonicalize_bootstrap_address
 
         try:
-            found = canonicalize_bootstrap_address(os.environ.get("RAY_ADDRESS") or AUTO)
+            head = canonicalize_bootstrap_address(os.environ.get("RAY_ADDRESS") or AUTO)
         except (ConnectionError, ValueError):
-            found = None
-        if not found:
+            head = None
+        if not head:
             tried = "RAY_ADDRESS is not set, and no Ray process runs on this machine"
             raise InputError(
                 f"--ray auto: no cluster was found: {tried}", "ray start --head, or --ray local"
             )
-        address = check_address(str(found))
+        address = check_address(str(head))
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()

@@ -59,8 +59,8 @@ def main(words: list[str]) -> None:
 
 
 def _titles() -> list[str]:
-    found = psutil.process_iter(["cmdline"])
-    return [(process.info["cmdline"] or [""])[0] for process in found]
+    processes = psutil.process_iter(["cmdline"])
+    return [(process.info["cmdline"] or [""])[0] for process in processes]
 
 
 def _peers(port: int) -> set[str]:

@@ -14,7 +14,8 @@ workers are of one kind and no labels are named, any machine with enough CPUs an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -22,8 +23,7 @@ from typing import Any
 from toolkit.cluster.connect import AUTO, LOCAL
 from toolkit.errors import EngineError, InputError
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import VALUE_PATTERN, EngineSpec, HardwareSpec
-from toolkit.workers.pool import WorkerSpec
+from toolkit.files.recipe import VALUE_PATTERN, Recipe
 
 ACCELERATOR = "ray.io/accelerator-type"
 KIND = "llmctl.io/kind"
@@ -40,10 +40,11 @@ class MachineShare:
     gpus: int
 
     @classmethod
-    def of(cls, engine: EngineSpec, hardware: HardwareSpec) -> MachineShare:
+    def of(cls, recipe: Recipe) -> MachineShare:
         """The threads of the engine's processes, and a GPU for each process that needs one."""
+        engine, on_gpu = recipe.engine, recipe.hardware.device == "cuda"
         processes = engine.tensor_parallel_size
-        return cls((engine.threads or 1) * processes, processes if hardware.device == "cuda" else 0)
+        return cls((engine.threads or 1) * processes, processes if on_gpu else 0)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -62,12 +63,12 @@ class MachineShare:
 class WorkerPlacement:
     """One worker: what it loads, and the labels that its machine must have."""
 
-    spec: WorkerSpec
+    recipe: Recipe
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def share(self) -> MachineShare:
-        return MachineShare.of(self.spec.engine, self.spec.hardware)
+        return MachineShare.of(self.recipe)
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +82,7 @@ class Machine:
 def places(kinds: Sequence[Kind]) -> list[WorkerPlacement]:
     """The placements of a plan's workers, by number. Raises `InputError` as `node_labels`."""
     return [
-        WorkerPlacement(WorkerSpec.of(kind.recipe), labels)
+        WorkerPlacement(kind.recipe, labels)
         for kind, labels in zip(kinds, node_labels(kinds), strict=True)
         for _ in range(kind.workers)
     ]
@@ -105,7 +106,7 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
     """
     if len(kinds) == 1:
         return [kinds[0].nodes]
-    found: list[dict[str, str]] = []
+    labels_of_kinds: list[dict[str, str]] = []
     for kind in kinds:
         name = kind.recipe.name
         if kind.nodes:
@@ -119,19 +120,19 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
                 f"recipe '{name}': its name cannot be a label of machines",
                 "set their labels in the fleet: nodes",
             )
-        found.append(labels)
+        labels_of_kinds.append(labels)
     # Several recipes may share machines only if these have the same device.
     for number, kind in enumerate(kinds):
-        for other, labels in zip(kinds[:number], found, strict=False):
+        for other, labels in zip(kinds[:number], labels_of_kinds, strict=False):
             devices = other.fit.engine.device, kind.fit.engine.device
-            if labels == found[number] and devices[0] != devices[1]:
+            if labels == labels_of_kinds[number] and devices[0] != devices[1]:
                 raise InputError(
                     f"machines with {devices[0]} and with {devices[1]} have the same label in a "
                     f"Ray cluster, {_text(labels)}",
                     "set other labels in the fleet, like nodes: {memory: 80GB}; then: "
                     "ray start --labels=memory=80GB",
                 )
-    return found
+    return labels_of_kinds
 
 
 def accelerator_type(device: str) -> str:
@@ -147,55 +148,45 @@ def no_room(wanted: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> s
     """Why a cluster of these machines has no room for the `wanted` workers: what they need and what
     it has, for the kinds that it can never hold, else for all.
     """
-    kinds = [
-        list(same) for _, same in groupby(wanted, key=lambda place: (place.share, place.labels))
-    ]
-    short = [
-        kind
-        for kind in kinds
-        if len(kind)
-        > sum(kind[0].share.fits(machine.resources) for machine in _of_kind(kind[0], machines))
-    ]
-    return "the cluster has no room for " + "; and none for ".join(
-        _lacks(kind, machines) for kind in short or kinds
-    )
+    every, short = [], []
+    for _, same in groupby(wanted, key=lambda place: (place.share, place.labels)):
+        kind = list(same)
+        place, fitting = kind[0], _labelled(machines, kind[0].labels)
+        room = sum(place.share.fits(machine.resources) for machine in fitting)
+        every.append(_lacks(place, len(kind), machines))
+        if len(kind) > room:
+            short.append(every[-1])
+    return "the cluster has no room for " + "; and none for ".join(short or every)
 
 
-def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Machine]:
-    return (machine for machine in machines if place.labels.items() <= machine.labels.items())
+def _labelled(machines: Sequence[Machine], labels: Mapping[str, str]) -> list[Machine]:
+    return [machine for machine in machines if labels.items() <= machine.labels.items()]
 
 
-def _lacks(kind: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> str:
+def _lacks(place: WorkerPlacement, count: int, machines: Sequence[Machine]) -> str:
     """How many workers need what on which machines, and what there is."""
-    place, fitting = kind[0], list(_of_kind(kind[0], machines))
-    needed = f"{len(kind)} worker{'s' * (len(kind) > 1)} of {place.share} each"
-    if not place.labels:
-        there = f"{_total(place.share, fitting)} in all on {len(machines)} machines"
-        return f"{needed}: {there}, of which some may be in use"
-    needed += f" on machines with {_text(place.labels)}"
-    if fitting:
-        total = _total(place.share, fitting)
-        return f"{needed}: {total} in all on {len(fitting)} of them, of which some may be in use"
-    shown = [
-        _text({key: machine.labels[key] for key in place.labels if key in machine.labels})
+    labels, fitting = place.labels, _labelled(machines, place.labels)
+    needed = f"{count} worker{'s' * (count > 1)} of {place.share} each"
+    where = f"{len(machines)} machines"
+    if labels:
+        needed += f" on machines with {_text(labels)}"
+        where = f"{len(fitting)} of them"
+    if fitting or not labels:
+        total = " and ".join(
+            f"{sum(machine.resources.get(what, 0.0) for machine in fitting):g} {what}"
+            for what in place.share.bundle
+        )
+        return f"{needed}: {total} in all on {where}, of which some may be in use"
+    shown = Counter(
+        _text({key: machine.labels[key] for key in labels if key in machine.labels})
         for machine in machines
-    ]
-    counts = ", ".join(f"{text} ({shown.count(text)})" for text in sorted(set(shown)))
+    )
+    counts = ", ".join(f"{text} ({number})" for text, number in sorted(shown.items()))
     return f"{needed}: none of its {len(machines)} has that; they have {counts}"
-
-
-def _total(share: MachineShare, machines: Sequence[Machine]) -> str:
-    sums = {
-        what: sum(machine.resources.get(what, 0.0) for machine in machines) for what in share.bundle
-    }
-    return " and ".join(f"{total:g} {what}" for what, total in sums.items())
 
 
 def _text(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) or "none"
-
-
-ROOM_TIMEOUT_S = 60.0
 
 
 class Room:

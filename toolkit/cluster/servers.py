@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from toolkit.cluster.places import ROOM_TIMEOUT_S, Room, WorkerPlacement, reason
+from toolkit.cluster.places import Room, WorkerPlacement, reason
 from toolkit.errors import EngineError, LlmctlError
 
 POLL_EVERY_S = 0.2
@@ -88,12 +88,10 @@ class ServerActor:
         return self._server.url, warnings
 
     def ended(self) -> None:
-        """Wait until the server has ended."""
         while self._server is not None and self._server.running:
             time.sleep(POLL_EVERY_S)
 
     def stop(self) -> None:
-        """End the server."""
         if self._server is not None:
             self._server.stop()
         if self._folder is not None:
@@ -133,13 +131,7 @@ class RayServers:
         host: on which they listen; '': the address by which Ray's nodes reach the machine.
     """
 
-    def __init__(
-        self,
-        places: Sequence[WorkerPlacement],
-        *,
-        room_timeout_s: float = ROOM_TIMEOUT_S,
-        host: str = "",
-    ) -> None:
+    def __init__(self, places: Sequence[WorkerPlacement], room_timeout_s: float, host: str) -> None:
         self._places, self._room_timeout_s, self._host = places, room_timeout_s, host
         self._room = Room(places)
         self._began_s, self._has_room = time.monotonic(), False
@@ -166,10 +158,10 @@ class RayServers:
         if self._has_room:
             return
         left_s = max(self._began_s + self._room_timeout_s - time.monotonic(), 0.0)
-        found, _ = ray.wait([self._room.ready, placed], timeout=left_s)
-        if not found:
+        done, _ = ray.wait([self._room.ready, placed], timeout=left_s)
+        if not done:
             raise self._room.missing(self._room_timeout_s)
-        self._has_room = self._room.ready in found
+        self._has_room = self._room.ready in done
 
     def seat(self, server: ActorServer, number: int, address: str, machine: str) -> ServerSeat:
         """The seat of a server on its machine. Its CPUs are its own until they are freed."""
@@ -180,30 +172,24 @@ class RayServers:
 
     def _threads(self, number: int) -> int:
         """The CPUs of a server's threads; 0 on a GPU, and where the engine divides them itself."""
-        spec = self._places[number].spec
-        return (spec.engine.threads or 0) if spec.hardware.device == "cpu" else 0
+        recipe = self._places[number].recipe
+        return (recipe.engine.threads or 0) if recipe.hardware.device == "cpu" else 0
 
 
+@dataclass(eq=False)
 class ActorServer:
-    """A server of the cluster as the front sees it. Use `RayServers.start`.
+    """A server of the cluster as the front sees it. Use `RayServers.start`."""
 
-    Attributes:
-        url: its address, once it is ready.
-    """
+    servers: RayServers
+    number: int
+    actor: Any
+    start: StartServer
+    say: Callable[[str], None]
+    url: str = ""  # until it is ready
+    _end: Future[None] | None = None  # of the server, or of its actor
 
-    def __init__(
-        self,
-        servers: RayServers,
-        number: int,
-        actor: Any,
-        start: StartServer,
-        say: Callable[[str], None],
-    ) -> None:
-        self.url = ""
-        self._servers, self._number, self._actor = servers, number, actor
-        self._start, self._say = start, say
-        self._machine = actor.machine.remote()
-        self._end: Future[None] | None = None  # of the server, or of its actor
+    def __post_init__(self) -> None:
+        self._machine = self.actor.machine.remote()
 
     @property
     def running(self) -> bool:
@@ -221,12 +207,12 @@ class ActorServer:
 
         where = ""
         try:
-            self._servers.wait(self._machine)
+            self.servers.wait(self._machine)
             address, machine = ray.get(self._machine)
             where = f"on {address}: "
-            seat = self._servers.seat(self, self._number, address, machine)
-            self.url, warnings = ray.get(self._actor.start.remote(self._start, seat))
-            self._end = self._actor.ended.remote().future()
+            seat = self.servers.seat(self, self.number, address, machine)
+            self.url, warnings = ray.get(self.actor.start.remote(self.start, seat))
+            self._end = self.actor.ended.remote().future()
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LlmctlError):
@@ -235,7 +221,7 @@ class ActorServer:
         except RayError as error:
             raise EngineError(f"{where}{reason(str(error))}") from None
         for warning in warnings:
-            self._say(f"{where}{warning}")
+            self.say(f"{where}{warning}")
 
     def stop(self) -> None:
         """End it with every process of its own, or its wait for a place in the cluster."""
@@ -245,6 +231,6 @@ class ActorServer:
         with suppress(RayError):
             placed, _ = ray.wait([self._machine], timeout=0)
             if placed:
-                ray.get(self._actor.stop.remote(), timeout=STOP_S)
-        ray.kill(self._actor)
-        self._servers.cpus.free(self)
+                ray.get(self.actor.stop.remote(), timeout=STOP_S)
+        ray.kill(self.actor)
+        self.servers.cpus.free(self)

@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from toolkit.cluster.places import ROOM_TIMEOUT_S, Room, WorkerPlacement, reason
+from toolkit.cluster.places import Room, WorkerPlacement, reason
 from toolkit.workers.child import serve
 from toolkit.workers.lifeline import LifeSigns
-from toolkit.workers.pool import PATIENCE, Body, Patience, WorkerPool
+from toolkit.workers.pool import Body, Patience, WorkerPool
 from toolkit.workers.process import OnFrame, engine_variables
 from toolkit.workers.protocol import (
     Alive,
@@ -48,7 +47,6 @@ class QueueChannel:
     def __init__(self) -> None:
         self._inbox: SimpleQueue[ToWorker] = SimpleQueue()
         self._outbox: SimpleQueue[FromWorker] = SimpleQueue()
-        self._put_back: deque[ToWorker] = deque()
         self._early: dict[int, ToWorker] = {}
         self._next = 0
         self._lock = threading.Lock()
@@ -69,19 +67,14 @@ class QueueChannel:
         self._outbox.put(frame)
 
     def receive(self) -> ToWorker:
-        return self._put_back.popleft() if self._put_back else self._inbox.get()
+        return self._inbox.get()
 
     def poll(self) -> list[ToWorker]:
-        frames = list(self._put_back)
-        self._put_back.clear()
-        try:
+        frames = []
+        with contextlib.suppress(Empty):
             while True:
                 frames.append(self._inbox.get_nowait())
-        except Empty:
-            return frames
-
-    def put_back(self, frame: ToWorker) -> None:
-        self._put_back.appendleft(frame)
+        return frames
 
 
 class WorkerActor:
@@ -122,26 +115,15 @@ class RayWorkers(WorkerPool):
     Args:
         places: what each worker loads and where, by number.
         room_timeout_s: how long `start` waits for the cluster to have room for all workers.
-        backoff_s, stop_timeout_s, patience: as in `WorkerPool`.
+        patience: as in `WorkerPool`.
     """
 
+    start_s = math.inf  # an actor may wait for a place as long as a load may take
+
     def __init__(
-        self,
-        places: Sequence[WorkerPlacement],
-        *,
-        room_timeout_s: float = ROOM_TIMEOUT_S,
-        backoff_s: float = 0.5,
-        stop_timeout_s: float = 10.0,
-        patience: Patience = PATIENCE,
+        self, places: Sequence[WorkerPlacement], room_timeout_s: float, patience: Patience
     ) -> None:
-        super().__init__(
-            len(places),
-            self._spawn_actor,
-            backoff_s=backoff_s,
-            stop_timeout_s=stop_timeout_s,
-            patience=patience,
-            start_s=math.inf,  # an actor may wait for a place as long as a load may take
-        )
+        super().__init__(len(places), patience)
         self._places = places
         self._room_timeout_s = room_timeout_s
         self._room: Room | None = None
@@ -163,18 +145,20 @@ class RayWorkers(WorkerPool):
             self._room.free()
             self._room = None
 
-    async def _spawn_actor(self, index: int, on_frame: OnFrame) -> Body:
+    async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
+        """Start an actor, which may wait for its place in the cluster."""
         import ray
 
         assert self._room is not None
-        spec = self._places[index].spec
+        recipe = self._places[worker].recipe
+        variables = engine_variables(recipe.engine.threads, recipe.hardware.device)
         actor = ray.remote(WorkerActor).options(
-            **self._room.options(index),
+            **self._room.options(worker),
             max_concurrency=THREADS,
-            runtime_env={"env_vars": engine_variables(spec.engine.threads, spec.hardware.device)},
+            runtime_env={"env_vars": variables},
         )
         body = ActorBody(actor.remote(), on_frame)
-        body.send(Start.of(spec.model, spec.engine, spec.hardware))
+        body.send(Start(recipe.model_dump_json()))
         return body
 
 

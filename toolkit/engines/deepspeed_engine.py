@@ -191,10 +191,10 @@ def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
     network = wrap(import_deepspeed(hardware), model, spec, inject=True)
     if modules_of(model) == before:
         return f"kernel injection replaces nothing in a {model.config.model_type}"
-    found, cache = _passes(network, model.device)
+    injected, cache = _passes(network, model.device)
     if cache.get_seq_length() != len(PROBE_ROWS[0]) + 1:
         return "injected kernels keep their own cache, which slices cannot pad, crop or drop"
-    if (found - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
+    if (injected - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
         return "injected kernels give other logits"
     return ""
 
@@ -203,7 +203,7 @@ def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
 def _passes(network: Callable[..., Any], device: torch.device) -> tuple[torch.Tensor, SlabCache]:
     """Logits [2, N, V] of the token after the prompts and of the next one, and the cache."""
     width = len(PROBE_ROWS[0])
-    batch = PaddedBatch(PROBE_ROWS, width + 1, width, SlabCache(1, width + 1), device)
+    batch = PaddedBatch(PROBE_ROWS, width + 1, width, 1, device)
     logits = []
     for columns, tokens in (
         (slice(0, width), batch.input_ids),

@@ -75,5 +75,5 @@ def _driver() -> str:
         text = NVIDIA_VERSION.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(r"Kernel Module[^0-9]*(?:x86_64|aarch64)?[^0-9]*(\d+\.\d+(?:\.\d+)?)", text)
-    return found.group(1) if found else "unknown"
+    version = re.search(r"Kernel Module[^0-9]*(?:x86_64|aarch64)?[^0-9]*(\d+\.\d+(?:\.\d+)?)", text)
+    return version.group(1) if version else "unknown"

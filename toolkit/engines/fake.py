@@ -3,11 +3,10 @@
 The next token of a row is a hash of all its tokens so far, so a row gets the same tokens in slices
 and in one piece. Tokens are printable ASCII, so that a byte tokenizer shows text.
 
-In this order: the settings, the engine of slices, and the engine of rounds. In rounds, newcomers
-are prefilled in the passes of `toolkit.sched.rounds`, as in the engine `rebatch`, and join without
-padding. Memory is counted in real tokens: a prefill or a step that would exceed `capacity_tokens`
-on the device is not made, and drops the same rows as the engine `rebatch`. Host memory is
-unlimited.
+In rounds, newcomers are prefilled in the passes of `toolkit.sched.rounds`, as in the engine
+`rebatch`, and join without padding. Memory is counted in real tokens: a prefill or a step that
+would exceed `capacity_tokens` on the device is not made, and drops the same rows as the engine
+`rebatch`. Host memory is unlimited.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 import toolkit
 from toolkit.engines.protocol import (
-    FinishReason,
     LiveRow,
     OnStep,
     OutOfMemory,
@@ -35,8 +32,8 @@ from toolkit.engines.protocol import (
     SliceOutput,
     SliceRecord,
     StepOutput,
+    advance,
     mix,
-    remaining,
 )
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
@@ -86,56 +83,42 @@ class FakeConfig:
         except msgspec.ValidationError as error:
             raise InputError(f"model.config: {error}") from None
 
-    def prefill_latency_s(self, batch_size: int, length: int) -> float:
-        return self.prefill_s + self.prefill_token_s * batch_size * length
-
-    def decode_latency_s(self, batch_size: int, length: int) -> float:
-        return self.decode_s + self.decode_row_s * batch_size
-
-
-Latency = Callable[[int, int], float]  # (batch size, length) to seconds
-
 
 class FakeEngine:
-    """`toolkit.engines.protocol.Engine` in memory.
+    """`toolkit.engines.protocol.RoundEngine` in memory.
 
     Args:
         facts: what it reports. A batch with N * (L + S) above `capacity_tokens` runs out of memory.
-        config: tokens, ends and failures.
-        prefill_s, decode_s: latencies; None: those of `config`.
-        sleep: lets time pass; a test may advance a clock instead.
+        config: tokens, times, ends and failures.
     """
 
-    def __init__(
-        self,
-        facts: EngineFacts,
-        config: FakeConfig | None = None,
-        *,
-        prefill_s: Latency | None = None,
-        decode_s: Latency | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, facts: EngineFacts, config: FakeConfig = FakeConfig()) -> None:
         self.facts = facts
-        self._config = config or FakeConfig()
-        self._prefill_s = prefill_s or self._config.prefill_latency_s
-        self._decode_s = decode_s or self._config.decode_latency_s
-        self._sleep = sleep
+        self._config = config
+        self._running: dict[int, FakeRow] = {}
+        self._paused: dict[int, FakeRow] = {}
+        self._swapped: dict[int, FakeRow] = {}
+        self._entering: dict[int, FakeRow] = {}
+        self._passes: PrefillPasses[int] = PrefillPasses()  # of the entering rows
+        self._step_is_due = False  # before the next bounded pass
+
+    def prefill_s(self, batch_size: int, length: int) -> float:
+        return self._config.prefill_s + self._config.prefill_token_s * batch_size * length
+
+    def decode_s(self, batch_size: int, length: int) -> float:
+        return self._config.decode_s + self._config.decode_row_s * batch_size
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """See `Engine.run_slice`."""
         config = self._config
         width = max(len(row.tokens) for row in rows)
-        steps = min(steps, max(remaining(row) for row in rows))
+        steps = min(steps, max(row.remaining for row in rows))
         self._check_memory(len(rows), width + steps)
         self._check_rows(rows)
         record = SliceRecord(rows, (config.eos_token_id,))
         texts = [Text(row, config) for row in rows]
         for step in range(steps):
-            self._wait(
-                self._decode_s(len(rows), width + step)
-                if step
-                else self._prefill_s(len(rows), width)
-            )
+            latency_s = self.decode_s if step else self.prefill_s
+            self.wait(latency_s(len(rows), width + step))
             wanted = on_step(record.advance([text.next() for text in texts]))
             if not wanted or record.all_ended:
                 break
@@ -144,19 +127,16 @@ class FakeEngine:
         return record.output()
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`."""
-        return self._time(self._prefill_s, batch_size, input_length, clock)
+        self._check_memory(batch_size, input_length + 1)
+        return self._time(self.prefill_s(batch_size, input_length), clock)
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`."""
-        return self._time(self._decode_s, batch_size, cached_length, clock)
+        self._check_memory(batch_size, cached_length + 1)
+        return self._time(self.decode_s(batch_size, cached_length), clock)
 
-    def _time(
-        self, latency: Latency, batch_size: int, length: int, clock: Callable[[], float]
-    ) -> float:
-        self._check_memory(batch_size, length + 1)
+    def _time(self, seconds: float, clock: Callable[[], float]) -> float:
         start = clock()
-        self._wait(latency(batch_size, length))
+        self.wait(seconds)
         return clock() - start
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -170,70 +150,12 @@ class FakeEngine:
         if needed > capacity:
             raise OutOfMemory(f"{needed} tokens do not fit into {capacity}")
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
         if seconds > 0:
-            self._sleep(seconds)
-
-
-class Text:
-    """One row's tokens, from a checksum of all tokens so far, which can continue from any point."""
-
-    def __init__(self, row: Row, config: FakeConfig) -> None:
-        sampling = row.sampling
-        self._salt = sampling.seed if sampling.temperature > 0 else 0
-        self._config = config
-        self._generated = row.generated
-        self._may_end_after = sampling.min_tokens
-        self._state = zlib.crc32(array("q", row.tokens))
-
-    def next(self) -> int:
-        """The next token."""
-        config = self._config
-        draw = mix(self._state, self._salt, self._generated)
-        may_end = config.eos_one_in and self._generated >= self._may_end_after
-        if may_end and (draw >> 32) % config.eos_one_in == 0:
-            token = config.eos_token_id
-        else:
-            last = min(LAST_TOKEN, config.vocab_size - 1)
-            first = min(FIRST_TOKEN, last)
-            token = first + draw % (last - first + 1)
-        self._generated += 1
-        self._state = zlib.crc32(array("q", (token,)), self._state)
-        return token
-
-
-class FakeRow(LiveRow):
-    """A row in a round, and the length of the cache that it would have."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, row: Row, config: FakeConfig) -> None:
-        super().__init__(row, (config.eos_token_id,))
-        self._text = Text(row, config)
-
-    @property
-    def length(self) -> int:
-        return len(self.row.tokens) + len(self.tokens)
-
-    def next(self) -> tuple[int, FinishReason]:
-        """The next token, and why the row ends with it ("" if it does not)."""
-        return self.advance(self._text.next())
-
-
-class FakeRoundEngine(FakeEngine):
-    """`toolkit.engines.protocol.RoundEngine` in memory."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._running: dict[int, FakeRow] = {}
-        self._paused: dict[int, FakeRow] = {}
-        self._swapped: dict[int, FakeRow] = {}
-        self._entering: dict[int, FakeRow] = {}
-        self._passes: PrefillPasses[int] = PrefillPasses()  # of the entering rows
-        self._step_is_due = False  # before the next bounded pass
+            time.sleep(seconds)
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
-        """See `RoundEngine.run_round`."""
         self._move(plan)
         self._check_rows(plan.enter)
         for number, row in zip(plan.numbers, plan.enter, strict=True):
@@ -265,11 +187,8 @@ class FakeRoundEngine(FakeEngine):
             if self._device_tokens() + len(self._running) > self.facts.capacity_tokens:
                 dropped += self._drop_newcomers() or self._drop_last()
                 break
-            self._wait(
-                self._decode_s(
-                    len(self._running), max(row.length for row in self._running.values())
-                )
-            )
+            longest = max(row.length for row in self._running.values())
+            self.wait(self.decode_s(len(self._running), longest))
             steps += 1
             self._step_is_due = False
             wanted = on_step(self._advance(tuple(self._running), ended)) and wanted
@@ -286,10 +205,9 @@ class FakeRoundEngine(FakeEngine):
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
-        """See `RoundEngine.time_part`. Only prefills and steps take time in this engine."""
+        """Only prefills and steps take time in this engine."""
         self._check_memory(rows + others, length)
-        start = clock()
-        return clock() - start
+        return self._time(0.0, clock)
 
     def _drop_newcomers(self, joining: Sequence[int] = ()) -> list[int]:
         """Drop the rows `joining`, which have just ended their prefill, and all entering rows."""
@@ -312,8 +230,8 @@ class FakeRoundEngine(FakeEngine):
         """Make one pass. Returns the rows that it completes, which run from here on."""
         made = self._passes.next(bound)
         rows = len(made.group.keys)
-        before_s = self._prefill_s(rows, made.start) - self._prefill_s(rows, 0) if made.start else 0
-        self._wait(self._prefill_s(rows, made.end) - before_s)
+        before_s = self.prefill_s(rows, made.start) - self.prefill_s(rows, 0) if made.start else 0
+        self.wait(self.prefill_s(rows, made.end) - before_s)
         self._passes.made(made)
         self._step_is_due = bound > 0
         if not made.completes:
@@ -330,25 +248,21 @@ class FakeRoundEngine(FakeEngine):
         for number in plan.pause:
             self._paused[number] = self._running.pop(number)
         for number in plan.swap_out:
-            self._swapped[number] = (
-                self._running if number in self._running else self._paused
-            ).pop(number)
+            place = self._running if number in self._running else self._paused
+            self._swapped[number] = place.pop(number)
         for number in plan.swap_in:
             self._paused[number] = self._swapped.pop(number)
         for number in plan.resume:
             self._running[number] = self._paused.pop(number)
 
-    def _advance(self, numbers: Iterable[int], ended: list[int]) -> StepOutput:
+    def _advance(self, numbers: tuple[int, ...], ended: list[int]) -> StepOutput:
         """One token for each row; rows that end with it leave."""
-        numbers = tuple(numbers)
-        got = [self._running[number].next() for number in numbers]
-        ends = tuple(
-            (number, finish) for number, (_, finish) in zip(numbers, got, strict=True) if finish
-        )
-        for number, _ in ends:
+        rows = [(number, self._running[number]) for number in numbers]
+        step = advance(rows, [row.text.next() for _, row in rows])
+        for number, _ in step.ended:
             del self._running[number]
             ended.append(number)
-        return StepOutput(numbers, tuple(token for token, _ in got), ends)
+        return step
 
     def _device_tokens(self) -> int:
         """Tokens on the device; the prompts of entering rows count from their first pass on."""
@@ -359,7 +273,48 @@ class FakeRoundEngine(FakeEngine):
         )
 
 
-def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeRoundEngine:
+class Text:
+    """One row's tokens, from a checksum of all tokens so far, which can continue from any point."""
+
+    def __init__(self, row: Row, config: FakeConfig) -> None:
+        sampling = row.sampling
+        self._salt = sampling.seed if sampling.temperature > 0 else 0
+        self._config = config
+        self._generated = row.generated
+        self._may_end_after = sampling.min_tokens
+        self._state = zlib.crc32(array("q", row.tokens))
+
+    def next(self) -> int:
+        config = self._config
+        draw = mix(self._state, self._salt, self._generated)
+        may_end = config.eos_one_in and self._generated >= self._may_end_after
+        if may_end and (draw >> 32) % config.eos_one_in == 0:
+            token = config.eos_token_id
+        else:
+            last = min(LAST_TOKEN, config.vocab_size - 1)
+            first = min(FIRST_TOKEN, last)
+            token = first + draw % (last - first + 1)
+        self._generated += 1
+        self._state = zlib.crc32(array("q", (token,)), self._state)
+        return token
+
+
+class FakeRow(LiveRow):
+    """A row in a round, with its text."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, row: Row, config: FakeConfig) -> None:
+        super().__init__(row, (config.eos_token_id,))
+        self.text = Text(row, config)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the cache that it would have."""
+        return len(self.row.tokens) + len(self.tokens)
+
+
+def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeEngine:
     """The fake engine of a recipe. Raises `InputError` for unknown keys of `model.config`."""
     config = FakeConfig.of(model)
     kv_bytes = model.kv_bytes_per_token or DEFAULT_KV_BYTES
@@ -379,4 +334,4 @@ def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeRoundEngi
         vocab_size=config.vocab_size,
         prefill_emits_token=True,
     )
-    return FakeRoundEngine(facts, config)
+    return FakeEngine(facts, config)

@@ -26,13 +26,13 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from toolkit.engines.memory import is_out_of_memory
 from toolkit.engines.rebatch_cache import COLUMN_STEP, FixedShape, RebatchCache
+from toolkit.engines.row_cache import Forward
 from toolkit.engines.slab import additive
 
 EAGER_RUNS = 2
@@ -40,9 +40,6 @@ GRAPHS_MAX = 64  # the shape that was used least recently is dropped first
 # Rows of a shape: powers of two and the halves between them.
 ROWS = tuple(sorted({1, 2} | {size for k in range(1, 12) for size in (1 << k, 3 << (k - 1))}))
 COLUMN_PARTS = 8  # columns are rounded up by at most one part in so many, or `COLUMN_STEP`
-
-# From (input_ids [N, 1], mask [N, 1, 1, L], position_ids [N, 1], cache) to logits [N, V].
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RebatchCache], torch.Tensor]
 
 _logger = logging.getLogger(__name__)
 
@@ -65,10 +62,13 @@ class FixedSteps:
     """Makes the decode steps of a cache in fixed shapes.
 
     Args:
-        forward: the model.
         cache: with `whole_rows`.
         dtype: of the mask.
         capture: capture graphs; False: only the eager steps, as on a CPU.
+
+    Attributes:
+        captures: whether shapes are captured; False after a capture has failed.
+        graphs: those that are captured, the one used least recently first.
     """
 
     def __init__(
@@ -77,25 +77,15 @@ class FixedSteps:
         self._forward = forward
         self._cache = cache
         self._dtype = dtype
-        self._captures = capture
+        self.captures = capture
         self._generation = -1  # of the slabs that the graphs read
         self._runs: dict[FixedShape, int] = {}
-        self._graphs: OrderedDict[FixedShape, torch.cuda.CUDAGraph] = OrderedDict()
+        self.graphs: OrderedDict[FixedShape, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None  # the graphs share their memory
         self._membership = -1  # of the rows that the inputs describe
         self._tokens = self._begins = self._column = torch.empty(0)
         # Where all graphs write their logits, [rows, V]: outputs of their own would stay allocated.
         self._logits = torch.empty(0)
-
-    @property
-    def captured(self) -> int:
-        """How many graphs there are."""
-        return len(self._graphs)
-
-    @property
-    def captures(self) -> bool:
-        """Whether shapes are captured; False after a capture has failed."""
-        return self._captures
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]; valid until the next step.
@@ -105,9 +95,9 @@ class FixedSteps:
         cache, rows = self._cache, len(last)
         shape = shape_for(cache, rows)
         self._set_inputs(last)
-        graph = self._graph(shape) if self._captures else None
+        graph = self._graph(shape) if self.captures else None
         if graph is None:
-            return self._run_eagerly(shape)[:rows]
+            return self._run(shape)[:rows]
         graph.replay()
         return self._logits[:rows]
 
@@ -115,16 +105,16 @@ class FixedSteps:
         """Capture now what the next `steps` steps need, if anything is captured, so that they take
         the time that they take in the long run. The caller has made room for them.
         """
-        if not self._captures:
+        if not self.captures:
             return
         self._set_inputs(last)
         for shape in {shape_for(self._cache, len(last), ahead) for ahead in range(steps)}:
-            while self._captures and self._graph(shape) is None:
-                self._run_eagerly(shape)  # writes the column that the next step writes anew
+            while self.captures and self._graph(shape) is None:
+                self._run(shape)  # writes the column that the next step writes anew
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
-        self._graphs.clear()
+        self.graphs.clear()
         self._runs.clear()
         self._pool = None
         self._logits = torch.empty(0)
@@ -149,15 +139,10 @@ class FixedSteps:
         self._tokens[:rows].copy_(last)
         self._column.fill_(end)
 
-    def _run_eagerly(self, shape: FixedShape) -> torch.Tensor:
-        """As `_run`; it also makes the tensor for the logits of graphs."""
-        logits = self._run(shape)
-        if self._captures and not len(self._logits):
-            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
-        return logits
-
     def _run(self, shape: FixedShape) -> torch.Tensor:
-        """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device."""
+        """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device. The
+        first run of all makes the tensor for the logits of graphs.
+        """
         rows, first, last = shape
         columns = torch.arange(first, last, device=self._column.device)
         begins = self._begins[:rows]
@@ -165,35 +150,37 @@ class FixedSteps:
         mask = additive(visible, self._dtype)
         positions = self._column - begins
         with self._cache.fixed(shape, self._column):
-            return self._forward(self._tokens[:rows, None], mask, positions, self._cache)
+            logits = self._forward(self._tokens[:rows, None], mask, positions, self._cache)
+        if self.captures and not len(self._logits):
+            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
+        return logits
 
     def _graph(self, shape: FixedShape) -> torch.cuda.CUDAGraph | None:
         """The graph of this shape, captured if it is due; None: run the step eagerly."""
         if self._generation != self._cache.generation:
             self.clear()
             self._generation = self._cache.generation
-        found = self._graphs.get(shape)
-        if found is not None:
-            self._graphs.move_to_end(shape)
-            return found
+        graph = self.graphs.get(shape)
+        if graph is not None:
+            self.graphs.move_to_end(shape)
+            return graph
         runs = self._runs[shape] = self._runs.get(shape, 0) + 1
         if runs <= EAGER_RUNS:
             return None
         try:
-            found = self._capture(shape)
+            graph = self._capture(shape)
         except RuntimeError as error:
-            self._captures = False
+            self.captures = False
             self.clear()
-            ran_out = is_out_of_memory(error)
-            why = "memory ran out" if ran_out else str(error).splitlines()[0]
+            why = "memory ran out" if is_out_of_memory(error) else str(error).splitlines()[0]
             _logger.warning(
                 "decode steps are not captured as CUDA graphs, and run eagerly: %s", why
             )
             return None
-        self._graphs[shape] = found
-        if len(self._graphs) > GRAPHS_MAX:
-            self._graphs.popitem(last=False)
-        return found
+        self.graphs[shape] = graph
+        if len(self.graphs) > GRAPHS_MAX:
+            self.graphs.popitem(last=False)
+        return graph
 
     def _capture(self, shape: FixedShape) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

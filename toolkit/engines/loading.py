@@ -2,9 +2,6 @@
 
 Random weights are drawn from the recipe's seed, so every worker builds the same model. Stored
 weights come from safetensors only: nothing is unpickled.
-
-In this order: `load_model`, `load_config`, the checks that a model can be served, and
-`saved_model`, which stores a random model on disk for engines that read their models from there.
 """
 
 from __future__ import annotations

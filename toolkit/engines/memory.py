@@ -40,21 +40,21 @@ class PastBudget(torch.OutOfMemoryError):
     """A ledger refused an allocation, so nothing was allocated."""
 
 
+@dataclass(eq=False)
 class ByteLedger:
     """Counts the bytes that are in use, and refuses more than its budget.
 
-    Args:
+    Attributes:
         budget_bytes: the limit; None: no limit.
         alone: False in a process that shares a model with others. Their ledgers all refuse the same
             allocations. But only one of their devices may run out of memory, and then that process
             must not recover alone.
     """
 
-    def __init__(self, budget_bytes: int | None, *, alone: bool = True) -> None:
-        self.budget_bytes = budget_bytes
-        self.alone = alone
-        self.used_bytes = 0
-        self.peak_bytes = 0
+    budget_bytes: int | None
+    alone: bool = True
+    used_bytes: int = 0
+    peak_bytes: int = 0
 
     @property
     def free_bytes(self) -> float:
@@ -216,17 +216,19 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     )
 
 
-def raises_out_of_memory(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function that raises `OutOfMemory` where memory runs out.
+def on_device(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function that computes on the device: it keeps no gradients, and raises
+    `OutOfMemory` where memory runs out.
 
-    It is raised after the handler, not in it, because its context would keep the batch's tensors
+    That is raised after the handler, not in it, because its context would keep the batch's tensors
     alive.
     """
 
     @wraps(work)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
-            return work(*args, **kwargs)
+            with torch.inference_mode():
+                return work(*args, **kwargs)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,20 +1,17 @@
 """The interface between a worker and the engine that runs its model.
 
-In this order: the rows of a batch and what a slice or a round returns; `Engine` and `RoundEngine`;
-`make_engine`, which imports only the module of the engine that it loads; and what is the same for
-every engine: when a row ends, and the random numbers by which tokens are drawn.
-
 The structs also travel between processes (`toolkit.workers.protocol`), so they are msgspec structs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from toolkit.engine_traits import attribute, traits_of
+from toolkit.engine_traits import traits_of
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
@@ -59,6 +56,11 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     end_after: int | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still generate."""
+        return self.max_new_tokens - self.generated
 
 
 class SliceOutput(msgspec.Struct, frozen=True):
@@ -224,7 +226,7 @@ class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and t
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
-    """Load the engine, in as many processes as share its model.
+    """Load the engine, in as many processes as share its model. Only its own module is imported.
 
     Raises `EngineError` or `InputError` if the engine cannot be loaded.
     """
@@ -239,16 +241,11 @@ def load_engine(
     model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> Engine | RoundEngine:
     """This process's engine, or its share of one, from the module of `EngineTraits.load`."""
-    load = attribute(traits_of(engine.name).load)
+    load = resolve_name(traits_of(engine.name).load)
     loaded: Engine | RoundEngine = (
         load(model, engine, hardware, share) if share else load(model, engine, hardware)
     )
     return loaded
-
-
-def remaining(row: Row) -> int:
-    """Tokens that this row may still generate."""
-    return row.max_new_tokens - row.generated
 
 
 def stop_tokens(row: Row, eos_ids: Collection[int]) -> frozenset[int]:
@@ -263,9 +260,7 @@ def stop_tokens(row: Row, eos_ids: Collection[int]) -> frozenset[int]:
 class LiveRow:
     """A row that is being served: the tokens that it got since it came, and when it ends.
 
-    Args:
-        row: as it came.
-        eos_ids: the model's; the first one is the last token of a row with `end_after`.
+    The first of `eos_ids` is the last token of a row with `end_after`.
     """
 
     __slots__ = ("_eos_id", "_stops", "row", "tokens")
@@ -301,18 +296,25 @@ class LiveRow:
         )
 
 
-class SliceRecord:
-    """The rows of one slice, step by step.
+def advance(rows: Sequence[tuple[int, LiveRow]], drawn: Sequence[int]) -> StepOutput:
+    """One drawn token for each row, given with its number, and the rows that end with it."""
+    tokens: list[int] = []
+    ended: list[tuple[int, FinishReason]] = []
+    for (number, live), draw in zip(rows, drawn, strict=True):
+        token, finish = live.advance(draw)
+        tokens.append(token)
+        if finish:
+            ended.append((number, finish))
+    return StepOutput(tuple([number for number, _ in rows]), tuple(tokens), tuple(ended))
 
-    Args:
-        rows: the batch.
-        eos_ids: the model's.
-    """
+
+class SliceRecord:
+    """The rows of one slice, step by step."""
 
     def __init__(self, rows: Sequence[Row], eos_ids: Sequence[int]) -> None:
         self._rows = [LiveRow(row, eos_ids) for row in rows]
         self._finish: list[FinishReason] = ["" for _ in rows]
-        self._live = tuple(range(len(rows)))
+        self._live = list(enumerate(self._rows))
 
     @property
     def all_ended(self) -> bool:
@@ -320,17 +322,12 @@ class SliceRecord:
 
     def advance(self, drawn: Sequence[int]) -> StepOutput:
         """One more token for each row, from `drawn` [N]; draws of ended rows are ignored."""
-        live, tokens = self._live, []
-        ended: list[tuple[int, FinishReason]] = []
-        for index in live:
-            token, finish = self._rows[index].advance(drawn[index])
-            tokens.append(token)
-            if finish:
-                self._finish[index] = finish
-                ended.append((index, finish))
-        if ended:
-            self._live = tuple(index for index in live if not self._finish[index])
-        return StepOutput(live, tuple(tokens), tuple(ended))
+        step = advance(self._live, [drawn[index] for index, _ in self._live])
+        for index, finish in step.ended:
+            self._finish[index] = finish
+        if step.ended:
+            self._live = [(index, row) for index, row in self._live if not self._finish[index]]
+        return step
 
     def output(self) -> SliceOutput:
         """The tokens of all steps, and why rows ended."""

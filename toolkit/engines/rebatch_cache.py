@@ -25,14 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from toolkit.engines.memory import ByteLedger, PastBudget
-from toolkit.engines.slab import KVShape, additive
+from toolkit.engines.slab import KVShape, additive, values_per_token
 
 # A row's keys and values per layer: [kv_heads, length, head_dim].
 RowKV = list[tuple[torch.Tensor, torch.Tensor]]
@@ -54,6 +54,7 @@ class FixedShape(NamedTuple):
     last: int
 
 
+@dataclass(slots=True)
 class ColumnWindow:
     """The columns that the rows use now, the same for all layers, and the next pass's first row.
 
@@ -62,11 +63,10 @@ class ColumnWindow:
             it writes, on the device.
     """
 
-    __slots__ = ("end", "first_row", "fixed", "start")
-
-    def __init__(self) -> None:
-        self.start = self.end = self.first_row = 0
-        self.fixed: tuple[FixedShape, torch.Tensor] | None = None
+    start: int = 0
+    end: int = 0
+    first_row: int = 0
+    fixed: tuple[FixedShape, torch.Tensor] | None = None
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
@@ -102,11 +102,6 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
             return shape.last - shape.first - 1
         return self._window.end - self._window.start
 
-    def narrow(self, start: int, end: int) -> None:
-        """Keep only these columns of the slabs, as views: it neither takes nor frees memory."""
-        self.key_slab = self.key_slab[:, :, start:end]
-        self.value_slab = self.value_slab[:, :, start:end]
-
 
 class RebatchCache(Cache):  # type: ignore[misc]
     """The rows 0..N-1 of a running batch.
@@ -119,6 +114,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         whole_rows: columns outside the window hold finite numbers too.
 
     Attributes:
+        begins: the column where each row begins.
         generation: counts the changes of the slabs' memory.
         membership: counts the changes of which rows there are and where they begin.
     """
@@ -136,16 +132,16 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._shapes = shapes
         self._like = like
         self._ledger = ledger
-        self.bytes_per_token = like.itemsize * sum(k[1] * k[3] + v[1] * v[3] for k, v in shapes)
+        self.bytes_per_token = like.itemsize * values_per_token(shapes)
         self.row_capacity = self.columns = 0
         self.generation = self.membership = 0
         self._whole_rows = whole_rows
         self._held_bytes = 0
-        self._begin: list[int] = []
+        self.begins: list[int] = []
         self._is_padded = False
-        # `_begin` as a tensor, and the columns from the window's first that each row may attend to,
+        # `begins` as a tensor, and the columns from the window's first that each row may attend to,
         # as booleans and as numbers to add; None: to be computed.
-        self._begins: torch.Tensor | None = None
+        self._begins_tensor: torch.Tensor | None = None
         self._visible: torch.Tensor | None = None
         self._added: torch.Tensor | None = None
 
@@ -155,8 +151,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """N."""
-        return len(self._begin)
+        return len(self.begins)
 
     @property
     def width(self) -> int:
@@ -169,20 +164,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return self._window.start, self._window.end
 
     @property
-    def begins(self) -> list[int]:
-        """The column where each row begins."""
-        return list(self._begin)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        end = self._window.end
-        return [end - begin for begin in self._begin]
-
-    @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
-        return self.rows * self._window.end - sum(self._begin)
+        return self.rows * self._window.end - sum(self.begins)
 
     @property
     def padded_tokens(self) -> int:
@@ -239,14 +222,14 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for layer, (keys, values) in zip(self.layers, row, strict=True):
             layer.key_slab[index, :, end - length : end] = keys
             layer.value_slab[index, :, end - length : end] = values
-        self._begin.append(end - length)
+        self.begins.append(end - length)
         if not self._whole_rows:
             self._clear_front(index)
         self._refresh()
 
     def read(self, index: int) -> RowKV:
         """A row's keys and values; views, valid until the cache changes."""
-        columns = slice(self._begin[index], self._window.end)
+        columns = slice(self.begins[index], self._window.end)
         return [
             (layer.key_slab[index, :, columns], layer.value_slab[index, :, columns])
             for layer in self.layers
@@ -260,7 +243,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for index in sorted(indices, reverse=True):
             last = len(order) - 1
             if index != last:
-                begin, end, start = self._begin[last], self._window.end, self._window.start
+                begin, end, start = self.begins[last], self._window.end, self._window.start
                 # Methods that need no memory; an assignment of a scalar does.
                 for slab in self._slabs():
                     if self._whole_rows:
@@ -268,9 +251,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
                     else:
                         slab[index, :, begin:end].copy_(slab[last, :, begin:end])
                         slab[index, :, start:begin].zero_()
-                order[index], self._begin[index] = order[last], begin
+                order[index], self.begins[index] = order[last], begin
             order.pop()
-            self._begin.pop()
+            self.begins.pop()
         self._release()
         return order
 
@@ -318,7 +301,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 slab[index, :, end - length : end] = own
         self._grow_left_to(min(end - length for length in lengths))
         self._window.end = end
-        self._begin += [end - length for length in lengths]
+        self.begins += [end - length for length in lengths]
         for index in range(rows, self.rows):
             self._clear_front(index)
         self._refresh()
@@ -371,7 +354,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Drop all rows, and the slabs too unless they stay (`shrink`)."""
-        self._begin.clear()
+        self.begins.clear()
         self._release()
         if not self._whole_rows:
             self.fit()
@@ -408,23 +391,22 @@ class RebatchCache(Cache):  # type: ignore[misc]
         layer_bytes = min(old_bytes, new_bytes) // len(self.layers)
         if max(new_bytes - old_bytes, 0) + layer_bytes > self._ledger.free_bytes:
             return False
-        work = partial(self._change_slabs, rows, columns, end, layer_bytes)
-        return bool(self._ledger.attempt(work))
 
-    def _change_slabs(self, rows: int, columns: int, end: int, layer_bytes: int) -> bool:
-        new_bytes = rows * columns * self.bytes_per_token
-        self.generation += 1
-        with self._ledger.reserve(layer_bytes):
-            # If the move fails half way, some of the old slabs remain.
-            self._hold(max(new_bytes, self._held_bytes))
-            with self._layers_moving(rows, columns, end) as moved:
-                for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
-                    new_keys = self._moved(layer.key_slab, keys, rows, columns, end)
-                    new_values = self._moved(layer.value_slab, values, rows, columns, end)
-                    layer.key_slab, layer.value_slab = new_keys, new_values
-                    moved.append(layer)
-            self._hold(new_bytes)
-        return True
+        def move() -> bool:
+            self.generation += 1
+            with self._ledger.reserve(layer_bytes):
+                # If the move fails half way, some of the old slabs remain.
+                self._hold(max(new_bytes, old_bytes))
+                with self._layers_moving(rows, columns, end) as moved:
+                    for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
+                        new_keys = self._moved(layer.key_slab, keys, rows, columns, end)
+                        new_values = self._moved(layer.value_slab, values, rows, columns, end)
+                        layer.key_slab, layer.value_slab = new_keys, new_values
+                        moved.append(layer)
+                self._hold(new_bytes)
+            return True
+
+        return bool(self._ledger.attempt(move))
 
     @contextmanager
     def _layers_moving(self, rows: int, columns: int, end: int) -> Iterator[list[WindowLayer]]:
@@ -444,7 +426,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 left, right = min(old, end), min(self.columns - old, columns - end)
                 for index, layer in enumerate(self.layers):
                     at = end if index < len(moved) else old
-                    layer.narrow(at - left, at + right)
+                    columns_left = slice(at - left, at + right)
+                    # Views: this neither takes nor frees memory.
+                    layer.key_slab = layer.key_slab[:, :, columns_left]
+                    layer.value_slab = layer.value_slab[:, :, columns_left]
                 self._moved_to(left, min(self.row_capacity, rows), left + right)
             raise
         self._moved_to(end, rows, columns)
@@ -468,7 +453,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         distance = end - self._window.end
         self._window.start += distance
         self._window.end = end
-        self._begin = [begin + distance for begin in self._begin]
+        self.begins = [begin + distance for begin in self.begins]
         self._refresh()
 
     def _grow_left_to(self, start: int) -> None:
@@ -480,26 +465,27 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._window.start = start
 
     def _clear_front(self, index: int) -> None:
-        start, begin = self._window.start, self._begin[index]
+        start, begin = self._window.start, self.begins[index]
         if start < begin:
             for slab in self._slabs():
                 slab[index, :, start:begin].zero_()
 
     def _release(self) -> None:
         """Remove columns that no row needs from the window."""
-        self._window.start = min(self._begin, default=self._window.end)
+        self._window.start = min(self.begins, default=self._window.end)
         self._refresh()
 
     def _refresh(self) -> None:
         """Discard the tensors that a step needs. The next step computes them, so that leaving needs
         no memory; they stay valid until rows come, go or move.
         """
-        self._begins = self._visible = self._added = None
+        self._begins_tensor = self._visible = self._added = None
         self.membership += 1
-        self._is_padded = any(begin > self._window.start for begin in self._begin)
+        self._is_padded = any(begin > self._window.start for begin in self.begins)
 
     def _begin_column(self) -> torch.Tensor:
         """[N, 1]: the column where each row begins."""
-        if self._begins is None:
-            self._begins = torch.tensor(self._begin, dtype=torch.long, device=self.device)[:, None]
-        return self._begins
+        if self._begins_tensor is None:
+            begins = torch.tensor(self.begins, dtype=torch.long, device=self.device)
+            self._begins_tensor = begins[:, None]
+        return self._begins_tensor

@@ -13,9 +13,6 @@ only for a moment, and then in two or more parts: a pass holds activations besid
 for fewer rows or fewer columns. That takes longer, but no row loses its cache and the round goes
 on. If the cache itself has no room, parts do not help, and the rows concerned are dropped: for a
 move its row, for a prefill the newcomers, for a step one row. All other rows go on.
-
-In this order: `Retries` repeats passes; `RebatchEngine` runs and times rounds; `_Progress` is the
-state of one round.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from typing import TypeVar
 import torch
 
 from toolkit.engines.fixed_step import FixedSteps
-from toolkit.engines.memory import ByteLedger, raises_out_of_memory
+from toolkit.engines.memory import ByteLedger, on_device
 from toolkit.engines.protocol import (
     LiveRow,
     OnStep,
@@ -42,9 +39,9 @@ from toolkit.engines.protocol import (
 )
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
-from toolkit.engines.running import Newcomer, PrefillBatch, Prefiller, RunningBatch
+from toolkit.engines.running import CachedRow, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.suspended import HostArena, SuspendedRow, SuspendedRows
+from toolkit.engines.suspended import SuspendedRow, SuspendedRows
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
@@ -58,24 +55,21 @@ PARTS_PER_TRY = (1, 1, 2, 4, 8)  # into how many parts each try splits a pass
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True)
 class Retries:
     """Makes the passes of one round, and repeats those that do not fit into memory.
 
-    Args:
-        ledger: of the device.
-        free_spare: frees memory that is held without need.
-
     Attributes:
+        free_spare: frees memory that is held without need.
         ran_out: passes that had no room although no memory was spare.
     """
 
-    def __init__(self, ledger: ByteLedger, free_spare: Callable[[], None]) -> None:
-        self._ledger = ledger
-        self._free_spare = free_spare
-        # The try that the next pass begins with, so that not every pass fails twice while memory
-        # stays short.
-        self._first_try = 0
-        self.ran_out = 0
+    ledger: ByteLedger
+    free_spare: Callable[[], None]
+    ran_out: int = 0
+    # The try that the next pass begins with, so that not every pass fails twice while memory stays
+    # short.
+    _first_try: int = 0
 
     def make(
         self, work: Callable[[int], Result], parts_max: int = PARTS_PER_TRY[-1]
@@ -87,12 +81,12 @@ class Retries:
         """
         tries = [parts for parts in PARTS_PER_TRY if parts < 2 * parts_max]
         for number in range(min(self._first_try, len(tries) - 1), len(tries)):
-            result = self._ledger.attempt(partial(work, tries[number]))
+            result = self.ledger.attempt(partial(work, tries[number]))
             if result is not None:
                 self._first_try = max(number - 1, 0)
                 return result
             self.ran_out += number > 0
-            self._free_spare()
+            self.free_spare()
         return None
 
 
@@ -116,24 +110,21 @@ class RebatchEngine(TransformersEngine):
         )
         self._shapes_in = engine.joining == "shape"
         self.host_ledger = ByteLedger(engine.swap_bytes(hardware.device))
-        like = torch.empty(0, dtype=self._dtype, device=self._device)
-        cache, fixed = self._make_cache(engine, like)
+        cache, fixed = self._make_cache(engine)
 
         def make_sampler(rows: Sequence[Row]) -> Sampler:
             return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
 
         self._batch = RunningBatch(self._forward, cache, make_sampler, self._masks_as, fixed)
-        arena = HostArena(self.host_ledger.budget_bytes, pin=True) if like.is_cuda else None
-        self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger, arena)
-        passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
-        self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
+        self._suspended = SuspendedRows(self._kv_shapes, self._like, self.ledger, self.host_ledger)
+        self._prefiller = Prefiller(
+            self._prefill_columns, self._padded, self._shape, self.ledger, cache, self._shapes_in
+        )
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
-        """See `RoundEngine.run_round`."""
         self._check_rows(plan.enter)
         progress = _Progress(plan, on_step, Retries(self.ledger, self._batch.cache.fit))
         self._move(plan, progress)
@@ -170,8 +161,7 @@ class RebatchEngine(TransformersEngine):
             self._batch.cache.fit()
         return super().run_slice(rows, steps, on_step)
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
@@ -183,7 +173,7 @@ class RebatchEngine(TransformersEngine):
                 shortest = length - int(PADDING_SHARE * length)  # of rows prefilled together
                 caches = self._caches(rows, length, shortest)
                 cache.make_room(others + rows, length, ahead=1)
-                return self._time(lambda: batch.join(_newcomers(caches, others), caches), clock)
+                return self._time(lambda: batch.join(_newcomers(caches, others)), clock)
             self._fill(rows + others, length)
             if part == "leave":
 
@@ -204,8 +194,7 @@ class RebatchEngine(TransformersEngine):
         finally:
             self._clear(rows)
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_prefill`: from newcomers of similar length to their first tokens."""
         rows = self._timed_rows(batch_size, input_length)
@@ -223,8 +212,7 @@ class RebatchEngine(TransformersEngine):
         finally:
             self._clear(0)
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_decode`: the mean of a few steps of rows with lengths from 1/4 of
         `cached_length`, up to it at the last step.
@@ -271,8 +259,7 @@ class RebatchEngine(TransformersEngine):
                     progress.dropped.append(number)
         if not plan.overlap:
             self._suspended.wait()
-        rows: list[Newcomer] = []
-        caches: list[RowKV] = []
+        rows: list[CachedRow] = []
         for number in plan.resume:
             if number in progress.dropped:
                 continue
@@ -280,9 +267,8 @@ class RebatchEngine(TransformersEngine):
             if cached is None:
                 self._prefiller.add([(number, live)])
             else:
-                rows.append((number, live))
-                caches.append(cached)
-        self._join(rows, caches, progress)
+                rows.append(((number, live), cached))
+        self._join(rows, progress)
         for number in plan.numbers:
             if number in self._batch or number in self._suspended:
                 raise ValueError(f"row {number} is here already")
@@ -332,13 +318,13 @@ class RebatchEngine(TransformersEngine):
             raise ValueError(f"row {number} is not here")
         return self._suspended.copy_of(live, None)
 
-    def _join(self, rows: Sequence[Newcomer], caches: Sequence[RowKV], progress: _Progress) -> None:
+    def _join(self, rows: Sequence[CachedRow], progress: _Progress) -> None:
         """Embed rows into the batch together, or else one by one; drop those that do not fit."""
-        if self.ledger.attempt(lambda: self._batch.join(rows, caches)) is not None:
+        if self.ledger.attempt(partial(self._batch.join, rows)) is not None:
             return
-        for (number, live), cached in zip(rows, caches, strict=True):
-            if self.ledger.attempt(partial(self._batch.join, [(number, live)], [cached])) is None:
-                progress.dropped.append(number)
+        for row in rows:
+            if self.ledger.attempt(partial(self._batch.join, [row])) is None:
+                progress.dropped.append(row[0][0])
                 progress.is_short = True
 
     def _admit(self, progress: _Progress) -> None:
@@ -380,9 +366,7 @@ class RebatchEngine(TransformersEngine):
             progress.is_short = True
             return
         ended = {number for number, _ in step.ended}
-        pairs = zip(newcomers, group.caches(), strict=True)
-        staying = [(row, cached) for row, cached in pairs if row[0] not in ended]
-        self._join([row for row, _ in staying], [cached for _, cached in staying], progress)
+        self._join([row for row in group.rows() if row[0][0] not in ended], progress)
         self._prefiller.release(group)
         progress.count_joined(step.rows)
         progress.report(step)
@@ -408,9 +392,7 @@ class RebatchEngine(TransformersEngine):
         progress.count_step(step)
         progress.count_joined(numbers)
 
-    def _make_cache(
-        self, engine: EngineSpec, like: torch.Tensor
-    ) -> tuple[BatchCache, FixedSteps | None]:
+    def _make_cache(self, engine: EngineSpec) -> tuple[BatchCache, FixedSteps | None]:
         """The cache, and what makes steps of fixed shapes: by default on a GPU, if possible."""
         wanted = engine.cuda_graphs
         if engine.kv_layout != "slab":
@@ -427,7 +409,7 @@ class RebatchEngine(TransformersEngine):
                     "set engine.kv_layout to slab, or leave cuda_graphs out",
                 )
             use_row_attention(self._model)
-            return RowCache(self._kv_shapes, like, self.ledger), None
+            return RowCache(self._kv_shapes, self._like, self.ledger), None
         why = ""
         if self._masks_as is None:
             why = "the model makes its own masks"
@@ -439,12 +421,12 @@ class RebatchEngine(TransformersEngine):
             )
         if wanted is None:
             # In a process that shares a model, a capture would have to fail in all or in none.
-            wanted = like.is_cuda and self.ledger.alone
+            wanted = self._like.is_cuda and self.ledger.alone
         is_fixed = wanted and not why
-        cache = RebatchCache(self._kv_shapes, like, self.ledger, whole_rows=is_fixed)
+        cache = RebatchCache(self._kv_shapes, self._like, self.ledger, whole_rows=is_fixed)
         if not is_fixed:
             return cache, None
-        return cache, FixedSteps(self._forward, cache, self._dtype, capture=like.is_cuda)
+        return cache, FixedSteps(self._forward, cache, self._dtype, capture=self._like.is_cuda)
 
     def _time(self, work: Callable[[], object], clock: Callable[[], float]) -> float:
         self._synchronize()
@@ -456,13 +438,12 @@ class RebatchEngine(TransformersEngine):
     def _fill(self, rows: int, length: int) -> None:
         """Let `rows` rows join the empty batch, of `length` tokens down to a quarter of that."""
         caches = self._caches(rows, length, max(length // SHORTEST_DIVISOR, 1))
-        self._batch.join(_newcomers(caches, 0), caches)
+        self._batch.join(_newcomers(caches, 0))
 
     def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
         """Views of one row of random keys and values, of `length` tokens down to `shortest`."""
-        like = torch.empty(0, dtype=self._dtype, device=self._device)
         whole = [
-            tuple(like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
+            tuple(self._like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
             for pair in self._kv_shapes
         ]
         lengths = [length - row * (length - shortest) // max(rows - 1, 1) for row in range(rows)]
@@ -478,9 +459,12 @@ class RebatchEngine(TransformersEngine):
     def _all_back(self, rows: int) -> None:
         for number in range(rows):
             self._swap_in(number)
-        returned = [self._suspended.take(number) for number in range(rows)]
-        newcomers = [(number, live) for number, (live, _) in enumerate(returned)]
-        self._batch.join(newcomers, [cached for _, cached in returned if cached is not None])
+        returned: list[CachedRow] = []
+        for number in range(rows):
+            live, cached = self._suspended.take(number)
+            assert cached is not None
+            returned.append(((number, live), cached))
+        self._batch.join(returned)
         self._suspended.wait()
 
     def _clear(self, rows: int) -> None:
@@ -492,12 +476,11 @@ class RebatchEngine(TransformersEngine):
                 self._suspended.drop(number)
 
 
-def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
-    """Rows with all tokens but the last in `caches`, numbered from `first`."""
-    lengths = (cached[0][0].shape[1] for cached in caches)
+def _newcomers(caches: Sequence[RowKV], first: int) -> list[CachedRow]:
+    """Rows with these caches, numbered from `first`."""
     return [
-        (number, _timed_row([number % 2] * (length + 1)))
-        for number, length in enumerate(lengths, first)
+        ((number, _timed_row([number % 2] * (cached[0][0].shape[1] + 1))), cached)
+        for number, cached in enumerate(caches, first)
     ]
 
 
@@ -536,7 +519,6 @@ class _Progress:
         return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped
 
     def count_step(self, step: StepOutput) -> None:
-        """Count a decode step and report it."""
         self.steps += 1
         self.report(step)
 

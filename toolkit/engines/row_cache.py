@@ -16,7 +16,7 @@ SDPA function, except for decode steps of models with query heads that share key
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,22 +73,14 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """N."""
         return len(self._blocks)
 
     @property
     def width(self) -> int:
-        """The length of the longest row."""
         return max(self._lengths, default=0)
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return list(self._lengths)
-
-    @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
         return sum(self._lengths)
 
     @property
@@ -172,9 +164,8 @@ class RowCache(Cache):  # type: ignore[misc]
     def positions(self) -> torch.Tensor:
         """[N, 1]: the position of each row's next token."""
         if self._positions is None:
-            self._positions = torch.tensor(self._lengths, dtype=torch.long, device=self.device)[
-                :, None
-            ]
+            lengths = torch.tensor(self._lengths, dtype=torch.long, device=self.device)
+            self._positions = lengths[:, None]
         return self._positions
 
     def shrink(self) -> None:
@@ -215,8 +206,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     def _refresh(self) -> None:
         """Discard a step's tensors. The next step makes them, so leaving needs no memory."""
-        self._positions = None
-        self._written = None
+        self._positions = self._written = None
 
 
 class _RowLayer(DynamicLayer):  # type: ignore[misc]
@@ -242,6 +232,8 @@ def _room(tokens: int) -> int:
 
 
 BatchCache = RebatchCache | RowCache
+# From (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V].
+Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, BatchCache], torch.Tensor]
 ROW_ATTENTION = "sdpa_by_row"
 
 
@@ -269,8 +261,8 @@ def attend(
         is_shared = mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
         if queries == 1 and kv_heads < heads and is_shared:  # all heads have one mask
             packed = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-            found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-            return found.reshape(rows, 1, heads, dim), None
+            output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+            return output.reshape(rows, 1, heads, dim), None
         padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )

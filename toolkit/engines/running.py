@@ -15,20 +15,21 @@ that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, ModelShape
-from toolkit.engines.protocol import FinishReason, LiveRow, Row, StepOutput
+from toolkit.engines.protocol import LiveRow, Row, StepOutput, advance
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.row_cache import BatchCache
+from toolkit.engines.row_cache import BatchCache, Forward
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
 
 Newcomer = tuple[int, LiveRow]  # the number of a row, and the row
+CachedRow = tuple[Newcomer, RowKV]  # with all its tokens but the last in the cache
 
 
 @dataclass(slots=True, eq=False)
@@ -39,23 +40,24 @@ class PrefillBatch:
     batch: PaddedBatch
     held_bytes: int
 
-    def caches(self) -> list[RowKV]:
-        """Views of each newcomer's keys and values, without padding."""
-        layers, width = self.batch.cache.layers, self.batch.width
-        lengths = [len(live.row.tokens) for _, live in self.newcomers]
-        return [
-            [
-                (layer.keys[index, :, width - n : width], layer.values[index, :, width - n : width])
-                for layer in layers
+    def rows(self) -> list[CachedRow]:
+        """The newcomers with views of their keys and values, without padding."""
+        rows: list[CachedRow] = []
+        for index, newcomer in enumerate(self.newcomers):
+            columns = slice(self.batch.width - len(newcomer[1].row.tokens), self.batch.width)
+            cached = [
+                (layer.keys[index, :, columns], layer.values[index, :, columns])
+                for layer in self.batch.cache.layers
             ]
-            for index, n in enumerate(lengths)
-        ]
+            rows.append((newcomer, cached))
+        return rows
 
 
+@dataclass(eq=False)
 class Prefiller:
     """Prefills newcomers before they join the batch.
 
-    Args:
+    Attributes:
         forward: runs columns [from, to) of a padded batch and returns the last column's logits
             [N, V].
         make_batch: makes a `PaddedBatch` from rows and a width.
@@ -65,28 +67,20 @@ class Prefiller:
             length do.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[PaddedBatch, int, int], torch.Tensor],
-        make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch],
-        shape: ModelShape,
-        ledger: ByteLedger,
-        cache: BatchCache,
-        *,
-        mixes: bool = False,
-    ) -> None:
-        self._forward = forward
-        self._make_batch = make_batch
-        self._shape = shape
-        self._ledger = ledger
-        self._cache = cache
-        self._passes: PrefillPasses[int] = PrefillPasses(mixes=mixes)
-        self._rows: dict[int, LiveRow] = {}
-        self._group: PrefillBatch | None = None  # in prefill now
+    forward: Callable[[PaddedBatch, int, int], torch.Tensor]
+    make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch]
+    shape: ModelShape
+    ledger: ByteLedger
+    cache: BatchCache
+    mixes: bool
+    _group: PrefillBatch | None = None  # in prefill now
+
+    def __post_init__(self) -> None:
+        self._passes: PrefillPasses[Newcomer] = PrefillPasses(mixes=self.mixes)
 
     @property
     def busy(self) -> bool:
-        return bool(self._rows)
+        return bool(self._passes)
 
     @property
     def tokens(self) -> int:
@@ -94,28 +88,27 @@ class Prefiller:
         return self._group.batch.width * len(self._group.newcomers) if self._group else 0
 
     def add(self, newcomers: Iterable[Newcomer]) -> None:
-        for number, live in newcomers:
-            self._rows[number] = live
-            self._passes.add(number, len(live.row.tokens))
+        for newcomer in newcomers:
+            self._passes.add(newcomer, len(newcomer[1].row.tokens))
 
     def remove(self, number: int) -> LiveRow | None:
         """Remove a newcomer and what was prefilled of it; None if it is not here."""
-        if number not in self._rows:
-            return None
-        self._passes.remove(number)
-        if self._group is not None and self._passes.group is None:
-            self.release(self._group)
-            self._group = None
-        return self._rows.pop(number)
+        for newcomer in self._passes.all_keys():
+            if newcomer[0] == number:
+                self._passes.remove(newcomer)
+                if self._group is not None and self._passes.group is None:
+                    self.release(self._group)
+                    self._group = None
+                return newcomer[1]
+        return None
 
     def take_waiting(self) -> list[Newcomer]:
         """Remove and return all waiting newcomers; the caller prefills them in another way."""
-        return [(number, self._rows.pop(number)) for number in self._passes.take_waiting()]
+        return self._passes.take_waiting()
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all newcomers."""
-        return tuple(self._rows)
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self._passes.all_keys()]
 
     def advance(
         self, bound: int = 0, parts: int = 1, *, cuts: bool = False
@@ -135,28 +128,24 @@ class Prefiller:
         planned = self._passes.next(bound)
         planned = planned.up_to(planned.start - (planned.start - planned.end) // parts)
         while cuts and planned.end - planned.start > 1:  # as much as memory has room for
-            if self._pass_bytes(planned) <= self._ledger.free_bytes:
+            if self._pass_bytes(planned) <= self.ledger.free_bytes:
                 break
             planned = planned.up_to((planned.start + planned.end + 1) // 2)
         group.batch.cache.keep(planned.start)
-        with self._ledger.reserve(self._pass_bytes(planned)):
-            logits = self._forward(group.batch, planned.start, planned.end)
+        with self.ledger.reserve(self._pass_bytes(planned)):
+            logits = self.forward(group.batch, planned.start, planned.end)
         self._passes.made(planned)
         if not planned.completes:
             return []
         self._group = None
-        for number, _ in group.newcomers:
-            del self._rows[number]
         return [(group, logits)]
 
     def release(self, group: PrefillBatch) -> None:
         """Free the group's caches."""
-        self._ledger.take(-group.held_bytes)
+        self.ledger.take(-group.held_bytes)
 
     def clear(self) -> None:
-        """Drop all newcomers."""
         self._passes.clear()
-        self._rows.clear()
         if self._group is not None:
             self.release(self._group)
             self._group = None
@@ -164,14 +153,10 @@ class Prefiller:
     def _begin(self, bound: int, cuts: bool) -> PrefillBatch:
         """A group of the first waiting newcomer and as many similar ones as the limits allow."""
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
-        held = len(formed.keys) * formed.width * self._cache.bytes_per_token
-        newcomers = [(number, self._rows[number]) for number in formed.keys]
-        with self._ledger.hold(held):
-            return PrefillBatch(
-                newcomers,
-                self._make_batch([live.row.tokens for _, live in newcomers], formed.width),
-                held,
-            )
+        held = len(formed.keys) * formed.width * self.cache.bytes_per_token
+        tokens = [live.row.tokens for _, live in formed.keys]
+        with self.ledger.hold(held):
+            return PrefillBatch(formed.keys, self.make_batch(tokens, formed.width), held)
 
     def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
         """Whether memory has room for a group: its caches, and the larger of its largest pass and
@@ -181,55 +166,46 @@ class Prefiller:
         columns = min(width, max(bound // rows, 1)) if bound else width
         if rows == 1 and cuts:
             columns = 1  # a pass that is too long can be cut
-        pass_bytes = self._shape.prefill_bytes(rows, columns, width - columns)
-        needed = rows * width * self._cache.bytes_per_token
-        needed += max(pass_bytes, self._cache.growth_bytes(rows, width))
-        if needed > self._ledger.free_bytes:
-            self._cache.fit()
-        return needed <= self._ledger.free_bytes
+        pass_bytes = self.shape.prefill_bytes(rows, columns, width - columns)
+        needed = rows * width * self.cache.bytes_per_token
+        needed += max(pass_bytes, self.cache.growth_bytes(rows, width))
+        if needed > self.ledger.free_bytes:
+            self.cache.fit()
+        return needed <= self.ledger.free_bytes
 
-    def _pass_bytes(self, planned: PrefillPass[int]) -> int:
+    def _pass_bytes(self, planned: PrefillPass[Newcomer]) -> int:
         columns = planned.end - planned.start
-        return self._shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
+        return self.shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
 
 
-# From (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V].
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, BatchCache], torch.Tensor]
 MakeSampler = Callable[[Sequence[Row]], Sampler]
 NOT_IN_SAMPLER = -1
 
 
+@dataclass(eq=False)
 class RunningBatch:
     """N rows in a cache, and their tokens.
 
-    Args:
-        forward: the model.
-        cache: holds the rows' keys and values.
+    Attributes:
         make_sampler: makes a sampler for rows that have drawn nothing yet.
         masks_as: the type of masks that attention adds to its scores; None: the model makes its
             own from booleans.
         fixed: makes the steps in fixed shapes; None: each step in the shape that it has.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        cache: BatchCache,
-        make_sampler: MakeSampler,
-        masks_as: torch.dtype | None,
-        fixed: FixedSteps | None = None,
-    ) -> None:
-        self.cache = cache
-        self._forward = forward
-        self._make_sampler = make_sampler
-        self._masks_as = masks_as
-        self._fixed = fixed
-        self._rows: list[Newcomer] = []
-        self._sampler = make_sampler([])
-        self._draws = 0  # since the sampler was made
-        self._places: list[int] = []  # index of each row in the sampler, or NOT_IN_SAMPLER
-        # [N] the tokens that the next step reads; None: rows have come or gone.
-        self._last: torch.Tensor | None = None
+    forward: Forward
+    cache: BatchCache
+    make_sampler: MakeSampler
+    masks_as: torch.dtype | None
+    fixed: FixedSteps | None
+    _rows: list[Newcomer] = field(default_factory=list)
+    _draws: int = 0  # since the sampler was made
+    _places: list[int] = field(default_factory=list)  # in the sampler, or NOT_IN_SAMPLER
+    # [N] the tokens that the next step reads; None: rows have come or gone.
+    _last: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._sampler = self.make_sampler([])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -239,33 +215,32 @@ class RunningBatch:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The rows' numbers."""
         return tuple([number for number, _ in self._rows])
 
     def first_tokens(self, newcomers: Sequence[Newcomer], logits: torch.Tensor) -> StepOutput:
         """The first tokens of newcomers that were prefilled apart, from `logits` [N, V]."""
-        sampler = self._make_sampler([live.as_row() for _, live in newcomers])
-        return _advance(newcomers, sampler.draw(logits, 0).tolist())
+        sampler = self.make_sampler([live.as_row() for _, live in newcomers])
+        return advance(newcomers, sampler.draw(logits, 0).tolist())
 
-    def join(self, newcomers: Sequence[Newcomer], caches: Sequence[RowKV]) -> int:
-        """Embed rows with all tokens but the last cached; they decode from the next step on.
+    def join(self, rows: Sequence[CachedRow]) -> int:
+        """Embed rows, which decode from the next step on. Returns their number.
 
-        Returns their number. If memory runs out, none of them joins, and the error is raised.
+        If memory runs out, none of them joins, and the error is raised.
         """
-        if not newcomers:
+        if not rows:
             return 0
-        longest = max(cached[0][0].shape[1] for cached in caches)
-        self.cache.make_room(len(self) + len(newcomers), longest, ahead=1)
+        longest = max(cached[0][0].shape[1] for _, cached in rows)
+        self.cache.make_room(len(self) + len(rows), longest, ahead=1)
         try:
-            for cached in caches:
+            for _, cached in rows:
                 self.cache.join(cached)
         except RuntimeError:
             self.cache.leave(range(len(self), self.cache.rows))
             raise
-        self._rows += newcomers
-        self._places += [NOT_IN_SAMPLER] * len(newcomers)
+        self._rows += [newcomer for newcomer, _ in rows]
+        self._places += [NOT_IN_SAMPLER] * len(rows)
         self._last = None
-        return len(newcomers)
+        return len(rows)
 
     def peek(self, number: int) -> tuple[LiveRow, RowKV]:
         """A row and views of its cache, valid until rows come, go or step."""
@@ -273,7 +248,6 @@ class RunningBatch:
         return self._rows[index][1], self.cache.read(index)
 
     def drop(self, number: int) -> None:
-        """Remove a row."""
         self._drop([self.numbers.index(number)])
 
     def step(self, parts: int = 1) -> StepOutput:
@@ -283,14 +257,14 @@ class RunningBatch:
         if parts == 1:
             logits = self._logits(last)
         else:  # a pass over fewer rows needs less memory besides the cache
-            mask, positions = cache.mask(self._masks_as), cache.positions()
-            found, size = [], -(-len(self) // parts)
+            mask, positions = cache.mask(self.masks_as), cache.positions()
+            pieces, size = [], -(-len(self) // parts)
             for first in range(0, len(self), size):
                 rows = slice(first, first + size)
                 with cache.rows_from(first):
                     own = None if mask is None else mask[rows]
-                    found.append(self._forward(last[rows, None], own, positions[rows], cache))
-            logits = torch.cat(found)
+                    pieces.append(self.forward(last[rows, None], own, positions[rows], cache))
+            logits = torch.cat(pieces)
         drawn = self._sampler.draw(logits, self._draws)
         tokens = drawn.tolist()
         cache.advance()
@@ -302,8 +276,8 @@ class RunningBatch:
         """
         last = self._prepared()
         self.cache.make_room(len(self), 0, ahead=steps)
-        if self._fixed is not None:
-            self._fixed.warm_up(last, steps)
+        if self.fixed is not None:
+            self.fixed.warm_up(last, steps)
 
     def step_with(self, newcomers: Sequence[Newcomer]) -> StepOutput:
         """Decode one more token for every row, and prefill newcomers in the same pass.
@@ -332,7 +306,7 @@ class RunningBatch:
         window = torch.zeros(len(ids), cache.width, dtype=torch.bool, device=device)
         window[:old] = True if past is None else past[:, :-1]
         mask = torch.cat([window, column >= 0], dim=1)
-        logits = self._forward(ids, mask, positions, cache)
+        logits = self.forward(ids, mask, positions, cache)
         sampler = self._sampler.regrouped(
             range(old), [live.as_row() for _, live in newcomers], self._draws
         )
@@ -348,14 +322,14 @@ class RunningBatch:
         self._rows.clear()
         self._places.clear()
         self.cache.clear()
-        self._sampler, self._draws, self._last = self._make_sampler([]), 0, None
+        self._sampler, self._draws, self._last = self.make_sampler([]), 0, None
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]."""
-        if self._fixed is not None:
-            return self._fixed.logits(last)
+        if self.fixed is not None:
+            return self.fixed.logits(last)
         cache = self.cache
-        return self._forward(last[:, None], cache.mask(self._masks_as), cache.positions(), cache)
+        return self.forward(last[:, None], cache.mask(self.masks_as), cache.positions(), cache)
 
     def _prepared(self) -> torch.Tensor:
         """[N] the tokens that a step reads. If rows have come or gone since the last step, this
@@ -368,7 +342,7 @@ class RunningBatch:
         if self._places[: len(kept)] == kept:
             sampler = self._sampler.regrouped(kept, new, self._draws)
         else:  # rows left after others had joined, and new rows took their places
-            sampler = self._make_sampler([live.as_row() for _, live in self._rows])
+            sampler = self.make_sampler([live.as_row() for _, live in self._rows])
         tokens = [live.last_token for _, live in self._rows]
         self._last = torch.tensor(tokens, dtype=torch.long, device=self.cache.device)
         self._sampler, self._draws, self._places = sampler, 0, list(range(len(self)))
@@ -378,7 +352,7 @@ class RunningBatch:
         """Give the rows their drawn tokens; from here on nothing can fail."""
         self._last = drawn
         self._draws += 1
-        step = _advance(self._rows, tokens)
+        step = advance(self._rows, tokens)
         if step.ended:
             ended = {number for number, _ in step.ended}
             self._drop([index for index, (number, _) in enumerate(self._rows) if number in ended])
@@ -393,15 +367,3 @@ class RunningBatch:
             self.cache.shrink()
         else:
             self.clear()
-
-
-def _advance(rows: Sequence[Newcomer], drawn: Sequence[int]) -> StepOutput:
-    """One drawn token for each row, and the rows that end with it."""
-    tokens: list[int] = []
-    ended: list[tuple[int, FinishReason]] = []
-    for (number, live), draw in zip(rows, drawn, strict=True):
-        token, finish = live.advance(draw)
-        tokens.append(token)
-        if finish:
-            ended.append((number, finish))
-    return StepOutput(tuple([number for number, _ in rows]), tuple(tokens), tuple(ended))

@@ -21,7 +21,6 @@ class Sampler:
     """Draws for the rows of a batch. Greedy rows take the largest logit.
 
     Args:
-        rows: the batch.
         eos_ids: the model's, forbidden before a row's `min_tokens`.
         vocab_size: V.
         device: of the logits.

@@ -20,6 +20,11 @@ KVShape = tuple[torch.Size, torch.Size]  # of a layer's keys and values
 MASK_ALIGNMENT = 8
 
 
+def values_per_token(shapes: Sequence[KVShape]) -> int:
+    """The numbers that a cache of layers with these `shapes` holds for one token."""
+    return sum(keys[1] * keys[3] + values[1] * values[3] for keys, values in shapes)
+
+
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The mask [N, 1, 1, L] that attention adds to its scores, from booleans [N, L]: 0 where a row
     may attend, else -inf.
@@ -78,7 +83,6 @@ class SlabCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlabLayer(columns) for _ in range(layers)])
 
     def kv_shapes(self) -> list[KVShape]:
-        """The shapes of each layer's keys and values."""
         return [(layer.keys.shape, layer.values.shape) for layer in self.layers]
 
     def keep(self, length: int) -> None:
@@ -150,12 +154,12 @@ class PaddedBatch:
         rows: Sequence[Sequence[int]],
         columns: int,
         last_position: int,
-        cache: SlabCache,
+        layers: int,
         device: torch.device,
     ) -> None:
         lengths = torch.tensor([len(row) for row in rows])
         self.width = int(lengths.max())
-        self.cache = cache
+        self.cache = SlabCache(layers, columns)
         padded = [[0] * (self.width - len(row)) + list(row) for row in rows]
         real_column = torch.arange(columns)[None, :] - (self.width - lengths)[:, None]
         self.input_ids = torch.tensor(padded, device=device)

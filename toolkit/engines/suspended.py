@@ -20,43 +20,29 @@ import torch
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.protocol import LiveRow
 from toolkit.engines.rebatch_cache import RowKV
-from toolkit.engines.slab import KVShape
+from toolkit.engines.slab import KVShape, values_per_token
 
-PIECE_BYTES = 512 << 20
+PIECE_BYTES = 512 << 20  # unless a block needs a larger one
 ALIGNMENT_BYTES = 256
 
 _logger = logging.getLogger(__name__)
 
 
 class HostArena:
-    """Host memory for blocks, taken from the system in pieces that stay.
-
-    Args:
-        bound_bytes: of all pieces; None: no bound.
-        pin: whether the pieces are pinned. If that fails, it is logged once, and the pieces are
-            ordinary memory.
-        piece_bytes: the size of a piece, unless a block needs a larger one.
+    """Host memory for blocks, taken from the system in pieces that stay, of at most `bound_bytes`
+    in all (None: no bound).
     """
 
-    def __init__(
-        self, bound_bytes: int | None, *, pin: bool, piece_bytes: int = PIECE_BYTES
-    ) -> None:
+    def __init__(self, bound_bytes: int | None) -> None:
         self._bound_bytes = bound_bytes
-        self._pin = pin
-        self._piece_bytes = piece_bytes
+        self._pins = True  # False once that has failed: pieces are then ordinary memory
         self._pieces: list[torch.Tensor] = []
         self._free: list[tuple[int, int, int]] = []  # (piece, start, end) in bytes, sorted
         self._taken: dict[int, tuple[int, int, int]] = {}  # by the block's address
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self._pieces)
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes of all blocks, with their alignment."""
-        return sum(end - start for _, start, end in self._taken.values())
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor:
         """A block [values]. If the bound leaves no room in one piece, it is ordinary memory, which
@@ -91,17 +77,17 @@ class HostArena:
 
     def _new_piece(self, size: int) -> tuple[int, int, int] | None:
         """The place of a new piece with at least this size; None if the bound leaves no room."""
-        wanted = max(size, self._piece_bytes)
+        wanted = max(size, PIECE_BYTES)
         if self._bound_bytes is not None:
             wanted = min(wanted, self._bound_bytes - self.held_bytes)
         if wanted < size or not size:
             return None
         piece = None
-        if self._pin:
+        if self._pins:
             try:
                 piece = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
-                self._pin = False
+                self._pins = False
                 why = str(error).splitlines()[0]
                 _logger.warning("host memory cannot be pinned, so swaps are slower: %s", why)
         self._pieces.append(torch.empty(wanted, dtype=torch.uint8) if piece is None else piece)
@@ -140,7 +126,6 @@ class SuspendedRows:
         like: a tensor of the cache's dtype, on its device.
         device_ledger, host_ledger: are charged for blocks on the device and in host memory; they
             raise `torch.OutOfMemoryError` beyond their budgets.
-        arena: of host memory; None: blocks in host memory stay where they are, as on a CPU.
     """
 
     def __init__(
@@ -149,17 +134,17 @@ class SuspendedRows:
         like: torch.Tensor,
         device_ledger: ByteLedger,
         host_ledger: ByteLedger,
-        arena: HostArena | None = None,
     ) -> None:
         self._shapes = shapes
         self._like = like
-        self._values_per_token = sum(k[1] * k[3] + v[1] * v[3] for k, v in shapes)
         self._ledgers = (device_ledger, host_ledger)
         self._rows: dict[int, SuspendedRow] = {}
-        self._arena = arena
         self._to_host: list[torch.cuda.Event] = []  # transfers that may not have ended
+        # None: blocks in host memory stay where they are, as on a CPU.
+        self._arena: HostArena | None = None
         self._stream: torch.cuda.Stream | None = None
         if like.is_cuda:
+            self._arena = HostArena(host_ledger.budget_bytes)
             self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
 
     def __contains__(self, number: int) -> bool:
@@ -188,7 +173,7 @@ class SuspendedRows:
         row = SuspendedRow(live)
         if cached is not None:
             row.length = cached[0][0].shape[1]
-            row.block = self._like.new_empty(row.length * self._values_per_token)
+            row.block = self._like.new_empty(row.length * values_per_token(self._shapes))
             for (to_keys, to_values), (keys, values) in zip(self._views(row), cached, strict=True):
                 to_keys.copy_(keys)
                 to_values.copy_(values)
@@ -223,7 +208,6 @@ class SuspendedRows:
         return row.live, self._views(row)
 
     def drop(self, number: int) -> None:
-        """Forget a row."""
         row = self._rows.pop(number)
         self._ledgers[row.on_host].take(-row.size_bytes)
         if row.on_host and row.block is not None and self._arena is not None:

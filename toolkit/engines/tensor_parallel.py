@@ -16,8 +16,7 @@ a whole is one lost worker.
 If a batch does not fit, the ledgers of all ranks refuse it before its first pass. If one GPU alone
 runs out of memory in a pass, the other ranks wait in a collective, so that ends the group too.
 
-In this order: a rank's share and the cutting of a model; the messages; the engine of rank 0; and
-the process of the other ranks (`python -m toolkit.engines.tensor_parallel`).
+`python -m toolkit.engines.tensor_parallel` is the process of the other ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import msgspec
 import torch
@@ -95,7 +94,6 @@ class RankShare:
         )
 
     def least(self, value: int, device: torch.device) -> int:
-        """The smallest of all ranks' values."""
         least = torch.tensor([value], dtype=torch.int64, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least.item())
@@ -176,6 +174,7 @@ def _gather(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Ten
 
 RANK_COMMAND = (sys.executable, "-m", "toolkit.engines.tensor_parallel")
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+Timed = Literal["time_prefill", "time_decode", "time_part"]
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
@@ -202,12 +201,14 @@ class RankRound(msgspec.Struct, frozen=True, tag="round"):
 
 
 class Timing(msgspec.Struct, frozen=True, tag="time"):
-    """`time_prefill`, `time_decode` or `time_part`."""
+    """A method of `RoundEngine` that times something, and its arguments before the clock."""
 
-    what: str
-    rows: int
-    length: int
-    others: int = 0
+    method: Timed
+    arguments: tuple[int | str, ...]
+
+    def run(self, engine: Engine, clock: Callable[[], float]) -> float:
+        seconds: float = getattr(engine, self.method)(*self.arguments, clock)
+        return seconds
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
@@ -253,36 +254,31 @@ class TensorParallelEngine:
         self.facts = self._engine.facts
 
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """See `Engine.run_slice`."""
         self._send(Slice(tuple(rows), steps))
         with _device_memory_ends_group():
             return self._engine.run_slice(rows, steps, self._forwarding(on_step))
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
-        """See `RoundEngine.run_round`."""
         self._send(RankRound(plan))
         with _device_memory_ends_group():
             return cast(RoundEngine, self._engine).run_round(plan, self._forwarding(on_step))
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`."""
-        self._send(Timing("prefill", batch_size, input_length))
-        with _device_memory_ends_group():
-            return self._engine.time_prefill(batch_size, input_length, clock)
+        return self._time(clock, "time_prefill", batch_size, input_length)
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`."""
-        self._send(Timing("decode", batch_size, cached_length))
-        with _device_memory_ends_group():
-            return self._engine.time_decode(batch_size, cached_length, clock)
+        return self._time(clock, "time_decode", batch_size, cached_length)
 
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
-        """See `RoundEngine.time_part`."""
-        self._send(Timing(part, rows, length, others))
+        return self._time(clock, "time_part", part, rows, length, others)
+
+    def _time(self, clock: Callable[[], float], method: Timed, *arguments: int | str) -> float:
+        timing = Timing(method, arguments)
+        self._send(timing)
         with _device_memory_ends_group():
-            return cast(RoundEngine, self._engine).time_part(part, rows, length, others, clock)
+            return timing.run(self._engine, clock)
 
     def _forwarding(self, on_step: OnStep) -> OnStep:
         """`on_step`, with its result also sent to the other ranks."""
@@ -364,10 +360,6 @@ class RankOrders:
 
 def follow(engine: Engine, orders: RankOrders) -> None:
     """Repeat what rank 0 does, without end."""
-
-    def no_clock() -> float:  # rank 0 measures
-        return 0.0
-
     for line in orders:
         # Rank 0's own ledger refuses the same batch, and reports it.
         with contextlib.suppress(OutOfMemory), _device_memory_ends_group():
@@ -376,14 +368,7 @@ def follow(engine: Engine, orders: RankOrders) -> None:
             elif isinstance(line, RankRound):
                 cast(RoundEngine, engine).run_round(line.plan, orders.on_step)
             elif isinstance(line, Timing):
-                sizes = line.rows, line.length
-                if line.what == "prefill":
-                    engine.time_prefill(*sizes, no_clock)
-                elif line.what == "decode":
-                    engine.time_decode(*sizes, no_clock)
-                else:
-                    part = cast(Part, line.what)
-                    cast(RoundEngine, engine).time_part(part, *sizes, line.others, no_clock)
+                line.run(engine, lambda: 0.0)  # rank 0 measures
 
 
 def main() -> None:

@@ -1,9 +1,6 @@
 """Text to tokens and back, for the process that serves clients: needs `tokenizers` and jinja2, not
 torch.
 
-In this order: the interfaces and `load_tokenizer`; the byte tokenizer, which is built in code; the
-tokenizer of a `tokenizer.json` in a local folder or on the hub; and chat templates.
-
 A chat template comes with a model, never from a request. It runs in jinja2's immutable sandbox,
 with bounds on its size, its output and its time, because a model's folder is downloaded data.
 """
@@ -14,7 +11,7 @@ import codecs
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -214,14 +211,14 @@ class WindowDetokenizer:
         self._emitted_text = ""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        found = ""
+        certain_text = ""
         for token in tokens:
             self._window.append(token)
             text = self._tokenizer.decode(self._window)
             certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
             if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
-                found += self._emit(text)
-        return found
+                certain_text += self._emit(text)
+        return certain_text
 
     def flush(self) -> str:
         return self._emit(self._tokenizer.decode(self._window))
@@ -244,20 +241,15 @@ def _stored(model: ModelSpec, name: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(model.source, name, revision=model.revision))
-    except LocalEntryNotFoundError:  # a kind of the next one, but the hub was not reached
-        raise _unreachable(model) from None
-    except EntryNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise _unreachable(model) from None
-
-
-def _unreachable(model: ModelSpec) -> EngineError:
-    return EngineError(
-        f"the tokenizer of {model.source} is not on this machine, and the hub cannot be reached or "
-        "does not provide it",
-        "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
-    )
+    except (EntryNotFoundError, OSError, ValueError) as error:
+        was_reached = not isinstance(error, LocalEntryNotFoundError)
+        if was_reached and isinstance(error, EntryNotFoundError):
+            return None
+        raise EngineError(
+            f"the tokenizer of {model.source} is not on this machine, and the hub cannot be "
+            "reached or does not provide it",
+            "check the name and HF_TOKEN, give a local folder, or set model.tokenizer: bytes",
+        ) from None
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -272,13 +264,13 @@ def _read_json(file: Path | None) -> dict[str, Any]:
 
 def _special_tokens(options: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and so on; each is a string, or an object with `content`."""
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = options.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = text
-    return found
+            special[name] = text
+    return special
 
 
 def _template_source(options: Mapping[str, Any], template: Path | None) -> str:
@@ -300,16 +292,12 @@ class ChatTemplate:
     Args:
         source: jinja2 text; the default names each speaker.
         special_tokens: `bos_token` and the like, which templates refer to.
-        clock: seconds, for the time limit.
 
     Raises `EngineError` for a template that is too large or does not compile.
     """
 
     def __init__(
-        self,
-        source: str = DEFAULT_TEMPLATE,
-        special_tokens: Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, source: str = DEFAULT_TEMPLATE, special_tokens: Mapping[str, str] | None = None
     ) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise EngineError(
@@ -331,23 +319,20 @@ class ChatTemplate:
                 f"the chat template does not compile: {error}", "it comes with the model"
             ) from None
         self._special_tokens = dict(special_tokens or {})
-        self._clock = clock
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt's text. Raises `InputError` if the template refuses these messages, writes too
         much or takes too long.
         """
-        deadline_s = self._clock() + MAX_RENDER_S
+        deadline_s = time.monotonic() + MAX_RENDER_S
         pieces: list[str] = []
         size = 0
         try:
             for piece in self._template.generate(
-                messages=list(messages),
-                add_generation_prompt=True,
-                **self._special_tokens,
+                messages=list(messages), add_generation_prompt=True, **self._special_tokens
             ):
                 size += len(piece)
-                if size > MAX_TEXT_CHARS or self._clock() > deadline_s:
+                if size > MAX_TEXT_CHARS or time.monotonic() > deadline_s:
                     raise InputError(
                         "messages: the model's chat template writes too much or takes too long"
                     )

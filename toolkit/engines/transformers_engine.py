@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache
 
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
-from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, raises_out_of_memory
-from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
+from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, on_device
+from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord
 from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.slab import PaddedBatch, SlabCache
+from toolkit.engines.slab import PaddedBatch, values_per_token
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.errors import InputError
 from toolkit.files.io import processor
@@ -62,6 +62,7 @@ class TransformersEngine:
         if share:
             share.join(self._device)
         self._dtype = self._model.dtype
+        self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         config = self._model.config.get_text_config(decoder=True)
         self._layers: int = config.num_hidden_layers
         self._shape = ModelShape.of(config, self._dtype, shares)
@@ -75,9 +76,7 @@ class TransformersEngine:
         with torch.inference_mode():
             self._prefill(probe)
         self._kv_shapes = probe.cache.kv_shapes()
-        self._kv_bytes_per_token = self._shape.value_bytes * sum(
-            keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes
-        )
+        self._kv_bytes_per_token = self._shape.value_bytes * values_per_token(self._kv_shapes)
         measured = shares * self._kv_bytes_per_token
         if spec.kv_bytes_per_token not in (None, measured):
             raise InputError(
@@ -125,13 +124,11 @@ class TransformersEngine:
         model: Callable[..., Any] = self._model
         return model
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """See `Engine.run_slice`."""
         self._check_rows(rows)
         width = max(len(row.tokens) for row in rows)
-        steps = min(steps, max(remaining(row) for row in rows))
+        steps = min(steps, max(row.remaining for row in rows))
         record = SliceRecord(rows, self._eos_ids)
         with self.ledger.reserve(self.slice_bytes(len(rows), width, steps)):
             batch = self._padded([row.tokens for row in rows], width + steps)
@@ -145,8 +142,7 @@ class TransformersEngine:
                 logits = self._decode(batch, drawn)
         return record.output()
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
         rows = self._timed_rows(batch_size, input_length)
@@ -157,8 +153,7 @@ class TransformersEngine:
             self._prefill(batch).argmax(dim=-1).tolist()
             return clock() - start
 
-    @raises_out_of_memory
-    @torch.inference_mode()
+    @on_device
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_decode`: the steps that serve, on random keys and values, the mean of a
         few; the last one has `cached_length` cached tokens.
@@ -172,8 +167,7 @@ class TransformersEngine:
         held += self._shape.prefill_bytes(batch_size, 1)
         with self.ledger.reserve(held):
             batch = self._padded(rows, filled + 1 + steps)
-            like = torch.empty(0, dtype=self._dtype, device=self._device)
-            batch.cache.fill(self._kv_shapes, batch_size, filled, like)
+            batch.cache.fill(self._kv_shapes, batch_size, filled, self._like)
             tokens = batch.input_ids[:, -1].clone()
             # An untimed step comes first, as in serving: filling the cache has evicted the weights
             # from the processor's caches.
@@ -196,16 +190,14 @@ class TransformersEngine:
         """
         longest = self.facts.max_model_len
         for row in rows:
-            if not row.tokens or len(row.tokens) + remaining(row) > longest:
+            if not row.tokens or len(row.tokens) + row.remaining > longest:
                 raise ValueError(
-                    f"row {row.request_id}: {len(row.tokens)} tokens and {remaining(row)} more; "
+                    f"row {row.request_id}: {len(row.tokens)} tokens and {row.remaining} more; "
                     f"a row has at least one, and at most {longest} in all"
                 )
 
     def _padded(self, rows: Sequence[Sequence[int]], columns: int) -> PaddedBatch:
-        return PaddedBatch(
-            rows, columns, self._last_position, SlabCache(self._layers, columns), self._device
-        )
+        return PaddedBatch(rows, columns, self._last_position, self._layers, self._device)
 
     def _prefill(self, batch: PaddedBatch) -> torch.Tensor:
         """Logits [N, V] of the first new token."""

@@ -115,7 +115,7 @@ def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator
     wanted = places(plan.kinds)
     with joined(address, sum(place.share.cpus for place in wanted)):
         host = LOOPBACK if address == LOCAL else ""
-        servers = RayServers(wanted, room_timeout_s=room_timeout_s, host=host)
+        servers = RayServers(wanted, room_timeout_s, host)
         try:
             yield RayReplicas(servers, wanted)
         finally:

@@ -358,9 +358,9 @@ class EngineProcess:
 
     def workers(self, recipe: Recipe) -> Workers:
         """The processes that will serve: several equal workers."""
-        from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+        from toolkit.workers.pool import ProcessWorkers
 
-        return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
+        return ProcessWorkers([recipe] * recipe.workers)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then

@@ -40,7 +40,15 @@ from toolkit.profiling.measure import (
 )
 from toolkit.profiling.process import TimedRoundEngine, Unmeasurable, slice_rows
 from toolkit.sched.rounds import groups_alike
-from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
+from toolkit.workers.protocol import (
+    BatchDone,
+    RoundDone,
+    RunRound,
+    RunSlice,
+    WorkerEvent,
+    WorkerReady,
+    Workers,
+)
 
 Work = TypeVar("Work")
 Point = TypeVar("Point")
@@ -281,7 +289,7 @@ class SequenceFeed(Feed[int, RoundSequence]):
         plan = rows.plan()
         self.batches += 1
         self._on[worker] = number, rows, time.perf_counter()
-        self.workers.run_round(worker, self.batches, plan)
+        self.workers.run(worker, RunRound(self.batches, plan))
 
 
 # Share of the machine's memory for the swapped caches of all workers, if the recipe sets no bound.
@@ -376,7 +384,7 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
         rows = slice_rows(work, self._vocab_size)
         self.batches += 1
         self._sent[self.batches] = number, work, time.perf_counter()
-        self.workers.run(worker, self.batches, rows, work.steps)
+        self.workers.run(worker, RunSlice(self.batches, tuple(rows), work.steps))
 
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, BatchDone):

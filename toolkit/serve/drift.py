@@ -36,6 +36,9 @@ from toolkit.workers.protocol import (
     BatchProgress,
     OnEvent,
     RoundDone,
+    RunBatch,
+    RunRound,
+    RunSlice,
     WorkerEvent,
     WrappedWorkers,
 )
@@ -244,15 +247,14 @@ class CheckedWorkers(WrappedWorkers):
         numbers = tuple(range(self._rows, self._rows + len(rows)))
         self._rows += len(rows)
         end, begin_s = self._expect_end(worker), self.clock()
+        batch: RunBatch = RunSlice(self._batches, tuple(rows), point.steps)
         if check.in_rounds:
-            plan = Round(point.steps, tuple(rows), numbers)
-            self.workers.run_round(worker, self._batches, plan, expected_s)
-        else:
-            self.workers.run(worker, self._batches, rows, point.steps, expected_s)
+            batch = RunRound(self._batches, Round(point.steps, tuple(rows), numbers))
+        self.workers.run(worker, batch, expected_s)
         failure, end_s = await end
         if check.in_rounds and failure == "oom":  # the round has left rows on its worker
             end = self._expect_end(worker)
-            self.workers.run_round(worker, self._batches, Round(0, evict=numbers))
+            self.workers.run(worker, RunRound(self._batches, Round(0, evict=numbers)))
             await end
         return None if failure else end_s - begin_s
 

@@ -34,7 +34,11 @@ from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
+    Cancel,
+    Interrupt,
     RoundDone,
+    RunRound,
+    RunSlice,
     SilentWorker,
     WorkerEvent,
     WorkerLost,
@@ -362,25 +366,27 @@ class WorkerActivity:
             flight = self.flights[worker] = InFlightBatch(batch, follows, submitted)
             if batch.keep_cache:
                 plan = self._resident[worker].begin(batch, self._find)
-                self._workers.run_round(worker, batch.batch_id, plan, batch.estimated_s)
+                self._workers.run(worker, RunRound(batch.batch_id, plan), batch.estimated_s)
                 continue
             flight.requests, flight.received = requests, [0] * len(requests)
             for active in requests:
                 active.flight = flight
-            rows = [active.row() for active in requests]
-            self._workers.run(worker, batch.batch_id, rows, batch.steps, batch.estimated_s)
+            rows = tuple([active.row() for active in requests])
+            run = RunSlice(batch.batch_id, rows, batch.steps)
+            self._workers.run(worker, run, batch.estimated_s)
         self._just_freed.clear()
         return started
 
     def interrupt(self, worker: int) -> None:
         """Ask the worker to end its round at the next step where the round may stop."""
-        self._workers.interrupt(worker, self.flights[worker].batch.batch_id)
+        self._workers.tell(worker, Interrupt(self.flights[worker].batch.batch_id))
 
     def cancel_row(self, active: ActiveRequest) -> None:
         """Tell the worker of a request's slice that the rest of its output is not needed."""
         if active.flight:
             batch = active.flight.batch
-            self._workers.cancel(batch.worker, batch.batch_id, (active.request.request_id,))
+            cancel = Cancel(batch.batch_id, (active.request.request_id,))
+            self._workers.tell(batch.worker, cancel)
 
     def progress(self, event: BatchProgress) -> list[RowOutput]:
         """The tokens of a running batch. Events of a batch that has ended are ignored."""

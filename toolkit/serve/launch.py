@@ -39,7 +39,7 @@ from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
-from toolkit.workers.pool import Patience, ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import Patience, ProcessWorkers
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
@@ -195,8 +195,8 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     serve_spec = plan.recipe.serve
     patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
     if not ray:
-        specs = [WorkerSpec.of(kind.recipe) for kind in plan.kinds for _ in range(kind.workers)]
-        yield ProcessWorkers(specs, patience=patience)
+        recipes = [kind.recipe for kind in plan.kinds for _ in range(kind.workers)]
+        yield ProcessWorkers(recipes, patience)
         return
     from toolkit.cluster.connect import joined
     from toolkit.cluster.places import places, refuse_local_fleet
@@ -205,7 +205,7 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     refuse_local_fleet(plan.kinds, ray)
     worker_places = places(plan.kinds)
     with joined(ray, sum(place.share.cpus for place in worker_places)):
-        yield RayWorkers(worker_places, room_timeout_s=room_timeout_s, patience=patience)
+        yield RayWorkers(worker_places, room_timeout_s, patience)
 
 
 def _driver(

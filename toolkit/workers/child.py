@@ -19,25 +19,24 @@ from toolkit.engines.protocol import (
     Engine,
     OnStep,
     OutOfMemory,
-    Round,
     RoundEngine,
     Row,
     StepOutput,
     make_engine,
 )
 from toolkit.errors import LlmctlError
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.files.recipe import Recipe
 from toolkit.workers.lifeline import FrontSocket, LifeSigns
 from toolkit.workers.protocol import (
     Cancel,
     Channel,
     Done,
-    DoneRound,
     FrontGoneError,
     Interrupt,
     Progress,
     Ready,
     Refused,
+    RunBatch,
     RunRound,
     RunSlice,
     SocketChannel,
@@ -66,19 +65,16 @@ class Outbox:
         self._sent_s = -1.0
         self._without_token: set[int] = set()  # rows of rounds that have no token yet
 
-    def begin(self, batch_id: int) -> None:
-        """Start a slice."""
-        self._batch_id = batch_id
-        self._sent_s = -1.0
-
-    def begin_round(self, batch_id: int, plan: Round) -> None:
-        """Start a round. Its newcomers may get their first tokens in later rounds."""
-        self._batch_id = batch_id
-        self.forget(plan.evict)
-        self._without_token.update(plan.numbers)
+    def begin(self, batch: RunBatch) -> None:
+        """Start a batch. The newcomers of a round may get their first tokens in later rounds."""
+        self._batch_id = batch.batch_id
+        if isinstance(batch, RunSlice):
+            self._sent_s = -1.0
+        else:
+            self.forget(batch.plan.evict)
+            self._without_token.update(batch.plan.numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget rows that are gone."""
         self._without_token.difference_update(numbers)
 
     def put(self, step: StepOutput) -> None:
@@ -99,47 +95,38 @@ class Outbox:
         return steps
 
 
-class RunningSlice:
-    """Between two steps of a slice: sends tokens and reads cancellations."""
+class BatchInProgress:
+    """Between two steps of a batch: sends tokens, and reads the frames that end it early.
 
-    def __init__(self, run: RunSlice, channel: Channel, outbox: Outbox) -> None:
-        self._run = run
+    Attributes:
+        stops: the front has told the worker to end.
+    """
+
+    def __init__(self, batch: RunBatch, channel: Channel, outbox: Outbox) -> None:
+        self.stops = False
+        self._batch = batch
         self._channel = channel
         self._outbox = outbox
-        self._wanted = {row.request_id for row in run.rows}
+        rows = batch.rows if isinstance(batch, RunSlice) else ()
+        self._wanted = {row.request_id for row in rows}
 
     def on_step(self, step: StepOutput) -> bool:
-        """Whether the slice goes on: False if no row is wanted or the worker stops."""
+        """Whether the batch goes on: not if no row of a slice is wanted, if a round is interrupted
+        or if the worker stops.
+        """
         self._outbox.put(step)
-        for index, _ in step.ended:
-            self._wanted.discard(self._run.rows[index].request_id)
+        batch, goes_on = self._batch, True
         for frame in self._channel.poll():
-            if isinstance(frame, Cancel) and frame.batch_id == self._run.batch_id:
-                self._wanted.difference_update(frame.request_ids)
-            elif isinstance(frame, Stop):
-                self._channel.put_back(frame)
-                return False
-        return bool(self._wanted)
-
-
-class RunningRound:
-    """Between two steps of a round: sends tokens and reads interruptions."""
-
-    def __init__(self, run: RunRound, channel: Channel, outbox: Outbox) -> None:
-        self._run = run
-        self._channel = channel
-        self._outbox = outbox
-
-    def on_step(self, step: StepOutput) -> bool:
-        """Whether the round goes on: False if it is interrupted or the worker stops."""
-        self._outbox.put(step)
-        for frame in self._channel.poll():
-            if isinstance(frame, Interrupt) and frame.batch_id == self._run.batch_id:
-                return False
             if isinstance(frame, Stop):
-                self._channel.put_back(frame)
-                return False
-        return True
+                self.stops = True
+            elif isinstance(frame, Interrupt) and frame.batch_id == batch.batch_id:
+                goes_on = False
+            elif isinstance(frame, Cancel) and frame.batch_id == batch.batch_id:
+                self._wanted.difference_update(frame.request_ids)
+        if isinstance(batch, RunSlice):
+            self._wanted.difference_update(batch.rows[index].request_id for index, _ in step.ended)
+            goes_on = bool(self._wanted)
+        return goes_on and not self.stops
 
 
 class Stopwatch:
@@ -151,7 +138,6 @@ class Stopwatch:
         self._end_s: float | None = None  # of the last batch
 
     def start(self) -> None:
-        """Start a batch."""
         self._start_s, self._reporting_s = self._clock(), 0.0
         self._gap_s = 0.0 if self._end_s is None else self._start_s - self._end_s
 
@@ -172,9 +158,7 @@ class Stopwatch:
         return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
 
 
-def serve(
-    channel: Channel, signs: LifeSigns, clock: Callable[[], float] = time.perf_counter
-) -> int:
+def serve(channel: Channel, signs: LifeSigns) -> int:
     """Load the engine that the first frame names, and serve until `Stop`. Returns the exit code.
 
     `signs` gets the worker's state, which decides whether it sends signs of life.
@@ -182,46 +166,45 @@ def serve(
     start = channel.receive()
     if not isinstance(start, Start):
         raise ValueError(f"the first frame must be 'start', not {start}")
-    spec = EngineSpec.model_validate_json(start.engine)
+    recipe = Recipe.model_validate_json(start.recipe)
     try:
-        engine = _load(start, spec)
+        engine = _load(recipe)
     except LlmctlError as error:
         channel.send(Refused(error.message, error.hint))
         return error.exit_code
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
-    outbox, watch = Outbox(channel, spec.flush_s, clock), Stopwatch(clock)
+    outbox = Outbox(channel, recipe.engine.flush_s, time.perf_counter)
+    watch = Stopwatch(time.perf_counter)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
             return 0
+        if not isinstance(frame, RunSlice | RunRound):
+            continue  # it is for a batch that has ended
         signs.state = "busy"
+        watch.start()
+        outbox.begin(frame)
+        running = BatchInProgress(frame, channel, outbox)
+        on_step = watch.reporting(running.on_step)
+        output, ran_out = None, False
         if isinstance(frame, RunSlice):
-            watch.start()
-            outbox.begin(frame.batch_id)
-            on_step = watch.reporting(RunningSlice(frame, channel, outbox).on_step)
-            ran_out = False
             try:
                 engine.run_slice(frame.rows, frame.steps, on_step)
             except OutOfMemory:
                 ran_out = True
-            channel.send(Done(frame.batch_id, outbox.take(), watch.stop(), ran_out))
-        elif isinstance(frame, RunRound):
-            watch.start()
-            outbox.begin_round(frame.batch_id, frame.plan)
-            on_step = watch.reporting(RunningRound(frame, channel, outbox).on_step)
+        else:
             output = cast(RoundEngine, engine).run_round(frame.plan, on_step)
             outbox.forget(output.dropped)
-            channel.send(DoneRound(frame.batch_id, outbox.take(), watch.stop(), output))
+            ran_out = output.is_short
+        channel.send(Done(frame.batch_id, outbox.take(), watch.stop(), ran_out, output))
+        if running.stops:
+            return 0
         signs.state = "idle"
 
 
-def _load(start: Start, spec: EngineSpec) -> Engine:
-    engine = make_engine(
-        ModelSpec.model_validate_json(start.model),
-        spec,
-        HardwareSpec.model_validate_json(start.hardware),
-    )
+def _load(recipe: Recipe) -> Engine:
+    engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
     # The first passes choose kernels and fill caches.
     engine.run_slice(WARM_UP_ROWS, 3, lambda _: True)
     gc.collect()

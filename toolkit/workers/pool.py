@@ -5,10 +5,6 @@ not know which.
 
 A worker counts as alive if it makes progress, not if its process exists. It is in one state at a
 time; a state limits how long the worker may be silent, and how long the state may take.
-
-In this order: `Supervisor`, which ends a worker that exceeds a limit; `BatchRecord`, the front's
-copy of a running slice; the interface of bodies; `WorkerPool`; and `ProcessWorkers`, the pool of
-processes on this machine.
 """
 
 from __future__ import annotations
@@ -17,23 +13,29 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput, StepOutput
+from toolkit.engines.protocol import FinishReason, RoundOutput, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
+from toolkit.files.recipe import Recipe
 from toolkit.sched.types import Failure
-from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
+from toolkit.workers.process import (
+    GPUS_VARIABLE,
+    OnFrame,
+    WorkerProcess,
+    engine_environment,
+    share_gpus,
+    visible_gpus,
+)
 from toolkit.workers.protocol import (
     Alive,
     BatchDone,
     BatchProgress,
     Cancel,
     Done,
-    DoneRound,
     FromWorker,
     Interrupt,
     OnEvent,
@@ -41,7 +43,7 @@ from toolkit.workers.protocol import (
     Ready,
     Refused,
     RoundDone,
-    RunRound,
+    RunBatch,
     RunSlice,
     SilentWorker,
     Start,
@@ -55,10 +57,13 @@ from toolkit.workers.protocol import (
     WorkerState,
 )
 
-MAX_BACKOFF_S = 30.0
+# The wait before a worker that ended twice in a row is restarted; it doubles each time.
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+STOP_TIMEOUT_S = 10.0  # for a step to end before `stop` kills
 CHECK_EVERY_S = 1.0
 START_S = 20.0  # until a process's first sign of life: its interpreter starts on a busy machine
 SPAWN_S = 60.0  # for a process to start
+BATCH_TIMES, WAITING_TIMES = 10.0, 4.0
 # A reload may take this many times the longest load so far, plus the grace. The grace is long: the
 # first load may have read the weights from the page cache, and a reload from a cold disk.
 LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
@@ -71,26 +76,22 @@ MAX_FAILED_LOADS = 5
 class Patience:
     """How long a worker may be silent, and how long its first load may take, in seconds.
 
-    - In a batch: `times` its estimate plus `grace_s`.
-    - While it loads or is idle, where it gives a sign of life every half second: `waits` times
+    - In a batch: `BATCH_TIMES` its estimate plus `grace_s`.
+    - While it loads or is idle, where it gives a sign of life every half second: `WAITING_TIMES`
       `grace_s`. No client waits for its tokens then, and disks may stall.
     - The first load may take `load_s` in all. A later one may take three times the longest load so
       far plus five minutes.
     """
 
-    times: float = 10.0
     grace_s: float = 30.0
-    waits: float = 4.0
     load_s: float = 3600.0
 
     @property
     def waiting_s(self) -> float:
-        """Silence allowed while a worker loads or is idle."""
-        return self.waits * self.grace_s
+        return WAITING_TIMES * self.grace_s
 
     def batch_s(self, estimated_s: float) -> float:
-        """Silence allowed in a batch."""
-        return self.times * estimated_s + self.grace_s
+        return BATCH_TIMES * estimated_s + self.grace_s
 
 
 PATIENCE = Patience()
@@ -110,12 +111,7 @@ class SupervisedWorker:
 
 
 class Supervisor:
-    """Checks all workers once a second, and kills those that take too long.
-
-    Args:
-        size: number of workers.
-        kill: ends a worker at once.
-    """
+    """Checks all workers once a second, and kills those that take too long."""
 
     def __init__(self, size: int, kill: Callable[[SilentWorker], None]) -> None:
         self.watched = [SupervisedWorker() for _ in range(size)]
@@ -135,7 +131,6 @@ class Supervisor:
         self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
 
     def sign(self, worker: int) -> None:
-        """The worker gave a sign of life."""
         self.watched[worker].sign_s = time.monotonic()
 
     def start(self) -> None:
@@ -144,7 +139,6 @@ class Supervisor:
         self.check()
 
     def stop(self) -> None:
-        """End the checks."""
         if self._timer:
             self._timer.cancel()
 
@@ -166,28 +160,24 @@ class Supervisor:
 
     def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
-        now_s, found = time.monotonic(), []
+        now_s, silent = time.monotonic(), []
         for worker, watched in enumerate(self.watched):
             silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
-            if watched.state == "away":
-                continue
             if silence_s > watched.silence_s:
-                found.append(SilentWorker(worker, watched.state, silence_s))
+                silent.append(SilentWorker(worker, watched.state, silence_s))
             elif total_s > watched.total_s:
-                found.append(SilentWorker(worker, watched.state, total_s, loading=True))
-        return found
+                silent.append(SilentWorker(worker, watched.state, total_s, loading=True))
+        return silent
 
 
 class BatchRecord:
     """The front's copy of a running slice, from the reported steps: what a lost worker leaves."""
 
-    def __init__(self, batch_id: int, size: int) -> None:
-        self.batch_id = batch_id
+    def __init__(self, size: int) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(size)]
         self._finish: list[FinishReason] = [""] * size
 
     def add(self, steps: Sequence[StepOutput]) -> None:
-        """Add reported steps."""
         for step in steps:
             for row, token in zip(step.rows, step.tokens, strict=True):
                 self._tokens[row].append(token)
@@ -215,87 +205,74 @@ class Body(Protocol):
         ...
 
 
-# Starts the body of a worker, given its number; its frames arrive on the running loop.
-Spawn = Callable[[int, OnFrame], Awaitable[Body]]
-
-
 @dataclass(slots=True, eq=False)
 class _Slot:
     """One worker: its body and its batch.
 
     Attributes:
         facts: of its engine; None: the worker is not ready.
-        batch: the running batch; only the number of a round, because no tokens are kept for it.
+        batch_id: of the running batch.
+        record: of the running slice; None in a round, which keeps no tokens here.
         load_began_s: of its current body, on the loop's clock.
-        started: it has been ready at least once.
         exits: in a row, without a batch that was served.
         failed_loads: in a row.
         kill_reason: why the supervisor killed its current body.
-        keeper: the task that starts its bodies.
     """
 
     index: int
     body: Body | None = None
     facts: EngineFacts | None = None
     refusal: Refused | None = None
-    batch: BatchRecord | int | None = None
+    batch_id: int | None = None
+    record: BatchRecord | None = None
     load_began_s: float = 0.0
-    started: bool = False
     exits: int = 0
     failed_loads: int = 0
     kill_reason: str = ""
     first_ready: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    keeper: asyncio.Task[None] | None = None
 
 
 class WorkerPool:
     """`toolkit.workers.protocol.Workers` for any kind of body.
 
     Args:
-        size: number of workers.
-        spawn: starts a worker's body; raises `OSError` if that is not possible now.
-        backoff_s: the wait before a worker that ended twice in a row is restarted; it doubles each
-            time.
-        stop_timeout_s: how long `stop` waits for a step to end before it kills.
-        load_grace_s: seconds that a reload may take beyond `LOAD_TIMES` the longest load so far.
         patience: how long a worker may be silent, and how long its first load may take.
-        start_s: how long until its first sign of life; `math.inf` for bodies that wait for a place.
+
+    Attributes:
+        start_s: how long until a body's first sign of life; `math.inf` for bodies that wait for a
+            place.
     """
 
-    def __init__(
-        self,
-        size: int,
-        spawn: Spawn,
-        *,
-        backoff_s: float = 0.5,
-        stop_timeout_s: float = 10.0,
-        load_grace_s: float = LOAD_GRACE_S,
-        patience: Patience = PATIENCE,
-        start_s: float = START_S,
-    ) -> None:
+    start_s = START_S
+
+    def __init__(self, size: int, patience: Patience = PATIENCE) -> None:
         self.size = size
         self.supervisor = Supervisor(size, self._kill_silent)
         self._patience = patience
-        self._start_s = max(start_s, patience.waiting_s)
-        self._load_grace_s = load_grace_s
         self._longest_load_s = 0.0
-        self._spawn = spawn
-        self._backoff_s = backoff_s
-        self._stop_timeout_s = stop_timeout_s
+        self._keepers: list[asyncio.Task[None]] = []  # they start the bodies, one for each worker
         self._slots: list[_Slot] = []
-        self._on_event: OnEvent | None = None
+        self._emit: OnEvent = _ignore
         self._stopping = asyncio.Event()
+
+    async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
+        """Start the body of a worker; its frames arrive on the running loop. Raises `OSError` if
+        that is not possible now.
+        """
+        raise NotImplementedError
 
     async def start(self, on_event: OnEvent) -> None:
         """Start all workers at once. Raises `EngineError`, with the first worker's reason, if one
         cannot load its engine.
         """
-        self._on_event = on_event
+        self._emit = on_event
         self._slots = [_Slot(index) for index in range(self.size)]
-        for slot in self._slots:
-            slot.keeper = asyncio.create_task(self._keep(slot), name=f"worker {slot.index}")
+        self._keepers = [
+            asyncio.create_task(self._keep(slot), name=f"worker {slot.index}")
+            for slot in self._slots
+        ]
         self.supervisor.start()
         try:
             await asyncio.gather(*[slot.first_ready for slot in self._slots])
@@ -303,70 +280,45 @@ class WorkerPool:
             await self.stop()
             raise
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        """Send a slice. If the worker is gone, the slice ends as crashed."""
-        record = BatchRecord(batch_id, len(rows))
-        self._send(worker, record, RunSlice(batch_id, tuple(rows), steps), estimated_s)
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        """Send a batch. If the worker is gone, it ends as crashed."""
+        slot = self._slots[worker]
+        if slot.batch_id is not None:
+            raise ValueError(f"worker {worker} runs batch {slot.batch_id}; one at a time")
+        slot.batch_id = batch.batch_id
+        slot.record = BatchRecord(len(batch.rows)) if isinstance(batch, RunSlice) else None
+        if slot.facts is not None and slot.body is not None:
+            self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
+            slot.body.send(batch)
+        else:
+            asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
 
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        """Send a round. If the worker is gone, the round ends as crashed."""
-        self._send(worker, batch_id, RunRound(batch_id, plan), estimated_s)
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
+        """Change a running batch; nothing happens if it has ended."""
+        body = self._slots[worker].body
+        if body is not None:
+            body.send(change)
 
     def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
         return self.supervisor.silent()
 
-    def _send(
-        self, worker: int, batch: BatchRecord | int, frame: ToWorker, estimated_s: float
-    ) -> None:
-        slot = self._slots[worker]
-        if slot.batch is not None:
-            raise ValueError(f"worker {worker} runs batch {_batch_id(slot.batch)}; one at a time")
-        slot.batch = batch
-        if slot.facts is not None and slot.body is not None:
-            self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
-            slot.body.send(frame)
-        else:
-            asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
-
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        """Ask a round to end; nothing happens if it has ended."""
-        body = self._slots[worker].body
-        if body is not None:
-            body.send(Interrupt(batch_id))
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        """Cancel rows of a slice; nothing happens if it has ended."""
-        body = self._slots[worker].body
-        if body is not None:
-            body.send(Cancel(batch_id, tuple(request_ids)))
-
     async def stop(self) -> None:
-        """End all workers at a step, or kill them after `stop_timeout_s`. No event follows."""
+        """End all workers at a step, or kill them after `STOP_TIMEOUT_S`. No event follows."""
         self._stopping.set()
         self.supervisor.stop()
-        self._on_event = None
-        keepers = [slot.keeper for slot in self._slots if slot.keeper is not None]
+        self._emit = _ignore
         for slot in self._slots:
             if slot.body is not None and slot.facts is not None:
                 slot.body.send(Stop())
             elif slot.body is not None:
                 slot.body.kill()  # it is loading, so there is no step to end
-        if keepers:
-            await asyncio.wait(keepers, timeout=self._stop_timeout_s)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=STOP_TIMEOUT_S)
         for slot in self._slots:
             if slot.body is not None:
                 slot.body.kill()
-        await asyncio.gather(*keepers)
+        await asyncio.gather(*self._keepers)
 
     def kill(self, worker: int) -> None:
         """End a worker at once; it is restarted."""
@@ -393,7 +345,6 @@ class WorkerPool:
                 if refusal:
                     error = EngineError(refusal.message, refusal.hint)
                 slot.first_ready.set_exception(error)
-            if not slot.started:
                 return
             if all(other.failed_loads >= MAX_FAILED_LOADS for other in self._slots):
                 error = EngineError(
@@ -407,7 +358,7 @@ class WorkerPool:
                 self._emit(WorkersFailed(error))
                 return
             if slot.exits > 1:  # wait before a restart, longer after each further end
-                wait_s = min(self._backoff_s * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
+                wait_s = min(BACKOFF_S * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), wait_s)
 
@@ -415,7 +366,7 @@ class WorkerPool:
         """Run one body of a worker from its start to its end. Returns why it ended."""
         loop = asyncio.get_running_loop()
         slot.refusal, slot.kill_reason, slot.load_began_s = None, "", loop.time()
-        spawning = self._spawn(slot.index, lambda frame: self._receive(slot, frame))
+        spawning = self.spawn(slot.index, lambda frame: self._receive(slot, frame))
         try:
             slot.body = await asyncio.wait_for(spawning, SPAWN_S)
         except TimeoutError:
@@ -425,7 +376,8 @@ class WorkerPool:
         if self._stopping.is_set():
             slot.body.kill()
         if slot.facts is None:
-            self.supervisor.enter(slot.index, "starting", self._start_s, self._load_s(slot))
+            start_s = max(self.start_s, self._patience.waiting_s)
+            self.supervisor.enter(slot.index, "starting", start_s, self._load_s(slot))
         try:
             return await slot.body.gone()
         finally:
@@ -435,9 +387,9 @@ class WorkerPool:
         """Seconds that a load may take in all: the first may download the model, and a later one is
         like those before it.
         """
-        if not slot.started:
+        if not slot.first_ready.done():
             return self._patience.load_s
-        return LOAD_TIMES * self._longest_load_s + self._load_grace_s
+        return LOAD_TIMES * self._longest_load_s + LOAD_GRACE_S
 
     def _kill_silent(self, silent: SilentWorker) -> None:
         """Kill a worker that takes too long: nothing else shows that it hangs."""
@@ -459,7 +411,7 @@ class WorkerPool:
         elif isinstance(frame, Ready):
             supervisor.enter(index, "idle")
             slot.facts = EngineFacts.model_validate_json(frame.facts)
-            slot.started, slot.failed_loads = True, 0
+            slot.failed_loads = 0
             load_s = asyncio.get_running_loop().time() - slot.load_began_s
             self._longest_load_s = max(self._longest_load_s, load_s)
             if not slot.first_ready.done():
@@ -470,105 +422,71 @@ class WorkerPool:
         else:
             self._receive_of_batch(slot, frame)
 
-    def _receive_of_batch(self, slot: _Slot, frame: Progress | Done | DoneRound) -> None:
+    def _receive_of_batch(self, slot: _Slot, frame: Progress | Done) -> None:
         if isinstance(frame, Progress):
             self.supervisor.sign(slot.index)
-        batch = slot.batch
-        if batch is None or frame.batch_id != _batch_id(batch):
+        if frame.batch_id != slot.batch_id:
             return
-        if isinstance(batch, BatchRecord):
-            batch.add(frame.steps)
+        if slot.record is not None:
+            slot.record.add(frame.steps)
         if frame.steps:
             self._emit(BatchProgress(slot.index, frame.batch_id, frame.steps))
         if isinstance(frame, Done):
             slot.exits = 0
-            self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "")
-        elif isinstance(frame, DoneRound):
-            slot.exits = 0
-            failure: Failure = "oom" if frame.output.is_short else ""
-            self._end(
-                slot, RoundDone(slot.index, frame.batch_id, frame.output, frame.times, failure)
-            )
+            self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "", frame.output)
 
-    def _end_batch(self, slot: _Slot, times: Times, failure: Failure) -> None:
-        batch = slot.batch
-        if isinstance(batch, BatchRecord):
-            self._end(slot, BatchDone(slot.index, batch.batch_id, batch.output(), times, failure))
-        elif batch is not None:
-            self._end(slot, RoundDone(slot.index, batch, None, times, failure))
-
-    def _end(self, slot: _Slot, event: BatchDone | RoundDone) -> None:
-        slot.batch = None
+    def _end_batch(
+        self, slot: _Slot, times: Times, failure: Failure, output: RoundOutput | None = None
+    ) -> None:
+        """End the running batch, if there is one. `output` is that of a round."""
+        batch_id, slot.batch_id = slot.batch_id, None
+        if batch_id is None:
+            return
         if slot.facts is not None:
             self.supervisor.enter(slot.index, "idle")
-        self._emit(event)
-
-    def _emit(self, event: WorkerEvent) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
-
-
-def _batch_id(batch: BatchRecord | int) -> int:
-    return batch if isinstance(batch, int) else batch.batch_id
+        if slot.record is None:
+            self._emit(RoundDone(slot.index, batch_id, output, times, failure))
+        else:
+            done = slot.record.output()
+            self._emit(BatchDone(slot.index, batch_id, done, times, failure))
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What one worker loads: three sections of its recipe."""
-
-    model: ModelSpec
-    engine: EngineSpec
-    hardware: HardwareSpec
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> WorkerSpec:
-        """From a recipe."""
-        return cls(recipe.model, recipe.engine, recipe.hardware)
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs that it takes."""
-        return self.engine.tensor_parallel_size if self.hardware.device == "cuda" else 0
+def _ignore(event: WorkerEvent) -> None:
+    """Events before the start and after the stop."""
 
 
 class ProcessWorkers(WorkerPool):
     """The pool of processes on this machine.
 
     Args:
-        specs: what each worker loads, by number.
-        backoff_s, stop_timeout_s, patience: as in `WorkerPool`.
+        recipes: what each worker loads, by number.
+        patience: as in `WorkerPool`.
 
     Raises `EngineError` if there are fewer GPUs than the workers take and the recipe does not share
     them (`engine.share_gpus`).
     """
 
-    def __init__(
-        self,
-        specs: Sequence[WorkerSpec],
-        *,
-        backoff_s: float = 0.5,
-        stop_timeout_s: float = 10.0,
-        patience: Patience = PATIENCE,
-    ) -> None:
-        visible = visible_gpus() if any(spec.gpus for spec in specs) else []
-        shared = all(spec.engine.share_gpus for spec in specs if spec.gpus)
-        gpus = share_gpus([spec.gpus for spec in specs], visible, shared=shared)
-
-        async def spawn(worker: int, on_frame: OnFrame) -> Body:
-            spec, share = specs[worker], gpus[worker]
-            engine = spec.engine.on_part_of_gpu(share.workers)
-            start = Start.of(spec.model, engine, spec.hardware)
-            return await WorkerProcess.spawn(
-                start, engine.threads, on_frame, share.names, spec.hardware.device
-            )
-
-        super().__init__(
-            len(specs),
-            spawn,
-            backoff_s=backoff_s,
-            stop_timeout_s=stop_timeout_s,
-            patience=patience,
+    def __init__(self, recipes: Sequence[Recipe], patience: Patience = PATIENCE) -> None:
+        super().__init__(len(recipes), patience)
+        self._recipes = recipes
+        sizes = [
+            recipe.engine.tensor_parallel_size if recipe.hardware.device == "cuda" else 0
+            for recipe in recipes
+        ]
+        visible = visible_gpus() if any(sizes) else []
+        shared = all(
+            recipe.engine.share_gpus for recipe, size in zip(recipes, sizes, strict=True) if size
         )
+        self._gpus = share_gpus(sizes, visible, shared=shared)
+
+    async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
+        recipe, share = self._recipes[worker], self._gpus[worker]
+        engine = recipe.engine.on_part_of_gpu(share.workers)
+        start = Start(recipe.model_copy(update={"engine": engine}).model_dump_json())
+        environment = engine_environment(engine.threads, recipe.hardware.device)
+        if share.names is not None:
+            environment[GPUS_VARIABLE] = share.names
+        return await WorkerProcess.spawn(start, environment, on_frame)
 
     def pid(self, worker: int) -> int | None:
         """The process id of a worker; None between two processes."""

@@ -1,8 +1,4 @@
-"""One worker's process as the front sees it, and the GPUs that it may use.
-
-In this order: the GPUs of this machine, and the share of each worker; `WorkerProcess`, a child that
-is started once, receives frames, and ends once, with a reason; and the environment of engines.
-"""
+"""One worker's process as the front sees it, and the GPUs that it may use."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,40 +31,37 @@ DEVICES = Path("/dev")
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
-def visible_gpus(
-    environment: Mapping[str, str] = os.environ,
-    driver: Path = NVIDIA_GPUS,
-    devices: Path = DEVICES,
-) -> list[str]:
+def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA names them; none if their number is unknown.
 
-    This does not load torch, because the front never does. Some sandboxes hide the driver's folder
-    in /proc and show only the device files.
+    This does not load torch, because the front never does.
     """
-    named = environment.get(GPUS_VARIABLE)
+    named = os.environ.get(GPUS_VARIABLE)
     if named is not None:
         return [name for name in named.split(",") if name]
-    count = len(list(driver.iterdir())) if driver.is_dir() else 0
-    if not count:
-        count = sum(path.name[len("nvidia") :].isdigit() for path in devices.glob("nvidia*"))
-    return [str(index) for index in range(count)]
+    return [str(index) for index in range(_gpu_count())]
+
+
+def _gpu_count() -> int:
+    """The NVIDIA GPUs of this machine; 0 if their number is unknown.
+
+    Some sandboxes hide the driver's folder in /proc and show only the device files.
+    """
+    if NVIDIA_GPUS.is_dir() and (count := len(list(NVIDIA_GPUS.iterdir()))):
+        return count
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in DEVICES.glob("nvidia*"))
 
 
 def gpu_models() -> list[str]:
     """The names of this machine's NVIDIA GPUs, in the order of their PCI addresses; none where the
     driver's folder is hidden.
     """
-    pages = sorted(NVIDIA_GPUS.glob("*/information")) if NVIDIA_GPUS.is_dir() else []
+    pages = sorted(NVIDIA_GPUS.glob("*/information"))
     found = [re.search(r"^Model:\s*(.+?)\s*$", page.read_text(), re.MULTILINE) for page in pages]
     return [match[1] for match in found if match]
 
 
-def require_gpu(
-    recipes: Iterable[Recipe],
-    environment: Mapping[str, str] = os.environ,
-    driver: Path = NVIDIA_GPUS,
-    devices: Path = DEVICES,
-) -> None:
+def require_gpu(recipes: Iterable[Recipe]) -> None:
     """Raise `EngineError` if one of `recipes` needs a GPU and this machine has none that a process
     can use.
 
@@ -85,10 +78,8 @@ def require_gpu(
     recipe = next(needing, None)
     if recipe is None:
         return
-    hidden = environment.get(GPUS_VARIABLE) in ("", "-1")
-    if hidden or not (
-        visible_gpus({}, driver) or any(next(devices.glob(name), None) for name in DEVICE_FILES)
-    ):
+    hidden = os.environ.get(GPUS_VARIABLE) in ("", "-1")
+    if hidden or not (_gpu_count() or any(any(DEVICES.glob(name)) for name in DEVICE_FILES)):
         why = f"{GPUS_VARIABLE} hides all GPUs" if hidden else "this machine has none"
         raise EngineError(
             f"recipe '{recipe.name}' needs a GPU, {recipe.hardware.name}: {why}",
@@ -123,9 +114,9 @@ def share_gpus(
     for size in sizes:
         if first + size > len(visible):
             first = 0
-        found = visible[first : first + size]
-        chosen.append(found if len(found) == size else ())
-        first += len(found)
+        names = visible[first : first + size]
+        chosen.append(names if len(names) == size else ())
+        first += len(names)
     used = Counter(name for names in chosen for name in names)
     busiest = max(used.values(), default=1)
     if busiest > 1 and not shared:
@@ -167,9 +158,9 @@ OnFrame = Callable[[FromWorker], None]
 
 
 class WorkerProcess:
-    """A child that runs `toolkit.workers`. Use `spawn`.
+    """A child that runs `toolkit.workers`: it is started once, with `spawn`, and ends once.
 
-    The child ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
+    It ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
     child and all processes that it started.
     """
 
@@ -180,20 +171,13 @@ class WorkerProcess:
 
     @classmethod
     async def spawn(
-        cls,
-        start: Start,
-        threads: int | None,
-        on_frame: OnFrame,
-        gpus: str | None = None,
-        device: str = "cpu",
+        cls, start: Start, environment: dict[str, str], on_frame: OnFrame
     ) -> WorkerProcess:
-        """Start a child that sees only these `gpus` (None: all). `on_frame` gets its frames."""
+        """Start a child with this environment. `on_frame` gets its frames."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         transport, link = await loop.create_unix_connection(lambda: _Link(on_frame), sock=ours)
-        environment = engine_environment(threads, device)
-        environment |= {} if gpus is None else {GPUS_VARIABLE: gpus}
         try:
             process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
             _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
@@ -271,56 +255,54 @@ def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Pop
     return process
 
 
-class _Tail(asyncio.Protocol):
-    """The end of what a child writes to its stderr."""
+class _Stream(asyncio.Protocol):
+    """A connection to a child, and a future for its end."""
 
     def __init__(self) -> None:
-        self.tail = bytearray()
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.tail = (self.tail + data)[-STDERR_TAIL_BYTES:]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-class _Link(asyncio.Protocol):
-    """The front's end of the socket: cuts frames, and sends them."""
-
-    def __init__(self, on_frame: OnFrame) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_frame = on_frame
-        self._reader = front_side()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the same methods but is not a subclass.
         self._transport = cast(asyncio.Transport, transport)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+class _Tail(_Stream):
+    """The end of what a child writes to its stderr."""
+
+    tail = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.tail = (self.tail + data)[-STDERR_TAIL_BYTES:]
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class _Link(_Stream):
+    """The front's end of the socket: cuts frames, and sends them."""
+
+    def __init__(self, on_frame: OnFrame) -> None:
+        super().__init__()
+        self._on_frame = on_frame
+        self._reader = front_side()
+
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
             self._on_frame(frame)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self.closed.set_result(None)
 
     def send(self, frame: ToWorker) -> None:
         if self._transport is not None:
             self._transport.write(pack(frame))
 
 
-def engine_environment(threads: int | None, device: str = "cpu") -> dict[str, str]:
+def engine_environment(threads: int | None, device: str) -> dict[str, str]:
     """This process's environment, with `engine_variables`. The user's allocator settings stay."""
     variables = engine_variables(threads, device)
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
@@ -328,7 +310,7 @@ def engine_environment(threads: int | None, device: str = "cpu") -> dict[str, st
     return os.environ | variables
 
 
-def engine_variables(threads: int | None, device: str = "cpu") -> dict[str, str]:
+def engine_variables(threads: int | None, device: str) -> dict[str, str]:
     """Variables that torch's libraries read when they are loaded: the number of threads, glibc's
     thresholds, and on CUDA the allocator's settings.
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -16,7 +17,6 @@ import msgspec
 from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
 from toolkit.workers.lifeline import FrontSocket
 
@@ -101,7 +101,6 @@ class RoundDone:
 
     @property
     def steps(self) -> int:
-        """Decode steps."""
         return self.output.steps if self.output else 0
 
 
@@ -153,32 +152,16 @@ class Workers(Protocol):
         """
         ...
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process.
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        """Send a slice, or a round to an engine that keeps its rows. Exactly one `BatchDone` or
+        `RoundDone` follows, whatever happens to the process.
 
         A worker that is silent for much longer than `estimated_s` is killed and restarted.
         """
         ...
 
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        """Send a round, for engines that keep their rows. Exactly one `RoundDone` follows."""
-        ...
-
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        """Ask a running round to end at the next step where it may (`Round.stop_every`)."""
-        ...
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        """Cancel rows of a slice; it stops early when no row is wanted."""
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
+        """Change a running batch; nothing happens if it has ended."""
         ...
 
     def kill(self, worker: int) -> None:
@@ -207,26 +190,11 @@ class WrappedWorkers:
     async def start(self, on_event: OnEvent) -> None:
         await self.workers.start(on_event)
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        self.workers.run(worker, batch_id, rows, steps, estimated_s)
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        self.workers.run(worker, batch, estimated_s)
 
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        self.workers.run_round(worker, batch_id, plan, estimated_s)
-
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        self.workers.interrupt(worker, batch_id)
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        self.workers.cancel(worker, batch_id, request_ids)
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
+        self.workers.tell(worker, change)
 
     def kill(self, worker: int) -> None:
         self.workers.kill(worker)
@@ -239,27 +207,16 @@ class WrappedWorkers:
 
 
 # The frames between the front and a worker: typed msgpack structs, each preceded by its length.
-#
 # Nothing is unpickled, and any other frame is an error.
-#
-# In this order: the frames to a worker and from it, the reader that cuts a stream into frames,
-# and a worker's end of the connection (`Channel`).
 
 MAX_FRAME_BYTES = 1 << 28
 _HEAD_BYTES = 4
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first frame to a worker: what to load. The specs are JSON of the recipe's sections."""
+    """The first frame to a worker: what to load, as JSON of a `Recipe`."""
 
-    model: str
-    engine: str
-    hardware: str
-
-    @classmethod
-    def of(cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Start:
-        """From the sections of a recipe."""
-        return cls(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json())
+    recipe: str
 
 
 class RunSlice(msgspec.Struct, frozen=True, tag="run"):
@@ -278,13 +235,13 @@ class RunRound(msgspec.Struct, frozen=True, tag="run-round"):
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
-    """End the running round at the next step where it may end."""
+    """End the running round at the next step where it may end (`Round.stop_every`)."""
 
     batch_id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Cancel these rows of a slice."""
+    """Cancel these rows of a slice, which ends when no row is wanted."""
 
     batch_id: int
     request_ids: tuple[str, ...]
@@ -319,25 +276,18 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The slice has ended. `steps` are those since the last frame."""
+    """The batch has ended. `steps` are those since the last frame; `output` is that of a round."""
 
     batch_id: int
     steps: tuple[StepOutput, ...]
     times: Times
     out_of_memory: bool = False
+    output: RoundOutput | None = None
 
 
-class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
-    """The round has ended. `steps` are those since the last frame."""
-
-    batch_id: int
-    steps: tuple[StepOutput, ...]
-    times: Times
-    output: RoundOutput
-
-
+RunBatch = RunSlice | RunRound
 ToWorker = Start | RunSlice | RunRound | Interrupt | Cancel | Stop
-FromWorker = Alive | Ready | Refused | Progress | Done | DoneRound
+FromWorker = Alive | Ready | Refused | Progress | Done
 Frame = TypeVar("Frame")
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -372,12 +322,10 @@ class FrameReader(Generic[Frame]):
 
 
 def worker_side() -> FrameReader[ToWorker]:
-    """A reader of frames to a worker."""
     return FrameReader(msgspec.msgpack.Decoder(ToWorker))
 
 
 def front_side() -> FrameReader[FromWorker]:
-    """A reader of frames to the front."""
     return FrameReader(msgspec.msgpack.Decoder(FromWorker))
 
 
@@ -405,10 +353,6 @@ class Channel(Protocol):
         """The frames that have arrived, without waiting."""
         ...
 
-    def put_back(self, frame: ToWorker) -> None:
-        """Let `receive` return this frame next."""
-        ...
-
 
 class SocketChannel:
     """`Channel` over a socket."""
@@ -431,17 +375,12 @@ class SocketChannel:
         return self._waiting.popleft()
 
     def poll(self) -> list[ToWorker]:
-        try:
+        with suppress(BlockingIOError):
             while True:
                 self._receive(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
         frames = list(self._waiting)
         self._waiting.clear()
         return frames
-
-    def put_back(self, frame: ToWorker) -> None:
-        self._waiting.appendleft(frame)
 
     def _receive(self, flags: int) -> None:
         try:

@@ -346,7 +346,7 @@ class RayWorkerGroup:
     @property
     def share(self) -> MachineShare:
         """The part of its pod that a worker's actor takes."""
-        return MachineShare.of(self.kind.recipe.engine, self.kind.recipe.hardware)
+        return MachineShare.of(self.kind.recipe)
 
     @property
     def memory(self) -> Sourced[int]:

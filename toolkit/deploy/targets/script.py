@@ -78,7 +78,7 @@ def render_ray_replicas(order: Order) -> Rendered:
 
 def _actors(kind: Kind, labels: Mapping[str, str], count: int) -> ExplainedValue:
     """The line about a kind's actors: how many, with what, and where."""
-    share = MachineShare.of(kind.recipe.engine, kind.recipe.hardware)
+    share = MachineShare.of(kind.recipe)
     nodes = ", ".join(f"{key}={value}" for key, value in labels.items())
     source = f"fleet; on nodes of Ray with {nodes}" if nodes else "spread over the machines"
     return ExplainedValue(f"actors of {kind.recipe.name}", f"{count}, each with {share}", source)
