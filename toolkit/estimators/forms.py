@@ -61,14 +61,15 @@ def relative_error(predicted: Floats, measured: Floats) -> Floats:
     return np.asarray(np.abs(predicted / measured - 1.0), dtype=np.float64)
 
 
-def choose(errors: Sequence[Floats]) -> int:
-    """The index of the form to keep, given each form's held-out relative errors [n], the simplest
-    form first.
+def choose(predicted: Sequence[Floats], measured: Floats) -> int:
+    """The index of the form to keep, given each form's held-out predictions [n], the simplest form
+    first.
 
-    This is the form with the least mean error, or the first form that is worse by no more
+    This is the form with the least mean relative error, or the first form that is worse by no more
     than the standard error of the paired difference: a smaller difference may come from which
     points were held out.
     """
+    errors = [relative_error(prediction, measured) for prediction in predicted]
     best = min(errors, key=np.mean)
 
     def as_good(error: Floats) -> bool:

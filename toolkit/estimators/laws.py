@@ -26,7 +26,7 @@ from toolkit.sched.protocols import LatencyLaw
 
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
-COEFFICIENTS = ("nl", "n", "l", "const", "nll")
+COEFFICIENTS = ("nl", "n", "l", "const", "nll", "flat")
 LEAST_SIZES = 64  # batch sizes with coefficients that are computed together
 
 
@@ -67,12 +67,14 @@ class LinearTimes(LawTimes):
         self._segments = prefill, decode
         self._leaving = leaving
         self._leave_fixed, self._leave_slope = leaving
-        # By batch size: the coefficients of 1, L and L^2 in T_prefill, and of 1 and l in tau.
+        # By batch size: the coefficients of 1, L and L^2 in T_prefill, and of 1 and l in tau, which
+        # is at least `_step_flat`.
         self._fixed: list[float] = []
         self._slope: list[float] = []
         self._square: list[float] = []
         self._step_fixed: list[float] = []
         self._step_slope: list[float] = []
+        self._step_flat: list[float] = []
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (*self._segments, self.round_s, self._leaving)
@@ -108,8 +110,8 @@ class LinearTimes(LawTimes):
     def _extend(self, batch_size: int) -> None:
         sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
         prefill, decode = (by_size(segments, sizes) for segments in self._segments)
-        self._fixed, self._slope, self._square = prefill.tolist()
-        self._step_fixed, self._step_slope, _ = decode.tolist()
+        self._fixed, self._slope, self._square, _ = prefill.tolist()
+        self._step_fixed, self._step_slope, _, self._step_flat = decode.tolist()
 
 
 class FlatTimes(LinearTimes):
@@ -130,29 +132,14 @@ class FlatTimes(LinearTimes):
         over = steps - under
         return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
-    def _extend(self, batch_size: int) -> None:
-        super()._extend(batch_size)
-        self._step_flat: list[float] = flat_by_size(
-            self._segments[1], np.arange(len(self._fixed))
-        ).tolist()
-
-
-def flat_by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`Segment.flat` for each batch size: an array [len(sizes)]."""
-    return np.array([segment.flat for segment in segments])[_segment_of(segments, sizes)]
-
-
-def _segment_of(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    starts = np.array([segment.batch_size_min for segment in segments])
-    return np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
-
 
 def by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Coefficients of 1, L and L^2 for each batch size: an array [3, len(sizes)]."""
-    chosen = _segment_of(segments, sizes)
+    """Coefficients of 1, L and L^2, and the flat time, for each batch size: [4, len(sizes)]."""
+    starts = np.array([segment.batch_size_min for segment in segments])
+    chosen = np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
     table = np.array([[getattr(segment, key) for key in COEFFICIENTS] for segment in segments])
-    nl, n, l, const, nll = table[chosen].T  # noqa: E741
-    return np.array([n * sizes + const, nl * sizes + l, nll * sizes])
+    nl, n, l, const, nll, flat = table[chosen].T  # noqa: E741
+    return np.array([n * sizes + const, nl * sizes + l, nll * sizes, flat])
 
 
 class _Tables(dict[tuple[int, int], NDArray[np.float64]]):
@@ -265,7 +252,7 @@ class SegmentedLaw:
             table[2] = prefill[2]
             if isinstance(self.times, FlatTimes):
                 flat = prefill[:2].copy()
-                flat[0] += iterations * flat_by_size(self.decode, sizes)
+                flat[0] += iterations * decode[3]
                 table = np.concatenate([table, flat])
             self._tables.keep(key, table)
         return self._tables[key]
@@ -273,8 +260,7 @@ class SegmentedLaw:
 
 def scaled_segment(segment: Segment, factor: float) -> Segment:
     """The segment with each coefficient times `factor`."""
-    keys = (*COEFFICIENTS, "flat")
-    return segment.model_copy(update={key: getattr(segment, key) * factor for key in keys})
+    return segment.model_copy(update={key: getattr(segment, key) * factor for key in COEFFICIENTS})
 
 
 def bilinear_law(

@@ -18,10 +18,10 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.optimize import minimize, nnls
@@ -55,6 +55,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 
+T = TypeVar("T")
 MEASURE_AGAIN = "measure again with: llmctl profile RECIPE"
 
 EDGE_TOLERANCE = 0.05  # of the edge; the steps of rules between two probed lengths waste more
@@ -62,28 +63,9 @@ WORKSPACES = np.linspace(0.0, 16.0, 321)  # tried, in tokens of cache per input 
 UNIFORM_STD = 12**-0.5  # of a uniform distribution of width 1: the edge inside its bracket
 
 
-@dataclass(slots=True, frozen=True)
-class _Probes:
-    """The probes as arrays [n]; `failed` is infinite where the edge was not reached."""
-
-    length: Floats
-    steps: Floats
-    ran: Floats
-    failed: Floats
-
-    def shares(self, workspace: float, capacity: int) -> tuple[Floats, Floats, Floats]:
-        """One row's share of the capacity, and the interval [low, high) that contains the edge."""
-        row = (self.length * (1.0 + workspace) + self.steps) / capacity
-        return row, self.ran * row, self.failed * row
-
-    def likeliest_workspace(self, capacity: int) -> float:
-        """The workspace under which the probes' intervals overlap most, or are least far apart."""
-
-        def gap(workspace: float) -> float:
-            _, low, high = self.shares(workspace, capacity)
-            return float(low.max() / high.min())
-
-        return float(min(WORKSPACES, key=gap))
+def picked(values: Sequence[T], rng: np.random.Generator) -> list[T]:
+    """As many values, drawn with replacement."""
+    return [values[k] for k in rng.integers(len(values), size=len(values))]
 
 
 def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
@@ -99,20 +81,32 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     if engine.is_server:
         return law(form="zeta", zeta=1.0, zeta_std=0.0)
     _check_probes(probes)
-    found = _Probes(
-        length=np.array([probe.input_length for probe in probes], dtype=float),
-        steps=np.array([probe.steps for probe in probes], dtype=float),
-        ran=np.array([probe.largest_ok for probe in probes], dtype=float),
-        failed=np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes]),
-    )
-    for workspace in (0.0, found.likeliest_workspace(capacity)):
-        row, low, high = found.shares(workspace, capacity)
+    length = np.array([probe.input_length for probe in probes], dtype=float)
+    steps = np.array([probe.steps for probe in probes], dtype=float)
+    ran = np.array([probe.largest_ok for probe in probes], dtype=float)
+    # infinite where the edge was not reached
+    failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])
+
+    def row_share(workspace: float) -> Floats:
+        return (length * (1.0 + workspace) + steps) / capacity
+
+    def gap(workspace: float) -> float:
+        """How far apart the intervals of the edge are; below 1 they overlap."""
+        row = row_share(workspace)
+        return float((ran * row).max() / (failed * row).min())
+
+    for workspace in (0.0, float(min(WORKSPACES, key=gap))):
+        row = row_share(workspace)
+        low, high = ran * row, failed * row
         tolerance = np.maximum(row, EDGE_TOLERANCE * np.median(low))
         zeta, std = _edge(low, high)
         if np.max(low - tolerance) < np.min(high + tolerance):
             return law(form="zeta", zeta=zeta, zeta_std=std, workspace=workspace)
-    rules = _rules(found.length + found.steps, found.ran, engine.max_model_len)
-    std = _bracket_std(found.ran, found.failed)
+    # A limit differs from the batch size that ran where the next larger batch was not tried.
+    known = np.isfinite(failed) & (ran > 0)
+    widths = (failed[known] - 1 - ran[known]) / ran[known]
+    std = float(widths.mean() * UNIFORM_STD) if known.any() else 0.0
+    rules = _rules(length + steps, ran, engine.max_model_len)
     return law(form="rules", zeta=zeta, zeta_std=std, rules=rules)
 
 
@@ -179,14 +173,7 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     return rules[::-1]
 
 
-def _bracket_std(ran: Floats, failed: Floats) -> float:
-    """Standard deviation of a limit around the batch size that ran, relative to it; 0 where the
-    next larger batch failed.
-    """
-    known = np.isfinite(failed) & (ran > 0)
-    if not known.any():
-        return 0.0
-    return float(np.mean((failed[known] - 1 - ran[known]) / ran[known]) * UNIFORM_STD)
+
 
 
 CONSTANT, ROWS, TOKENS = range(3)  # columns: 1, rows, rows * length
@@ -201,30 +188,22 @@ TERMS = (
 PART_SECONDS_MIN = 1e-7  # a part that takes less is not measurable and has no terms
 BYTES_PER_S_MAX = 1e15  # of a transfer that takes no measurable time
 NO_ERROR = HeldOutError(median_percent=0.0, p95_percent=0.0, worst_percent=0.0, points=0)
-Sequences = Sequence[Sequence[RoundPoint]]
 
 
-@dataclass(slots=True, frozen=True)
-class FittedRounds:
-    """What a fit file holds about rounds and about the link to host memory."""
-
-    rounds: RoundsFit
-    swap: SwapFit | None
-
-
-def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds | None:
-    """The law of a profile's rounds, given the engine's `law`; None if the profile has no rounds.
+def fit_rounds(
+    profile: Profile, law: SegmentedLaw, seed: int
+) -> tuple[RoundsFit | None, SwapFit | None]:
+    """The laws of a profile's rounds, given the engine's `law`, and of the link to host memory;
+    None where the profile has none.
 
     Raises `InputError` if there are too few points of a part, too few sequences of rounds, or no
     memory probes.
     """
     measured = profile.rounds
     if measured is None:
-        return None
+        return None, None
     join, leave, grow = (_fit_part(name, measured, seed) for name in ("join", "leave", "grow"))
-    overhead = fit_round_overhead(
-        sequences_of(measured), law_of_parts(law, join, leave, grow), seed
-    )
+    overhead = _fit_round_overhead(measured, law_of_parts(law, join, leave, grow), seed)
     if not measured.memory:
         raise InputError(
             "rounds: memory was not probed",
@@ -242,29 +221,23 @@ def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds |
     swap = fit_swap(
         measured, profile.engine.kv_bytes_per_token, seed, overlaps=profile.engine.device != "cpu"
     )
-    return FittedRounds(rounds, swap)
+    return rounds, swap
 
 
-def sequences_of(measured: RoundsProfile) -> list[list[RoundPoint]]:
-    """The rounds of each sequence, without rounds that had no rows."""
-    found = ([point for point in sequence.rounds if point.rows] for sequence in measured.sequences)
-    return [rounds for rounds in found if rounds]
-
-
-def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> OverheadFit:
+def _fit_round_overhead(measured: RoundsProfile, law: SegmentedLaw, seed: int) -> OverheadFit:
     """The overhead of rounds over the law of their parts, and the held-out error of whole
     sequences.
 
     The error is of sequences because a round lasts only some hundredths of a second, and so shows
     one momentary speed of a shared machine; a sequence shows many.
     """
-    if len(sequences) < forms.HELD_OUT_PARTS:
+    times = _times_by_sequence(measured, law)
+    if len(times) < forms.HELD_OUT_PARTS:
         raise InputError(
-            f"rounds: {len(sequences)} sequences were measured, at least "
+            f"rounds: {len(times)} sequences were measured, at least "
             f"{forms.HELD_OUT_PARTS} are needed",
             "raise profile.sequences in the recipe; then: llmctl profile RECIPE",
         )
-    times = [_expected_and_measured(rounds, law) for rounds in sequences]
     if min(pair.min() for pair in times) <= 0.0:
         raise InputError("rounds: a round took no time", MEASURE_AGAIN)
 
@@ -278,22 +251,35 @@ def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> Ov
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
-def refit_round_overhead(sequences: Sequences, law: SegmentedLaw) -> tuple[float, float]:
-    """batch_s and stretch of sequences that `fit_round_overhead` accepted, without the held-out
-    error.
+def resampled_rounds(
+    fit: RoundsFit, measured: RoundsProfile, law: SegmentedLaw, rng: np.random.Generator
+) -> RoundsFit:
+    """`fit` with the overhead of sequences drawn with replacement. The parts of a round stay as
+    fitted: they are a few percent of a round.
     """
-    return _line([_expected_and_measured(rounds, law) for rounds in sequences])
+    parts = law_of_parts(law, fit.join, fit.leave, fit.grow)
+    batch_s, stretch = _line(picked(_times_by_sequence(measured, parts), rng))
+    overhead = fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
+    return fit.model_copy(update={"overhead": overhead})
 
 
-def _expected_and_measured(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> Floats:
-    """Seconds of each round by the law of its parts, and as measured: [2, n]."""
-    expected = []
-    for point in rounds:
+def _times_by_sequence(measured: RoundsProfile, law: SegmentedLaw) -> list[Floats]:
+    """Of each sequence, the seconds of its rounds by the law of their parts, and as measured:
+    [2, n]. Rounds without rows are left out.
+    """
+
+    def expected_s(point: RoundPoint) -> float:
         seconds = sum(law.prefill_s(rows, length) for rows, length in point.groups)
         if point.steps:
             seconds += law.decode_s(point.rows, point.cached_length, point.steps)
-        expected.append(seconds + point.left * law.leave_s(point.cached_length + point.steps))
-    return np.array([expected, [point.seconds for point in rounds]])
+        return seconds + point.left * law.leave_s(point.cached_length + point.steps)
+
+    sequences = [[p for p in sequence.rounds if p.rows] for sequence in measured.sequences]
+    return [
+        np.array([[expected_s(point) for point in rounds], [point.seconds for point in rounds]])
+        for rounds in sequences
+        if rounds
+    ]
 
 
 def _line(times: Sequence[Floats]) -> tuple[float, float]:
@@ -326,7 +312,7 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
     lengths = np.array([point.length for point in points])
     columns = np.stack([np.ones(len(points)), rows, rows * lengths], axis=1)
     predicted = [_held_out(columns[:, terms], seconds, None, seed) for terms in TERMS]
-    kept = forms.choose([forms.relative_error(prediction, seconds) for prediction in predicted])
+    kept = forms.choose(predicted, seconds)
     coefficients = np.zeros(3)
     coefficients[list(TERMS[kept])] = forms.solve_relative(columns[:, TERMS[kept]], seconds)
     flat_s, row_s, token_s = coefficients.tolist()
@@ -409,7 +395,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     tried = [(0, *k) for count in range(KNOTS_MAX + 1) for k in combinations(places, count)]
     columns = [np.array([features(shape, knots) for shape in shapes]) for knots in tried]
     predicted = [_held_out(matrix, seconds, root_weight, seed) for matrix in columns]
-    kept = forms.choose([forms.relative_error(prediction, seconds) for prediction in predicted])
+    kept = forms.choose(predicted, seconds)
     law = StepLaw.of(_solve_passes(columns[kept], seconds, root_weight).tolist(), tried[kept])
     errors = [forms.percent_error(prediction, seconds) for prediction in predicted]
     host_s, host_row_s = _fit_host(points)
@@ -484,7 +470,7 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
     counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
     root_weight = np.sqrt(counted * rng.exponential(size=len(points)))
     law = StepLaw.of(_solve_passes(columns, seconds, root_weight).tolist(), tuple(fit.knots))
-    host = _fit_host([points[k] for k in rng.integers(len(points), size=len(points))])
+    host = _fit_host(picked(points, rng))
     return with_step_law(fit, replace(law, host_s=host[0], host_row_s=host[1]))
 
 

@@ -19,7 +19,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.load import laws_from_fit
-from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
+from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
@@ -251,7 +251,7 @@ def world_from_fit(
         laws.memory,
         workers,
         max_new_tokens,
-        runs_out=DrawnEdge(laws.edge, seed),
+        runs_out=DrawnEdge(laws.memory, fit.memory.zeta_std, seed),
         flush_s=flush_s,
         seed=seed,
         valid=Validity.of(fit),
@@ -340,15 +340,7 @@ def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
     return made
 
 
-@dataclass(slots=True, frozen=True)
-class DrawnEdge:
-    """The memory edge that a batch meets, drawn by its id. A class, so that it can be pickled."""
 
-    edge: MemoryEdge
-    seed: int
-
-    def __call__(self, batch_id: int, size: int, length: int, steps: int) -> bool:
-        return self.edge.runs_out(size, length, steps, uniform_draw(self.seed, batch_id))
 
 
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
