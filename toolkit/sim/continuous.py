@@ -4,11 +4,11 @@ A round means the same as to the engine `rebatch`: some rows leave, caches move,
 prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `RoundWorker` runs
 the rounds.
 
-The first half of this module (`Outlook`, `lay_out`, `cut`) handles rounds with chunked prefills. It
-computes the times of the passes and of the decode steps between them before the round runs. As in
-the engine, a bounded pass and a step alternate until no row waits for its prefill; the rest are
-steps alone. If no row decodes, a pass takes all that is left of its group. Each stretch of steps
-costs one evaluation of the law, so a round costs as many evaluations as it has passes.
+A round with chunked prefills is laid out before it runs, as stretches (`Stretch`): the times of its
+passes and of the decode steps between them. As in the engine, a bounded pass and a step alternate
+until no row waits for its prefill; the rest are steps alone. If no row decodes, a pass takes all
+that is left of its group. Each stretch of steps costs one evaluation of the law, so a round costs
+as many evaluations as it has passes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResul
 from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, RunsOut
 
-Left = Callable[[Job], int]  # tokens that a job will still generate
-Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
-Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
 # Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
 # the range that the laws were measured in.
 Outside = Callable[[int, int, int, float], bool]
@@ -64,108 +61,20 @@ class Outlook:
     longest: int
     first_end: int
 
-    def join(self, jobs: Sequence[Job], left: Left, emits: int) -> None:
-        """Add `jobs`, which are prefilled and have a token from it if prefill `emits` one."""
-        for job in jobs:
-            key = job.length - self.steps
-            self.longest = key if not self.rows else max(self.longest, key)
-            self.keys += key
-            self.rows += 1
-            self.first_end = min(self.first_end, self.steps - emits + left(job))
+    def join(self, length: int, steps: int) -> None:
+        """Add a prefilled row of `length` tokens, which ends after `steps` steps."""
+        key = length - self.steps
+        self.longest = key if not self.rows else max(self.longest, key)
+        self.keys += key
+        self.rows += 1
+        self.first_end = min(self.first_end, self.steps + steps)
 
     def length(self, *, padded: bool) -> float:
         """L of the next step."""
         return (self.longest if padded else self.keys / self.rows) + self.steps
 
 
-def lay_out(
-    look: Outlook,
-    newcomers: PrefillPasses[Job],
-    law: LatencyLaw,
-    left: Left,
-    cost: Cost,
-    *,
-    begin_s: float,
-    chunk_tokens: int,
-    steps: int,
-    step_is_due: bool,
-) -> list[Stretch]:
-    """The stretches of a round that begins at `begin_s` and makes at most `steps` decode steps.
 
-    Args:
-        look: the rows that decode; it is changed.
-        newcomers: the rows that are not prefilled yet; it is changed.
-        law: of time.
-        left: the tokens that a job will still generate.
-        cost: the seconds of a pass.
-        chunk_tokens: the bound of a pass while any row decodes; 0: no bound, and all passes come
-            before the first step.
-        step_is_due: whether a bounded pass was made since the last step, so that a step comes next.
-    """
-    emits, last, now_s = int(law.prefill_emits_token), look.steps + steps, begin_s
-    stretches: list[Stretch] = []
-    while True:
-        passes = []
-        while newcomers and not (step_is_due and look.rows):
-            if chunk_tokens and look.first_end <= look.steps:
-                break
-            bound = chunk_tokens if look.rows else 0
-            made = newcomers.next(bound)
-            now_s += cost(made)
-            passes.append((bound, now_s))
-            newcomers.made(made)
-            if made.completes:
-                look.join(made.group.keys, left, emits)
-            step_is_due = bound > 0
-        due = look.first_end - look.steps
-        ran = min(due, last - look.steps, 1 if newcomers else due)
-        length, begins_s = look.length(padded=law.padded), now_s
-        now_s += law.decode_s(look.rows, length, ran) if ran else 0.0
-        if ran and ran == due:
-            now_s += law.leave_s(length + ran)
-        stretches.append(Stretch(tuple(passes), begins_s, ran, now_s, look.rows, length))
-        look.steps += ran
-        if not newcomers or ran == due or look.steps == last:
-            return stretches
-        step_is_due = False
-
-
-def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int:
-    """The least number of steps, at least 1, after which the round can stop at or after `now_s`."""
-    count = 0
-    for stretch in stretches:
-        if now_s <= stretch.end_s:
-            n, span = stretch.rows, (stretch.steps, stretch.begin_s, stretch.end_s)
-            return count + max(steps_within(n, stretch.length, *span, now_s, law.decode_s), 1)
-        count += stretch.steps
-    return count
-
-
-def steps_within(
-    n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps
-) -> int:
-    """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up to
-    the first that ends at or after `now_s`.
-    """
-    guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
-    while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
-        guess -= 1
-    while guess < ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
-        guess += 1
-    return guess
-
-
-def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stretch]:
-    """The same round, stopped after `steps` steps and before any pass that follows them."""
-    kept: list[Stretch] = []
-    for stretch in stretches:
-        if stretch.steps >= steps:
-            took_s = law.decode_s(stretch.rows, stretch.length, steps) if steps else 0.0
-            end_s = stretch.end_s if steps == stretch.steps else stretch.begin_s + took_s
-            return [*kept, replace(stretch, steps=steps, end_s=end_s)]
-        kept.append(stretch)
-        steps -= stretch.steps
-    return kept
 
 
 class RoundWorker(Decoding):
@@ -267,16 +176,21 @@ class RoundWorker(Decoding):
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
         if self._in_passes and self._stretches:
-            ran = steps_by(self._stretches, now_s, self._latency)
+            ran = 0
+            for stretch in self._stretches:
+                if now_s <= stretch.end_s:
+                    n, span = stretch.rows, (stretch.begin_s, stretch.end_s)
+                    within = self._steps_within(n, stretch.length, stretch.steps, *span, now_s)
+                    ran += max(within, 1)
+                    break
+                ran += stretch.steps
             ran += -(self._steps + ran) % batch.stop_every
             if ran <= self._ran:
-                self._stretches = cut(self._stretches, ran, self._latency)
+                self._cut(ran)
                 self._ran, self._stepped_s = ran, self._stretches[-1].end_s
         else:
             n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
-            ran = steps_within(
-                n, length, self._ran, begin_s, self._stepped_s, now_s, self._times.decode_s
-            )
+            ran = self._steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s)
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as in a round with passes
             ran += -(self._steps + ran) % batch.stop_every
@@ -338,7 +252,7 @@ class RoundWorker(Decoding):
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
         """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
         self._in_passes = True
-        newcomers, rows, law = self._newcomers, len(self._resident), self._latency
+        newcomers, rows = self._newcomers, len(self._resident)
         for job in batch.jobs:
             newcomers.add(job, job.length)
         if batch.jobs and self._runs_out:
@@ -354,21 +268,72 @@ class RoundWorker(Decoding):
         elif len(self._ends) > rows:
             self._drop_stale_ends()
         first_end = self._ends[0].end if rows else NO_LIMIT
-        self._stretches = lay_out(
-            Outlook(rows, self._steps, self._key_sum, self._longest_key, first_end),
-            newcomers.copy(),
-            law,
-            self._left,
-            self._pass_s,
-            begin_s=begin_s,
-            chunk_tokens=batch.chunk_tokens,
-            steps=batch.steps,
-            step_is_due=self._step_is_due,
-        )
+        look = Outlook(rows, self._steps, self._key_sum, self._longest_key, first_end)
+        self._stretches = self._lay_out(look, batch, begin_s)
         self._ran = sum([stretch.steps for stretch in self._stretches])
         self._stepped_s = self._stretches[-1].end_s
         self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
+
+    def _lay_out(self, look: Outlook, batch: Batch, now_s: float) -> list[Stretch]:
+        """The stretches of a round that begins at `now_s` with the decoding rows `look`."""
+        newcomers, law, chunk_tokens = self._newcomers.copy(), self._latency, batch.chunk_tokens
+        last, step_is_due = look.steps + batch.steps, self._step_is_due
+        stretches: list[Stretch] = []
+        while True:
+            passes = []
+            while newcomers and not (step_is_due and look.rows):
+                if chunk_tokens and look.first_end <= look.steps:
+                    break
+                bound = chunk_tokens if look.rows else 0
+                made = newcomers.next(bound)
+                now_s += self._pass_s(made)
+                passes.append((bound, now_s))
+                newcomers.made(made)
+                if made.completes:
+                    for job in made.group.keys:
+                        look.join(job.length, self._left(job) - self._emits)
+                step_is_due = bound > 0
+            due = look.first_end - look.steps
+            ran = min(due, last - look.steps, 1 if newcomers else due)
+            length, begins_s = look.length(padded=law.padded), now_s
+            now_s += law.decode_s(look.rows, length, ran) if ran else 0.0
+            if ran and ran == due:
+                now_s += law.leave_s(length + ran)
+            stretches.append(Stretch(tuple(passes), begins_s, ran, now_s, look.rows, length))
+            look.steps += ran
+            if not newcomers or ran == due or look.steps == last:
+                return stretches
+            step_is_due = False
+
+    def _steps_within(
+        self, n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float
+    ) -> int:
+        """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up
+        to the first that ends at or after `now_s`.
+        """
+        times, steps = self._times, 0
+        if now_s > begin_s and ran:
+            steps = int(ran * (now_s - begin_s) / (end_s - begin_s))  # a guess
+        while steps > 0 and begin_s + times.decode_s(n, length, steps - 1) >= now_s:
+            steps -= 1
+        while (
+            steps < ran and begin_s + (times.decode_s(n, length, steps) if steps else 0.0) < now_s
+        ):
+            steps += 1
+        return steps
+
+    def _cut(self, steps: int) -> None:
+        """Stop the laid-out round after `steps` steps, before any pass that follows them."""
+        for number, stretch in enumerate(self._stretches):
+            if stretch.steps >= steps:
+                if stretch.steps > steps:
+                    took_s = self._times.decode_s(stretch.rows, stretch.length, steps)
+                    end_s = stretch.begin_s + (took_s if steps else 0.0)
+                    stretch = replace(stretch, steps=steps, end_s=end_s)
+                self._stretches[number:] = [stretch]
+                return
+            steps -= stretch.steps
 
     def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
         """Record the stretches; each request that joined, and after how many steps of the round."""
