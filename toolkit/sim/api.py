@@ -9,9 +9,8 @@ done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -27,7 +26,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
@@ -200,23 +199,17 @@ def virtual_workers(
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
     outside = valid.left_by if valid is not None and counts else None
     if policy.continuous:
-        rounds: Callable[..., RoundWorker] = RoundWorker
-        if world.joining is not None:
-            rounds = partial(
-                SlabWorker, joining=world.joining, capacity_tokens=world.memory.usable_tokens
-            )
-        return [
-            rounds(
-                first + k,
-                latency,
-                ledger,
-                world.round_runs_out,
-                swap=world.swap,
-                future=world.future_memory,
-                outside=outside,
-            )
-            for k in range(world.workers)
-        ]
+        setup = RoundSetup(
+            latency,
+            world.round_runs_out,
+            world.swap,
+            outside,
+            world.future_memory,
+            world.joining,
+            world.memory.usable_tokens,
+        )
+        made = RoundWorker if world.joining is None else SlabWorker
+        return [made(first + k, ledger, setup) for k in range(world.workers)]
     intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
         SimWorker(

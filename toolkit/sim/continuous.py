@@ -13,18 +13,14 @@ as many evaluations as it has passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, PrefillPass, PrefillPasses
-from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResult
+from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Joining, Moves, RoundResult
 from toolkit.sim.decoding import Decoding
-from toolkit.sim.ledger import Ledger, RunsOut
-
-# Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
-# the range that the laws were measured in.
-Outside = Callable[[int, int, int, float], bool]
+from toolkit.sim.ledger import Ledger, Outside, RunsOut
 
 
 @dataclass(frozen=True)
@@ -77,36 +73,43 @@ class Outlook:
 
 
 
+@dataclass(frozen=True)
+class RoundSetup:
+    """What workers of rounds are.
+
+    Attributes:
+        latency, swap: see `Decoding`.
+        runs_out: whether a round with new rows runs out of memory; None: none does.
+        outside: whether a round is outside the range that the laws were measured in, so that it
+            counts as extrapolated; None: none is.
+        future: whether the true peak of memory to come is computed; it costs O(n log n) per round.
+        joining: of a `SlabWorker`, how new rows join.
+        capacity_tokens: of a `SlabWorker`'s slab and all other caches on the device together. A row
+            that runs alone always has room for its prefill.
+    """
+
+    latency: LatencyLaw
+    runs_out: RunsOut | None = None
+    swap: SwapLaw | None = None
+    outside: Outside | None = None
+    future: bool = False
+    joining: Joining | None = None
+    capacity_tokens: int = NO_LIMIT
+
+
 class RoundWorker(Decoding):
     """Runs one worker's rounds on virtual time: `run` predicts a round's end, `finish` records it.
 
     Between the two, `interrupt` may end the round earlier. Tokens reach the client step by step.
-
-    Args:
-        index: the worker's, for the ledger.
-        latency, ledger, swap: see `Decoding`.
-        runs_out: whether a round with new rows runs out of memory.
-        outside: whether a round is outside the range that the laws were measured in, so that it
-            counts as extrapolated; None: none is.
-        future: whether the true peak of memory to come is computed; it costs O(n log n) per round.
+    `index` is the worker's place in the ledger.
     """
 
-    def __init__(
-        self,
-        index: int,
-        latency: LatencyLaw,
-        ledger: Ledger,
-        runs_out: RunsOut | None = None,
-        *,
-        swap: SwapLaw | None = None,
-        future: bool = False,
-        outside: Outside | None = None,
-    ) -> None:
-        super().__init__(latency, ledger, swap)
+    def __init__(self, index: int, ledger: Ledger, setup: RoundSetup) -> None:
+        super().__init__(setup.latency, ledger, setup.swap)
         self._index = index
-        self._runs_out = runs_out
-        self._future = future
-        self._outside = outside
+        self._runs_out = setup.runs_out
+        self._future = setup.future
+        self._outside = setup.outside
         self._batch: Batch | None = None
         self._start_s = 0.0
         self._begun_s = 0.0

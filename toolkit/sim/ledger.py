@@ -100,6 +100,9 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
 
 # Whether a batch runs out of memory, by its id, N, L and S.
 RunsOut = Callable[[int, int, int, int], bool]
+# Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
+# the range that the laws were measured in.
+Outside = Callable[[int, int, int, float], bool]
 
 
 @mypyc_attr(acyclic=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.compiled import Reduced, reduced
@@ -19,7 +19,7 @@ from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult
-from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut
+from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +62,7 @@ class Intake:
         cost_s: seconds that each arrival adds to every batch that runs then.
     """
 
-    def __init__(self, arrivals_s: Sequence[float] = (), cost_s: float = 0.0) -> None:
+    def __init__(self, arrivals_s: Sequence[float], cost_s: float) -> None:
         if not cost_s >= 0.0:
             raise InputError(
                 f"an arrival that costs batches {cost_s} s is not possible; it is >= 0"
@@ -83,7 +83,7 @@ class Intake:
         return end_s
 
 
-NO_INTAKE = Intake()
+
 
 
 class SimWorker:
@@ -99,7 +99,7 @@ class SimWorker:
         flush_s: the least seconds between two reports of a slice's tokens after its first ones.
         intake: what arriving requests cost a running batch.
         outside: whether a batch is outside the range that the laws were measured in, so that it
-            counts as extrapolated: see `toolkit.sim.continuous.Outside`; None: none is.
+            counts as extrapolated; None: none is.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class SimWorker:
         runs_out: RunsOut | None,
         *,
         streams: bool,
-        flush_s: float = 0.0,
-        intake: Intake = NO_INTAKE,
-        outside: Callable[[int, int, int, float], bool] | None = None,
+        flush_s: float,
+        intake: Intake,
+        outside: Outside | None,
     ) -> None:
         self._latency = latency
         self._outside = outside
