@@ -28,9 +28,9 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
-from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
+from toolkit.sim.loop import SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.replicas import Routing, ServedKind, serve_routed
+from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, FrontDelay, Intake, SimWorker
 from toolkit.sim.world import World
@@ -125,12 +125,14 @@ def _served_by_engines(
         served = first.usual_front.seen(ledger.served())
         found = counters(ledger, len(refusals), first.engine.capacity_tokens)
         return SimResult(served, found, refusals)
-    refusals, numbers = serve_routed(requests, kinds, ledger, reuse, routing, drain=world.drain)
+    with collector_off():  # what cycles there are live as long as the caches
+        routed = RoutedRun(requests, kinds, ledger, reuse, routing)
+        refusals = routed.serve(drain=world.drain)
     if several:
         for one in kinds:
             ledger.add(one.ledger, first.engine.capacity_tokens / one.engine.capacity_tokens)
     # as clients see the requests, each behind the front of the kind that served it
-    kind_of, fronts = np.array(numbers), [kind.usual_front for kind in kinds]
+    kind_of, fronts = np.array(routed.kind_of), [kind.usual_front for kind in kinds]
     served = ledger.served()
     served = replace(
         served,

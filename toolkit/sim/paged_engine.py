@@ -17,6 +17,7 @@ requests in turn; `toolkit.sim.replicas` puts them behind a router.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -124,13 +125,13 @@ class Reuse:
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None
 
-    def dealt(self, requests: int, engines: int) -> list[int]:
-        """The engine of each request: in turn, and in a closed loop session by session."""
-        if self.sessions is None or not self.closed:
-            return [number % engines for number in range(requests)]
-        first = self.sessions.first
-        order = np.cumsum(first == np.arange(requests)) - 1
-        return [int(place) % engines for place in order[first].tolist()]
+    def dealt(self, requests: int, engines: int) -> list[list[int]]:
+        """The requests of each engine: dealt in turn, and in a closed loop session by session."""
+        place = np.arange(requests)
+        if self.sessions is not None and self.closed:
+            first = self.sessions.first
+            place = (np.cumsum(first == place) - 1)[first]
+        return [np.flatnonzero(place % engines == engine).tolist() for engine in range(engines)]
 
     def contents(
         self, numbers: Sequence[int], requests: Sequence[Request], outputs: Sequence[int]
@@ -158,7 +159,7 @@ class Reuse:
         return found
 
 
-NO_REUSE = Reuse()
+
 
 
 class PagedRun:
@@ -241,7 +242,7 @@ class PagedRun:
         now_s, scheduler, leap = self.next_s, self._scheduler, self._leap
         if leap is not None:
             self._leap = None
-            ended = self._finish(leap, self._steps, self._begin_s, self._begun_s, self._done_s)
+            ended = self._finish(leap)
             if self._ahead:
                 scheduler.settle(self._under_way)
                 self._under_way, self._plan_s = ended, self._begun_s
@@ -275,16 +276,13 @@ class PagedRun:
 
     def die(self, now_s: float) -> list[PagedRequest]:
         """It dies and comes back empty. Returns its requests in order; `left` is what they lack."""
-        leap, begin_s = self._leap, self._begin_s
+        leap = self._leap
         if leap is not None:
-            low, high = 0, self._steps  # passes that were done
-            while low < high:
-                middle = (low + high + 1) // 2
-                done = self._times(leap, middle, begin_s)[1] <= now_s
-                low, high = (middle, high) if done else (low, middle - 1)
-            if low:
-                begun_s, end_s = self._times(leap, low, begin_s)
-                self._finish(leap, low, begin_s, begun_s, end_s)
+            passes = range(1, self._steps + 1)
+            self._steps = bisect_right(passes, now_s, key=lambda k: self._times(leap, k)[1])
+            if self._steps:
+                self._begun_s, self._done_s = self._times(leap, self._steps)
+                self._finish(leap)
         self.close()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
@@ -321,25 +319,24 @@ class PagedRun:
             begun = self._law.steps_before(plan.shape, until_s - begin_s, steps - planned)
             steps, self._can_cut = max(planned + begun, 1), False
         self._leap, self._begin_s, self._steps = plan, begin_s, steps
-        self._begun_s, self._done_s = self._times(plan, steps, begin_s)
+        self._begun_s, self._done_s = self._times(plan, steps)
         self.next_s = self._begun_s if self._ahead else self._done_s
 
-    def _times(self, plan: PagedPass, steps: int, begin_s: float) -> tuple[float, float]:
-        """When the last of `steps` passes begins and ends, if the first begins at `begin_s`."""
-        law, shape = self._law, plan.shape
+    def _times(self, plan: PagedPass, steps: int) -> tuple[float, float]:
+        """When the last of the first `steps` passes of the leap begins and ends."""
+        law, shape, begin_s = self._law, plan.shape, self._begin_s
         if steps == 1:
             return begin_s, begin_s + law.forward_s(shape)
         begun_s = begin_s + law.stretch_s(shape, steps - 1)
         return begun_s, begun_s + law.forward_s(_grown(shape, steps))
 
-    def _finish(
-        self, plan: PagedPass, steps: int, begin_s: float, begun_s: float, end_s: float
-    ) -> list[PagedRequest]:
-        """Record `steps` passes from `begin_s` on, the last from `begun_s`; the rows that ended."""
+    def _finish(self, plan: PagedPass) -> list[PagedRequest]:
+        """Record the passes of the leap; the rows that ended."""
         scheduler, ledger, law, rows = self._scheduler, self._ledger, self._law, plan.rows
+        steps, begin_s, end_s = self._steps, self._begin_s, self._done_s
         first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
         last = _grown(plan.shape, steps)
-        self._give(plan, steps, first_s, law.after_s(rows) + end_s - begun_s)
+        self._give(plan, steps, first_s, law.after_s(rows) + end_s - self._begun_s)
         size = self._block_tokens
         used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
@@ -382,8 +379,6 @@ class PagedRun:
                 ledger.token_gaps.add(
                     decoding * (steps - 1), last_gap_s - (steps - 2) * growth_s, last_gap_s
                 )
-        if not plan.chunks:
-            return
         joined = [chunk.row for chunk in plan.chunks if chunk.completes]
         if not joined:
             return
@@ -423,7 +418,7 @@ def serve(
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
-    reuse: Reuse = NO_REUSE,
+    reuse: Reuse,
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
@@ -435,33 +430,26 @@ def serve(
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
-    dealt: list[list[int]] = [[] for _ in range(ledger.workers)]
-    places = reuse.dealt(len(requests), ledger.workers)
     for number, request in enumerate(requests):
         refused = refusal(request, outputs[number], flags, engine)
         if refused is not None:
             refusals[number] = refused
-        dealt[places[number]].append(number)
     ledger.shares = bool(reuse)
-    for index, numbers in enumerate(dealt):
-        leaves, watched = (
-            reuse.contents(numbers, requests, outputs)
-            if reuse and flags.prefix_caching
-            else ([], [])
-        )
-        rows = {}
-        for place, number in enumerate(numbers):
-            request = requests[number]
-            if number in refusals:
-                continue
-            rows[number] = PagedRequest(
+    shares = bool(reuse) and flags.prefix_caching
+    for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
+        leaves, watched = reuse.contents(numbers, requests, outputs) if shares else ([], [])
+        rows = {
+            number: PagedRequest(
                 number,
-                request.prompt_tokens,
+                requests[number].prompt_tokens,
                 outputs[number],
-                stops=outputs[number] < request.max_new_tokens,
-                content=leaves[place] if leaves else None,
-                watched=bool(watched) and watched[place],
+                stops=outputs[number] < requests[number].max_new_tokens,
+                content=leaves[place] if shares else None,
+                watched=shares and watched[place],
             )
+            for place, number in enumerate(numbers)
+            if number not in refusals
+        }
         turns = reuse.turns(numbers)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(turns))
         _drive(run, rows, turns, ledger.arrival_s, front, engine, drain)

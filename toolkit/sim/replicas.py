@@ -37,7 +37,6 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import PagedRequest, ReplicaContents
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.loop import collector_off
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
 from toolkit.sim.worker import FrontDelay
 
@@ -158,31 +157,12 @@ def traits_of_kinds(kinds: Sequence[ServedKind]) -> list[ReplicaTraits]:
     )
 
 
-def serve_routed(
-    requests: Sequence[Request],
-    kinds: Sequence[ServedKind],
-    ledger: Ledger,
-    reuse: Reuse,
-    routing: Routing,
-    *,
-    drain: bool = True,
-) -> tuple[list[Refusal], list[int]]:
-    """Serve requests on the replicas of all kinds, behind a router. `ledger` has the requests; the
-    kinds' ledgers share its lists, or are it.
+class RoutedRun:
+    """One simulation: requests are served on the replicas of all kinds, behind a router.
 
-    Without `drain` a replica stops when the last request has arrived and none waits there.
-
-    Returns:
-        The refusals of requests that can never be served, and the number of the kind that served
-        each request last; -1: none did.
+    `ledger` has the requests; the kinds' ledgers share its lists, or are it. `kind_of` is the
+    number of the kind that served each request last; -1: none did.
     """
-    with collector_off():  # what cycles there are live as long as the caches
-        run = _RoutedRun(requests, kinds, ledger, reuse, routing)
-        return run.serve(drain=drain), run.kind_of
-
-
-class _RoutedRun:
-    """One simulation of replicas behind a router; the arguments are those of `serve_routed`."""
 
     def __init__(
         self,
@@ -239,7 +219,10 @@ class _RoutedRun:
         self._lost: list[PagedRequest] = []  # no replica is up for them
 
     def serve(self, *, drain: bool) -> list[Refusal]:
-        """Serve all; return the refusals."""
+        """Serve all; return the refusals of requests that can never be served.
+
+        Without `drain` a replica stops when the last request has arrived and none waits there.
+        """
         ledger, events, replicas = self._ledger, self._events, self._replicas
         for each in (ledger, *(kind.ledger for kind in self._kinds)):
             each.shares = bool(self._reuse)
