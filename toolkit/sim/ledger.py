@@ -49,10 +49,7 @@ class TokenGaps:
         for tokens in generated:
             self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
-    @property
-    def count(self) -> int:
-        """The number of gaps."""
-        return sum(self._counts)
+
 
     def summary(self) -> dict[str, float]:
         """Mean and percentiles over all gaps; empty if there are none."""

@@ -202,9 +202,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
             found = _row(record, form)
         except _Dropped as error:
             reason = str(error)
-            dropped.counts[reason] += 1
-            if reason not in dropped.examples:
-                dropped.examples[reason] = f"row {row:,}: {_detail(record, form, reason)}"
+            known = reason in dropped.counts
+            dropped.add(reason, "" if known else f"row {row:,}: {_detail(record, form, reason)}")
             if sharing:
                 sharing.lost(record)
         else:
@@ -297,8 +296,8 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     if formats.REASON in record:
         return _shown(record, form.session)
     if reason == TOO_LATE:
-        latest = f"{formats.LATEST_S / form.unit_s:.4g} {form.unit}"
-        return f"{_shown(record, form.arrival)}, must be at most {latest}"
+        latest = formats.LATEST_S * (1000 if form.unit == "ms" else 1)
+        return f"{_shown(record, form.arrival)}, must be at most {latest:.4g} {form.unit}"
     if reason == NEGATIVE:
         return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
     if reason == BEYOND:
@@ -321,7 +320,9 @@ def _detail(record: Record, form: Format, reason: str) -> str:
                 wrong = True
             if wrong:
                 return f"{_shown(record, column)}, must be {allowed}"
-    return f"{_shown(record, form.arrival)}, must be {form.time}"
+    iso = form.seconds is formats.iso_seconds
+    time = "an ISO 8601 time" if iso else f"a finite number of {form.unit}"
+    return f"{_shown(record, form.arrival)}, must be {time}"
 
 
 def _shown(record: Mapping[str, object], column: str) -> str:
