@@ -215,9 +215,6 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
     return drawn
 
 
-
-
-
 def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
     return [
         p.model_copy(update={"seconds": rng.choice(p.seconds, len(p.seconds)).tolist()})

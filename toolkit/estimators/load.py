@@ -73,7 +73,6 @@ def laws_from_fit(fit: Fit) -> Laws:
         latency=latency,
         engine=engine,
         memory=memory,
-
         swap=swap,
         host_tokens=host_tokens,
         joining=joining,

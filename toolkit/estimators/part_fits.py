@@ -173,9 +173,6 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     return rules[::-1]
 
 
-
-
-
 CONSTANT, ROWS, TOKENS = range(3)  # columns: 1, rows, rows * length
 TERMS = (
     (ROWS,),

@@ -70,9 +70,6 @@ class Outlook:
         return (self.longest if padded else self.keys / self.rows) + self.steps
 
 
-
-
-
 @dataclass(frozen=True)
 class RoundSetup:
     """What workers of rounds are.

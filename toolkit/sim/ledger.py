@@ -49,8 +49,6 @@ class TokenGaps:
         for tokens in generated:
             self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
-
-
     def summary(self) -> dict[str, float]:
         """Mean and percentiles over all gaps; empty if there are none."""
         columns = (self._counts, self._first_s, self._last_s)

@@ -159,9 +159,6 @@ class Reuse:
         return found
 
 
-
-
-
 class PagedRun:
     """One engine that serves requests. Its caller tells it of each that comes (`arrive`), and calls
     `work` at `next_s`.

@@ -83,9 +83,6 @@ class Intake:
         return end_s
 
 
-
-
-
 class SimWorker:
     """Runs the static batches of one worker on virtual time.
 

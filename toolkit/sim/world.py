@@ -340,9 +340,6 @@ def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
     return made
 
 
-
-
-
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
 # one worker holds `TABLE_1_CAPACITY` tokens. Its defaults are those of the authors' artifact. Two
 # of them fit no real server:
