@@ -81,7 +81,7 @@ def extrapolation_warning(percent: float, valid: object) -> str:
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """The laws of a worker that runs rounds. `believed` and `front`: as in `World`."""
+    """The laws of a worker of rounds. `believed` and `front`: as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
@@ -180,15 +180,13 @@ class World:
 
     def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws for what `policy` runs: static batches or rounds."""
-        if self.others:
-            alone = replace(self, others=()).under(policy)
-            return replace(alone, others=tuple(kind.under(policy) for kind in self.others))
+        others = tuple(kind.under(policy) for kind in self.others)
         laws = self.rounds if policy.continuous else None
         if laws is None:
-            return self
+            return replace(self, others=others)
         front = self.front if laws.front == NO_DELAY else laws.front
         taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed)
-        return replace(taken, front=front, rounds=None)
+        return replace(taken, front=front, rounds=None, others=others)
 
     def engine(self) -> PagedEngine:
         """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
@@ -203,29 +201,29 @@ class World:
         """Where the laws that apply under the policy of this name were measured; for a fleet, the
         ranges of all kinds in words.
         """
-        if self.others:
-            ranges = [replace(kind, others=()).range_of(policy) for kind in self.kinds]
-            return "; or ".join(dict.fromkeys(str(each) for each in ranges if each)) or None
-        return self.valid if self.paged is None or policy != VllmPolicy.name else self.paged.valid
-
-    def worker(self, index: int) -> Worker:
-        """A worker as the scheduler knows it."""
-        host_tokens = self.host_tokens if self.swap else 0
-        latency = self.believed or self.latency
-        return Worker(
-            index,
-            latency,
-            self.memory,
-            swap=self.swap,
-            host_tokens=host_tokens,
-            joining=self.joining,
-            slots=self.slots,
-        )
+        ranges = [
+            kind.paged.valid if kind.paged and policy == VllmPolicy.name else kind.valid
+            for kind in self.kinds
+        ]
+        if not self.others:
+            return ranges[0]
+        return "; or ".join(dict.fromkeys(str(valid) for valid in ranges if valid)) or None
 
     def scheduled(self) -> list[Worker]:
         """All workers as the scheduler knows them, numbered from 0."""
         kinds = [kind for kind in self.kinds for _ in range(kind.workers)]
-        return [kind.worker(index) for index, kind in enumerate(kinds)]
+        return [
+            Worker(
+                index,
+                kind.believed or kind.latency,
+                kind.memory,
+                swap=kind.swap,
+                host_tokens=kind.host_tokens if kind.swap else 0,
+                joining=kind.joining,
+                slots=kind.slots,
+            )
+            for index, kind in enumerate(kinds)
+        ]
 
 
 def fleet(kinds: Sequence[World]) -> World:
@@ -285,8 +283,8 @@ def flagged(world: World, kinds: Sequence[Kind], given: Mapping[str, Value] | No
     """
     if not world.others or not traits_of(kinds[0].recipe.engine.name).server:
         return world
-    own = settings_of_kinds(given or {}, kinds)
-    flags = [flags_of(kind, of_kind) for kind, of_kind in zip(kinds, own, strict=True)]
+    settings = settings_of_kinds(given or {}, kinds)
+    flags = [flags_of(kind, own) for kind, own in zip(kinds, settings, strict=True)]
     others = zip(world.others, flags[1:], kinds[1:], strict=True)
     named = (replace(other, flags=own, name=kind.recipe.name) for other, own, kind in others)
     return replace(world, others=tuple(named))
@@ -297,13 +295,13 @@ def reflagged(world: World, flags: Mapping[str, Mapping[str, Value]]) -> World:
     kind that is not named keeps its own, and a name of no kind is ignored. Where one flag bounds
     another, it is moved to the nearest allowed value.
     """
-    found = []
-    for other in world.others:
-        given = flags.get(other.name)
-        if given is not None:
-            other = replace(other, flags=VllmPolicy(**VllmPolicy.within(given)))  # type: ignore[arg-type]
-        found.append(other)
-    return replace(world, others=tuple(found))
+    others = [
+        replace(other, flags=VllmPolicy(**VllmPolicy.within(flags[other.name])))  # type: ignore[arg-type]
+        if other.name in flags
+        else other
+        for other in world.others
+    ]
+    return replace(world, others=tuple(others))
 
 
 def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list[dict[str, Value]]:
@@ -326,8 +324,8 @@ def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list
 
 
 def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
-    """The flags of a kind of servers: its recipe's, and `given` ones in their place. `InputError`
-    where another policy than its own scheduler's is to run inside it.
+    """The flags of a kind of servers: its recipe's, with `given` ones in their place. `InputError`
+    if its recipe has another policy than `vllm`.
     """
     policy = kind.recipe.policy
     made = make_any(policy.name, policy.parameters | dict(given))
