@@ -24,10 +24,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class TokenGaps:
-    """The gaps of one simulation, in seconds, as stretches of gaps that grow linearly.
-
-    The step time of a law is linear in the cached length, so that many steps are one stretch. The
-    memory needed grows with the decisions, not with the tokens.
+    """The gaps of one simulation, in seconds, as stretches of gaps that grow linearly: a law's step
+    time is linear in the cached length. Memory grows with the decisions, not with the tokens.
     """
 
     __slots__ = ("_counts", "_first_s", "_last_s")
@@ -55,18 +53,15 @@ class TokenGaps:
         counts, first, last = (np.asarray(column, dtype=float) for column in columns)
         if not len(counts):
             return {}
-        found = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
-        values = _quantiles(
-            counts, np.minimum(first, last), np.maximum(first, last), np.array(PERCENTILES) / 100.0
-        )
-        return found | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
+        mean = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
+        low, high = np.minimum(first, last), np.maximum(first, last)
+        values = _quantiles(counts, low, high, np.array(PERCENTILES) / 100.0)
+        return mean | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
 
 
 def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> list[float]:
-    """The quantiles `shares` of a mixture of stretches of `counts` gaps from `low` to `high`.
-
-    The number of gaps up to x jumps by `counts` at a stretch that is a point, and rises linearly
-    within a longer one.
+    """The quantiles `shares` of a mixture of stretches of `counts` gaps from `low` to `high`: the
+    number of gaps up to x jumps at a stretch that is a point, and rises linearly within others.
     """
     point = high <= low
     slope = counts[~point] / (high - low)[~point]
@@ -79,18 +74,15 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
     along = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(places))])
     upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not make it fall
     before = upto - jumps
-    found = []
-    for share in shares:
-        wanted = share * counts.sum()
+    quantiles = []
+    for wanted in shares * counts.sum():
         k = min(int(np.searchsorted(upto, wanted)), len(places) - 1)
-        if k == 0 or wanted >= before[k]:
-            found.append(float(places[k]))
-        else:
+        place = places[k]
+        if k > 0 and wanted < before[k]:
             rise = before[k] - upto[k - 1]
-            found.append(
-                float(places[k - 1] + (places[k] - places[k - 1]) * (wanted - upto[k - 1]) / rise)
-            )
-    return found
+            place = places[k - 1] + (place - places[k - 1]) * (wanted - upto[k - 1]) / rise
+        quantiles.append(float(place))
+    return quantiles
 
 
 # Whether a batch runs out of memory, by its id, N, L and S.
@@ -102,25 +94,18 @@ Outside = Callable[[int, int, int, float], bool]
 
 @mypyc_attr(acyclic=True)
 class RequestOutcome:
-    """What has happened to one request. Times are in seconds.
+    """What has happened to one request; `ok`: it has ended. Times are in seconds.
 
     One object holds it all, so that a request of a long backlog comes from memory once per slice.
-
-    Attributes:
-        output_tokens: the true length of its output, which no policy sees.
-        first_token_s: when its first token came; -1: none has yet.
-        last_token_s: when its last one so far came.
-        max_gap_s: its largest gap between two tokens.
-        ok: whether it has ended.
     """
 
     __slots__ = ("first_token_s", "last_token_s", "max_gap_s", "ok", "output_tokens")
 
     def __init__(self, output_tokens: int) -> None:
-        self.output_tokens = output_tokens
-        self.first_token_s = -1.0
+        self.output_tokens = output_tokens  # the true length, which no policy sees
+        self.first_token_s = -1.0  # none has come
         self.last_token_s = 0.0
-        self.max_gap_s = 0.0
+        self.max_gap_s = 0.0  # between two tokens
         self.ok = False
 
 
@@ -246,9 +231,8 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         / max(ledger.rounds or ledger.batches, 1),
     }
     if ledger.rounds:
-        for name in ("rounds", "swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"):
-            found[name] = float(getattr(ledger, name))
-        found["peak_host_tokens"] = float(ledger.peak_host_tokens)
+        swaps = ("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s", "peak_host_tokens")
+        found |= {name: float(getattr(ledger, name)) for name in ("rounds", *swaps)}
         found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
         found["query_tokens"] = float(ledger.query_tokens)

@@ -401,10 +401,6 @@ class WorldSettings:
             return Routing.of_front(turns) if self.admission == "targets" else None
         return Routing.of_front(make_router(name, parameters))
 
-    def joining(self, engines: Joining | None) -> Joining | None:
-        """See `World.joining`; `engines` is the engine's own."""
-        return engines if self.memory == "engine" else MEMORIES[self.memory]
-
 
 def assign_settings(
     policies: Sequence[str], given: Mapping[str, Value], kinds: Sequence[str] = ()
@@ -512,7 +508,7 @@ def make_world(
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
         routing=settings.routing(knobs_of_router),
-        joining=settings.joining(world.joining),
+        joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
     )
 
 
