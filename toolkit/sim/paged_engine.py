@@ -20,7 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -63,11 +63,10 @@ class PassRange:
 
 @dataclass(slots=True, frozen=True)
 class PagedEngine:
-    """One engine: the law of its passes, its cache, and whether it plans ahead (`ahead`). `valid`
-    None: the law holds everywhere.
+    """One engine: the law of its passes, its cache, and whether it plans `ahead`.
 
-    `blocks` excludes the one that vLLM keeps for itself. `front_s` is the seconds that a client
-    waits for a token beyond the passes, and `front_row_s` the seconds that each running row adds.
+    `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
+    client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
     `believed` is the law that a router believes; None: `steps`.
     """
 
@@ -86,9 +85,15 @@ class PagedEngine:
     @classmethod
     def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
-        valid = PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max)
-        blocks, front = capacity_tokens // fit.block_tokens, (fit.front_s, fit.front_row_s)
-        return cls(law_of_steps(fit), blocks, fit.block_tokens, fit.async_scheduling, valid, *front)
+        return cls(
+            law_of_steps(fit),
+            capacity_tokens // fit.block_tokens,
+            fit.block_tokens,
+            fit.async_scheduling,
+            PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
+            fit.front_s,
+            fit.front_row_s,
+        )
 
     @property
     def capacity_tokens(self) -> int:
@@ -167,9 +172,8 @@ class PagedRun:
     costs nothing while others work.
 
     Args:
-        index: the worker's, for the ledger.
-        engine, flags: see `PagedEngine` and `VllmPolicy`.
-        ledger: where the outcome is written; it holds the true output lengths.
+        index: its place in the ledger.
+        ledger: gets what happens.
         shares: whether requests have contents.
         tells: whether the caller takes `first_tokens` and `ends`, since requests may follow.
 
@@ -217,7 +221,7 @@ class PagedRun:
         self.next_s = math.inf
 
     def arrive(self, row: PagedRequest, now_s: float, *, has_tokens: bool = False) -> None:
-        """A request comes; `has_tokens`: it generated some elsewhere."""
+        """A request comes; `has_tokens`: it has some from another engine."""
         self._arrived.append(row)
         if has_tokens:
             self._moved_here.add(row.number)
@@ -272,7 +276,9 @@ class PagedRun:
             self._plan_s, self.next_s = now_s, math.inf
 
     def die(self, now_s: float) -> list[PagedRequest]:
-        """It dies and comes back empty. Returns its requests in order; `left` is what they lack."""
+        """The engine dies and comes back empty; its requests in order, with what they lack as
+        `left`.
+        """
         leap = self._leap
         if leap is not None:
             passes = range(1, self._steps + 1)
@@ -466,9 +472,8 @@ def _drive(
     admitted. In a closed loop their `turns` follow, and `arrival_s` gets their times.
     """
     later = {number for after in turns.values() for number, _ in after}
-    # also those that are refused, if their sessions go on
-    coming = [(arrival_s[k], k) for k in sorted({*rows, *turns}) if k not in later]
-    heapify(coming)
+    # also those that are refused, if their sessions go on; sorted, it is a heap
+    coming = sorted((arrival_s[k], k) for k in {*rows, *turns} - later)
     left, follow = len(rows), bool(turns)  # `left`: to arrive
     while coming or run.next_s < math.inf:
         if coming and coming[0][0] <= run.next_s:
@@ -481,14 +486,13 @@ def _drive(
         else:
             next_s = coming[0][0] if coming else math.inf
             run.work(drain=drain or left > 0, follow=follow, until_s=next_s)
-        if run.ends:
-            for end_s, number, running in run.ends:
-                for turn, think_s in turns.get(number, ()):
-                    seen_s = (front or engine.front(running)).last_s
-                    arrival_s[turn] = end_s + (seen_s + think_s)
-                    heappush(coming, (arrival_s[turn], turn))
-            run.ends.clear()
-            run.first_tokens.clear()
+        for end_s, number, running in run.ends:
+            for turn, think_s in turns.get(number, ()):
+                seen_s = (front or engine.front(running)).last_s
+                arrival_s[turn] = end_s + (seen_s + think_s)
+                heappush(coming, (arrival_s[turn], turn))
+        run.ends.clear()
+        run.first_tokens.clear()
     run.close()
 
 
@@ -498,12 +502,9 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    limits = {"the cache holds": engine.capacity_tokens}
-    if not flags.chunked_prefill:
-        limits["without chunked prefill a pass takes"] = flags.max_num_batched_tokens
-    for where, tokens in limits.items():
-        if most > tokens:
-            return Refusal(
-                request.request_id, f"it may grow to {most:,} tokens; {where} {tokens:,}"
-            )
-    return None
+    limit = f"the cache holds {engine.capacity_tokens:,}"
+    if most <= engine.capacity_tokens:
+        if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
+            return None
+        limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"
+    return Refusal(request.request_id, f"it may grow to {most:,} tokens; {limit}")
