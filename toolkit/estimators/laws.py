@@ -51,8 +51,8 @@ class LawTimes:
 
 
 class LinearTimes(LawTimes):
-    """The times of a law in segments of batch sizes; arguments and methods are those of
-    `SegmentedLaw`. The coefficients of a batch size are computed at its first use.
+    """The times of a law in segments of batch sizes; `SegmentedLaw` has the same methods, with
+    their equations. The coefficients of a batch size are computed at its first use.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class LinearTimes(LawTimes):
         return type(self), (*self._segments, self.round_s, self._leaving)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """T_prefill(N, L) in seconds, Eq. 3."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         return self._fixed[batch_size] + input_length * (
@@ -88,14 +87,12 @@ class LinearTimes(LawTimes):
         )
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0)."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         slope, square = self._slope[batch_size], self._square[batch_size]
         return self._fixed[batch_size] + (end - start) * (slope + (end + start) * square)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         return steps * (
@@ -104,7 +101,6 @@ class LinearTimes(LawTimes):
         )
 
     def leave_s(self, length: float) -> float:
-        """Seconds until a row of about `length` tokens has left a running batch."""
         return self._leave_fixed + self._leave_slope * length
 
     def _extend(self, batch_size: int) -> None:
@@ -115,12 +111,11 @@ class LinearTimes(LawTimes):
 
 
 class FlatTimes(LinearTimes):
-    """The times of a law with decode steps that take at least `Segment.flat`: flat, and then
-    linear, as on a GPU that waits for the launches of a step's kernels.
+    """Decode steps take at least `Segment.flat`: flat, then linear, as on a GPU that waits for the
+    launches of a step's kernels.
     """
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         slope, flat = self._step_slope[batch_size], self._step_flat[batch_size]
@@ -347,10 +342,8 @@ class WithOverhead:
 def law_of_parts(
     engine: SegmentedLaw, join: PartFit, leave: PartFit, grow: PartFit
 ) -> SegmentedLaw:
-    """The engine's law plus the cost of joins, leaves and cache moves, as measured in one process.
-
-    Joins go into the law of prefills, and moves of the cache into the law of decode steps, so the
-    result has the form of any other law.
+    """The engine's law plus the cost of joins (into prefills), cache moves (into decode steps) and
+    leaves, as measured in one process.
     """
     return replace(
         engine,
@@ -364,9 +357,7 @@ def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
     """The law of rounds: from a round's dispatch to a worker process until its result, with all
     workers busy.
 
-    seconds = batch_s + stretch * (prefills and joins + decode steps and moves of the cache + rows
-    that leave). As with slices, batch_s is dispatch and pipe, and stretch is how much workers slow
-    one another down.
+    seconds = batch_s + stretch * (the seconds of `law_of_parts`), as with slices (`WithOverhead`).
     """
     parts = law_of_parts(engine, fit.join, fit.leave, fit.grow)
     stretch = fit.overhead.stretch
