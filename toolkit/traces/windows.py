@@ -63,9 +63,8 @@ def scale_lengths(
 
     Outputs get `max_new_tokens`, prompts the rest of `max_model_len`. Each of the two is divided
     by the factor that makes its 99th percentile fit (1 where it fits already) and rounded up; the
-    few lengths that are still too long are clipped. So prompt + `max_new_tokens` never exceeds the
-    context. The result's `scaling` records this in numbers, its last notes in words.
-    `model_context`, the tokens that the model itself takes, is only recorded there.
+    few lengths that are still too long are clipped. The result's `scaling` records this in numbers,
+    with `model_context`, the tokens that the model itself takes; its last notes say it in words.
 
     What prompts share stays shared (`scale_blocks`). A trace with sessions is divided by one
     factor, the greater of the two, since answers become parts of prompts; a turn that still does
