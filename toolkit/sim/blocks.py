@@ -412,27 +412,20 @@ def _unlink(run: Run) -> None:
     run.before = run.after = run
 
 
-class ReplicaContents:
-    """The contents of one replica's requests: copies of the nodes of all requests' contents, made
-    when a request comes here. Which of its blocks are cached is a matter of each replica.
+def copy_of(leaf: Node, copies: dict[Node, Node]) -> Node:
+    """One replica's copy of a node of all requests' contents and of those before it, since each
+    replica caches blocks of its own. `copies` are those that the replica has; new ones are added.
     """
-
-    def __init__(self) -> None:
-        self._copies: dict[Node, Node] = {}
-
-    def of(self, leaf: Node) -> Node:
-        """The replica's copy of a node and of those before it."""
-        copies = self._copies
-        path: list[Node] = []
-        node: Node | None = leaf
-        while node is not None and node not in copies:
-            path.append(node)
-            node = node.parent
-        copy: Node | None = copies[node] if node is not None else None
-        for own in reversed(path):
-            copy = copies[own] = Node(copy, own.start, own.end)
-        assert copy is not None
-        return copy
+    path: list[Node] = []
+    node: Node | None = leaf
+    while node is not None and node not in copies:
+        path.append(node)
+        node = node.parent
+    copy: Node | None = copies[node] if node is not None else None
+    for own in reversed(path):
+        copy = copies[own] = Node(copy, own.start, own.end)
+    assert copy is not None
+    return copy
 
 
 def contents(

@@ -35,7 +35,7 @@ from toolkit.routing.types import (
 )
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.blocks import PagedRequest, ReplicaContents
+from toolkit.sim.blocks import Node, PagedRequest, copy_of
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
 from toolkit.sim.worker import FrontDelay
@@ -185,7 +185,7 @@ class RoutedRun:
             if any(self._shares)
             else ([], [])
         )
-        self._contents = [ReplicaContents() for _ in self._replicas]
+        self._copies: list[dict[Node, Node]] = [{} for _ in self._replicas]
         size = reuse.shared.block_tokens if reuse.shared else kinds[0].engine.block_tokens
         self._merged = max(routing.block_tokens // size, 1)  # blocks that the router sees as one
         self._router_block_tokens = self._merged * size
@@ -277,7 +277,7 @@ class RoutedRun:
         lost = [] if what == 1 else replica.die(now_s)
         self._take(replica, index)
         if comes:
-            self._contents[index] = ReplicaContents()
+            self._copies[index] = {}
             self._back_s[index] = now_s
             self._slow = sorted({*self._slow, index})
             self._balancer.change(index, is_up=True, is_fresh=True)
@@ -333,7 +333,7 @@ class RoutedRun:
             prompt,
             left,
             stops=output < request.max_new_tokens,
-            content=self._contents[index].of(self._leaves[number]) if shares else None,
+            content=copy_of(self._leaves[number], self._copies[index]) if shares else None,
             watched=shares and self._watched[number],
         )
         replica = self._replicas[index]
