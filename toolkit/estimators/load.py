@@ -19,31 +19,17 @@ from toolkit.sched.types import NO_LIMIT, Joining
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Laws:
-    """The laws of one worker.
+    """The laws of one worker."""
 
-    Attributes:
-        latency: the law of batches, with what serving adds to the engine's own time.
-        engine: the engine's own law.
-        memory: how many rows fit.
-        swap: the law of the link to host memory; None if it was not measured.
-        host_tokens: tokens of KV cache that host memory holds; 0 without `swap`.
-        joining: how rows join the engine's running batch if that is one padded slab; None if its
-            memory is paged.
-        slots: the maximum number of rows that run at once.
-        front_s: seconds of a server's time to first token that delay no other request, in rounds.
-        rounds: the law of a worker that keeps its rows; without measured rounds, the law of
-            batches.
-        round_memory: the memory law in rounds; without measured rounds, that of batches.
-    """
-
-    latency: WithOverhead
+    latency: WithOverhead  # of batches, with what serving adds to the engine's own time
     engine: SegmentedLaw
     memory: ZetaMemory | RuleMemory
-    swap: LinearSwap | None
-    host_tokens: int
-    joining: Joining | None
-    slots: int
-    front_s: float
+    swap: LinearSwap | None  # to host memory; None: it was not measured
+    host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
+    joining: Joining | None  # of rows to a running batch that is a padded slab; None: paged memory
+    slots: int  # the most rows that run at once
+    front_s: float  # of a server's time to first token that delay no other request, in rounds
+    # of a worker that keeps its rows; without measured rounds those of batches
     rounds: LatencyLaw
     round_memory: MemoryLaw
 

@@ -25,15 +25,10 @@ from toolkit.sim.ledger import Ledger, Outside, RunsOut
 
 @dataclass(frozen=True)
 class Stretch:
-    """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step.
+    """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step."""
 
-    Attributes:
-        passes: the bound in tokens (0: no bound) and the end in seconds of each.
-        begin_s, end_s: of the steps.
-    """
-
-    passes: tuple[tuple[int, float], ...]
-    begin_s: float
+    passes: tuple[tuple[int, float], ...]  # the bound in tokens (0: none) and the end of each
+    begin_s: float  # of the steps
     steps: int
     end_s: float
     rows: int
@@ -42,20 +37,13 @@ class Stretch:
 
 @dataclass
 class Outlook:
-    """A prediction of the rows that decode.
-
-    Attributes:
-        rows: how many.
-        steps: the worker's decode steps so far.
-        keys: the sum of length - steps at entry; `longest` is the largest.
-        first_end: the number of the worker's step at which the first of them ends.
-    """
+    """A prediction of the rows that decode."""
 
     rows: int
-    steps: int
-    keys: int
-    longest: int
-    first_end: int
+    steps: int  # the worker's decode steps so far
+    keys: int  # the sum of the rows' `DecodingRow.key`
+    longest: int  # the largest key
+    first_end: int  # the worker's step at which the first row ends
 
     def join(self, length: int, steps: int) -> None:
         """Add a prefilled row of `length` tokens, which ends after `steps` steps."""
@@ -72,24 +60,15 @@ class Outlook:
 
 @dataclass(frozen=True)
 class RoundSetup:
-    """What workers of rounds are.
-
-    Attributes:
-        latency, swap: see `Decoding`.
-        runs_out: whether a round with new rows runs out of memory; None: none does.
-        outside: whether a round is outside the range that the laws were measured in, so that it
-            counts as extrapolated; None: none is.
-        future: whether the true peak of memory to come is computed; it costs O(n log n) per round.
-        joining: of a `SlabWorker`, how new rows join.
-        capacity_tokens: of a `SlabWorker`'s slab and all other caches on the device together. A row
-            that runs alone always has room for its prefill.
-    """
+    """What workers of rounds are."""
 
     latency: LatencyLaw
-    runs_out: RunsOut | None = None
+    runs_out: RunsOut | None = None  # with new rows in a round; None: never
     swap: SwapLaw | None = None
-    outside: Outside | None = None
-    future: bool = False
+    outside: Outside | None = None  # which rounds count as extrapolated; None: none does
+    future: bool = False  # whether the true peak to come is computed: O(n log n) for each round
+    # Of a `SlabWorker`: how new rows join, and the tokens of its slab and all other caches on the
+    # device. A row that runs alone always has room for its prefill.
     joining: Joining | None = None
     capacity_tokens: int = NO_LIMIT
 

@@ -91,25 +91,17 @@ OUTAGE_HINT = 'a line is {"replica": 0, "from_s": 60, "to_s": 90} or has "drain"
 
 @dataclass(frozen=True)
 class Routing:
-    """How requests are routed.
-
-    Attributes:
-        router: chooses the replica of a request.
-        report_s: seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler
-            read them about every 0.1 and 0.05 s.
-        report_age_s: how old a report is when it comes.
-        seed: of ties.
-        limits: the targets by which the front refuses new requests.
-        block_tokens: of the blocks that prompts are matched by, at least the trace's own.
-    """
+    """How requests are routed."""
 
     router: Router = field(default_factory=RoundRobinRouter)
+    # Seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler read them
+    # about every 0.1 and 0.05 s.
     report_s: float = 0.1
-    report_age_s: float = 0.0
-    seed: int = 0
+    report_age_s: float = 0.0  # how old a report is when it comes
+    seed: int = 0  # of ties
     outages: tuple[Outage, ...] = ()
-    limits: LatencyLimits = UNLIMITED
-    block_tokens: int = 0
+    limits: LatencyLimits = UNLIMITED  # the targets by which the front refuses new requests
+    block_tokens: int = 0  # of the blocks that prompts are matched by; at least the trace's own
 
     @classmethod
     def of_front(cls, router: Router, limits: LatencyLimits = UNLIMITED) -> Routing:

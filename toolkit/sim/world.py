@@ -95,71 +95,47 @@ class World:
 
     A fleet has `others`: further kinds of workers behind the same scheduler. Each is a world, of
     which only what concerns its workers counts. Its workers are numbered after these, kind by kind.
-
-    Attributes:
-        latency, memory: the laws of a worker.
-        workers: how many there are.
-        max_new_tokens: the output limit of a request for which the trace gives none.
-        runs_out: which static batches really run out of memory (they reserve all of it at once);
-            None: the law is right.
-        round_runs_out: the same for rounds, which hold only what they use.
-        streams: tokens reach the client as they come; False: with their batch.
-        flush_s: the least seconds between two reports of a worker's tokens.
-        seed: of the policy's random draws.
-        future_memory: whether the true peak of memory to come is computed.
-        token_gaps: whether the percentiles of all gaps between tokens (ITL) are computed.
-        drain: False: the simulation stops when the last request has been admitted.
-        limits_hold: False: outputs may be longer than the limits that the policy sees, as in
-            Past-Future's Table 1.
-        believed: the latency law that the scheduler knows, if it differs from `latency`.
-        valid: where the laws were measured; None: they hold everywhere.
-        swap: the law of swaps to host memory; None: caches cannot be swapped.
-        host_tokens: tokens of host memory per worker for swapped caches.
-        joining: how rows join a running batch that is one padded slab, as on the engine `rebatch`;
-            None: memory is paged.
-        slots: rows that run at once on a worker, in rounds.
-        rounds: the laws under continuous policies, if they differ.
-        finished: output lengths of requests that ended before the first arrival, for policies that
-            look back.
-        front: what HTTP, tokenizing and the stream add to the latencies that clients see.
-        arrival_cost_s: seconds that each arriving request adds to every static batch that runs
-            then, where workers compute on the front's cores.
-        paged: the engine with its own scheduler, for the policy `vllm`.
-        routing: of requests to replicas of that engine; None: to each in turn.
-        flags: of a fleet's further kind of such engines: its own scheduler's; None: those of the
-            simulated policy.
-        name: of such a kind: its recipe's.
-        closed_loop: a session's turn arrives when the turn before has ended and its client has
-            thought about it; False: when the trace says so.
     """
 
     latency: LatencyLaw
     memory: MemoryLaw
-    workers: int
-    max_new_tokens: int
+    workers: int  # that these laws are of
+    max_new_tokens: int  # the output limit of a request for which the trace gives none
+    # Which static batches really run out of memory (they reserve all of it at once), and which
+    # rounds, which hold only what they use; None: the law is right.
     runs_out: RunsOut | None = None
     round_runs_out: RunsOut | None = None
-    streams: bool = True
-    flush_s: float = 0.0
-    seed: int = 0
-    future_memory: bool = False
-    token_gaps: bool = False
-    drain: bool = True
+    streams: bool = True  # False: tokens reach the client with their batch, not as they come
+    flush_s: float = 0.0  # the least seconds between two reports of a worker's tokens
+    seed: int = 0  # of the policy's random draws
+    future_memory: bool = False  # whether the true peak of memory to come is computed
+    token_gaps: bool = False  # whether percentiles of all gaps between tokens (ITL) are computed
+    drain: bool = True  # False: the simulation stops when the last request has been admitted
+    # False: outputs may be longer than the limits that the policy sees, as in Past-Future's Table 1
     limits_hold: bool = True
-    believed: LatencyLaw | None = None
-    valid: Validity | None = None
-    swap: SwapLaw | None = None
-    host_tokens: int = 0
+    believed: LatencyLaw | None = None  # that the scheduler knows, if it differs from `latency`
+    valid: Validity | None = None  # where the laws were measured; None: they hold everywhere
+    swap: SwapLaw | None = None  # to host memory; None: caches cannot be swapped
+    host_tokens: int = 0  # of swapped caches that a worker's host memory holds
+    # How rows join a running batch that is one padded slab, as on the engine `rebatch`; None:
+    # memory is paged.
     joining: Joining | None = None
-    slots: int = NO_LIMIT
-    rounds: RoundLaws | None = None
+    slots: int = NO_LIMIT  # rows that run at once on a worker, in rounds
+    rounds: RoundLaws | None = None  # the laws under continuous policies, if they differ
+    # output lengths of requests that ended before the first arrival, for policies that look back
     finished: tuple[int, ...] = ()
     front: FrontDelay = NO_DELAY
+    # Seconds that an arriving request adds to every static batch that runs then, where workers
+    # compute on the front's cores.
     arrival_cost_s: float = 0.0
-    paged: PagedEngine | None = None
-    routing: Routing | None = None
+    paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
+    routing: Routing | None = None  # to replicas of that engine; None: to each in turn
+    # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
+    # flags of the simulated policy.
     flags: VllmPolicy | None = None
     name: str = ""
+    # A session's turn arrives when the turn before has ended and its client has thought about it;
+    # False: when the trace says so.
     closed_loop: bool = True
     others: tuple[World, ...] = ()
 
