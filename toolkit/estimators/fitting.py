@@ -185,10 +185,9 @@ NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
 def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fit]:
     """`draws` fits of `profile` resampled, in the forms of `fit`.
 
-    Repeats are drawn with replacement. Points get random weights (the Bayesian bootstrap, Rubin
-    1981: unlike draws of points it never loses a batch size). Slices and sequences of rounds are
-    drawn with replacement, and the forms that the fit chose are fitted again. Passes of an engine
-    with its own scheduler get random weights too.
+    Repeats of points, slices and sequences of rounds are drawn with replacement. Points and passes
+    get random weights (the Bayesian bootstrap, Rubin 1981: unlike draws of points it never loses a
+    batch size).
 
     The draws show what other samples of the same machine would have given. They do not show that
     the machine may be slower tomorrow.
@@ -231,8 +230,8 @@ def _refit(
 
 
 def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits for use without a profile: each law is scaled as a whole by a log-normal
-    factor. The median of the factor's distance from 1 is the law's held-out median error.
+    """`draws` fits for use without a profile: each law as a whole times a log-normal factor, at a
+    median distance from 1 of the law's held-out median error.
 
     Errors that differ from point to point would partly cancel, so these draws spread wider than
     `resampled_fits`. The memory law stays: its edge is drawn in every simulation.

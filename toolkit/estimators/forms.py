@@ -32,10 +32,8 @@ TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample cou
 
 
 def predict_held_out(count: int, predict: Callable[[Rows, Rows], Floats], seed: int) -> Floats:
-    """Predictions [count], each from a fit that did not see its row.
-
-    The rows are dealt into five parts. `predict(seen rows, held-out rows)` predicts each part from
-    the other four, so every row is held out once.
+    """Predictions [count], each from a fit that did not see its row: `predict(seen rows, held-out
+    rows)` predicts each of five parts from the other four.
     """
     predicted = np.empty(count)
     shuffled = np.random.default_rng(seed).permutation(count)
@@ -62,12 +60,10 @@ def relative_error(predicted: Floats, measured: Floats) -> Floats:
 
 
 def choose(predicted: Sequence[Floats], measured: Floats) -> int:
-    """The index of the form to keep, given each form's held-out predictions [n], the simplest form
-    first.
+    """The index of the form to keep, given each form's held-out predictions [n], simplest first.
 
-    This is the form with the least mean relative error, or the first form that is worse by no more
-    than the standard error of the paired difference: a smaller difference may come from which
-    points were held out.
+    This is the first form with a mean relative error that exceeds the least by no more than the
+    standard error of the paired difference: that may come from which points were held out.
     """
     errors = [relative_error(prediction, measured) for prediction in predicted]
     best = min(errors, key=np.mean)
@@ -82,18 +78,17 @@ def choose(predicted: Sequence[Floats], measured: Floats) -> int:
 def typical(samples: Sequence[float]) -> float:
     """The mean of a point's samples, each counted as at most 1.5 times their median.
 
-    The mean is what a slice of many steps pays. On shared machines times have two modes, fast and
-    slow moments, and a median jumps from one to the other: held-out errors on three noisy profiles
-    were 5.5 % (median over the laws; p95 16 %) with medians and 4.3 % (14 %) with this.
+    A slice of many steps pays the mean. On shared machines a median jumps between fast and slow
+    moments: held-out errors on three noisy profiles were 5.5 % (median over the laws; p95 16 %)
+    with medians and 4.3 % (14 %) with this.
     """
     return float(np.minimum(samples, TYPICAL_MAX * np.median(samples)).mean())
 
 
 def solve_relative(columns: Floats, seconds: Floats, root_weight: Floats | None = None) -> Floats:
-    """The coefficients [k], all >= 0, with the least sum of squared relative residuals.
-
-    `columns` is [n, k] and `seconds` [n]. Each point's residual is multiplied by `root_weight` [n],
-    the square root of its weight; None: all weigh the same.
+    """The coefficients [k], all >= 0, with the least sum of squared relative residuals, given
+    `columns` [n, k] and `seconds` [n]. `root_weight` [n] is the square root of each point's weight;
+    None: all weigh the same.
     """
     root = np.ones(len(seconds)) if root_weight is None else root_weight
     relative = columns * (root / seconds)[:, None]
@@ -123,13 +118,11 @@ class Points:
 class LawForm:
     """Seconds = a(N) + b(N) * L, and with `square` + nll * N * L^2.
 
-    Without knots, a and b are linear in N: Eq. 3 and 4. With knots, a and b have a free value at
-    each knot, are linear between two knots, and rise linearly beyond the last. Batches of a few
-    rows need that: a CPU's matrix kernels change with N, and not monotonically. All coefficients
-    are >= 0, so a law is positive everywhere and never falls beyond its data.
-
-    Attributes:
-        knots: batch sizes, ascending; the first is 1.
+    Without knots, a and b are linear in N: Eq. 3 and 4. With `knots` (batch sizes, ascending from
+    1), a and b have a free value at each, are linear between two, and rise linearly beyond the
+    last. Batches of a few rows need that: a CPU's matrix kernels change with N, and not
+    monotonically. All coefficients are >= 0, so a law is positive everywhere and never falls beyond
+    its data.
     """
 
     knots: tuple[int, ...] = ()
@@ -247,8 +240,8 @@ def candidates(points: Points, *, square: bool) -> list[Form]:
     """The forms that the points can distinguish, the simplest first.
 
     A knot needs points of that batch size at three or more lengths, and the last knot needs two
-    measured sizes beyond it. With `square`, each form also comes with N*L^2, if three lengths were
-    measured. Without, as for decode steps, the last form is flat and then linear.
+    measured sizes beyond it. With `square`, each form also comes with N*L^2, given three lengths.
+    Without, as for decode steps, the last form is flat and then linear.
     """
     sizes, counts = np.unique(points.batch_size, return_counts=True)
     points_of = dict(zip(sizes.tolist(), counts.tolist(), strict=True))

@@ -3,8 +3,8 @@
 In this order:
 
 - `fit_memory`: memory probes to a memory law. It is one zeta where that explains the probes (SCLS
-  paper, Eq. 9), else rules (Algorithm 2). A probe brackets the edge: N rows ran, and M > N rows did
-  not. As a share of the capacity, N * (L + S) / capacity, that is an interval; zeta lies where the
+  paper, Eq. 9), else rules (Algorithm 2). A probe brackets the edge: N rows ran, M > N did not. As
+  a share of the capacity, N * (L + S) / capacity, that is an interval; zeta lies where the
   intervals intersect. Beyond the paper, and only where that fails: a workspace for a prefill's
   activations, which take memory in proportion to N * L.
 - `fit_rounds` and `fit_swap`: measured rounds to the law of their parts, the overhead of dispatch
@@ -128,12 +128,12 @@ def _check_probes(probes: Sequence[MemoryPoint]) -> None:
 
 
 def _edge(low: Floats, high: Floats) -> tuple[float, float]:
-    """Mean and standard deviation of the edge, in shares of the capacity, given that it lies in
-    each interval [low, high).
+    """Mean and standard deviation of the edge, in shares of the capacity, given an interval
+    [low, high) of each probe.
 
-    If all intervals intersect, the edge lies in the intersection. If not, the edge differs from
-    length to length, and the result is its likeliest normal distribution. If no probe ran out of
-    memory, the result is the largest share that ran.
+    If all intervals intersect, the edge lies in the intersection. If not, it differs from length to
+    length: this is its likeliest normal distribution. If no probe ran out of memory, the edge is
+    the largest share that ran.
     """
     if np.all(np.isinf(high)):
         return float(low.max()), 0.0
@@ -154,10 +154,8 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
 
 def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     """Algorithm 2's table: up to each probed L + S, as many rows as ran there, but never more than
-    at a shorter L + S.
-
-    Beyond the longest probe, rows shrink as if the tokens that fitted there were the whole
-    capacity.
+    at a shorter one. Beyond the longest probe, rows shrink as if the tokens that fitted there were
+    the whole capacity.
     """
     order = np.lexsort((ran, totals))
     totals, limits = totals[order], np.minimum.accumulate(ran[order])
@@ -291,9 +289,7 @@ def _line(times: Sequence[Floats]) -> tuple[float, float]:
 
 
 def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
-    """The terms of a round's part, chosen by held-out error; no terms if the part takes no
-    measurable time.
-    """
+    """The terms of a part of rounds, by held-out error; none if it takes no measurable time."""
     points = [point for point in measured.parts if point.part == name]
     if len(points) < forms.HELD_OUT_PARTS:
         raise InputError(
@@ -444,8 +440,8 @@ def shape_of(point: StepPoint) -> StepShape:
 
 
 def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floats:
-    """Coefficients >= 0 of the typical pass, raised to the mean of passes that count at most 1.5
-    times the typical one.
+    """Coefficients >= 0 of the typical pass, raised to the mean; a pass counts as at most 1.5 times
+    the typical one.
     """
     clipped = seconds
     for _ in range(CLIP_ROUNDS):
@@ -496,8 +492,8 @@ def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
 
 
 def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
-    """Seconds that the front adds to the first token of a single request, and the seconds that each
-    other row adds to the response.
+    """Seconds that the front adds to the first token of a request alone, and to the response for
+    each other row.
     """
     alone = [point.seconds for point in points if point.rows == 1]
     several = [point for point in points if point.rows > 1]
