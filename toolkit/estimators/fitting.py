@@ -169,9 +169,9 @@ def points_of(name: str, measured: Sequence[PrefillPoint | DecodePoint]) -> Poin
     lengths = [p.input_length if isinstance(p, PrefillPoint) else p.cached_length for p in measured]
     for point, size, length in zip(measured, sizes, lengths, strict=True):
         if not point.seconds or min(point.seconds) <= 0.0:
-            found = f"a sample of {min(point.seconds)} s" if point.seconds else "no samples"
+            problem = f"a sample of {min(point.seconds)} s" if point.seconds else "no samples"
             raise InputError(
-                f"{name} at N={size}, L={length}: {found}",
+                f"{name} at N={size}, L={length}: {problem}",
                 "measure again with: llmctl profile RECIPE",
             )
     seconds = [forms.typical(point.seconds) for point in measured]

@@ -206,11 +206,11 @@ class FlatForm:
             inverse = weight[fast] / points.seconds[fast]
             flat = inverse.sum() / (inverse / points.seconds[fast]).sum()
             linear = solve_relative(columns[slow], points.seconds[slow], np.sqrt(weight[slow]))
-            found = np.append(linear, flat)
-            residual = self.predict(found, points) / points.seconds - 1.0
+            coefficients = np.append(linear, flat)
+            residual = self.predict(coefficients, points) / points.seconds - 1.0
             error = float((weight * residual**2).sum())
             if error < least:
-                best, least = found, error
+                best, least = coefficients, error
         return best
 
     def predict(self, coefficients: Floats, points: Points) -> Floats:
@@ -319,7 +319,7 @@ def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
     columns = np.stack([1.0 / seconds, served / seconds], axis=1)
     scale = np.linalg.norm(columns, axis=0)
     start = np.maximum([0.0, np.median(seconds / served)] * scale, STRETCH_MIN)
-    found = least_squares(
+    solution = least_squares(
         lambda x: columns @ (x / scale) - 1.0,
         start,
         jac=lambda _: columns / scale,
@@ -327,5 +327,5 @@ def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
         loss="soft_l1",
         f_scale=SOFT_RESIDUAL,
     )
-    batch_s, stretch = found.x / scale
+    batch_s, stretch = solution.x / scale
     return (float(batch_s) if batch_s > BATCH_S_MIN else 0.0), float(stretch)

@@ -111,8 +111,8 @@ class RuleMemory:
         ascending = self.rules[::-1]
         bounds = np.array([rule.length_above for rule in ascending])
         limits = np.array([0] + [rule.max_batch_size for rule in ascending])
-        found = limits[np.searchsorted(bounds, input_lengths + steps, side="left")]
-        return np.floor((1.0 - reserve) * found + ROUNDING).astype(np.int64)
+        chosen = limits[np.searchsorted(bounds, input_lengths + steps, side="left")]
+        return np.floor((1.0 - reserve) * chosen + ROUNDING).astype(np.int64)
 
     def runs_out(self, batch_size: int, input_length: int, steps: int, shift: float) -> bool:
         """Whether N is above the limit for L + S times 1 + `shift`."""

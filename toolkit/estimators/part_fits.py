@@ -118,8 +118,10 @@ def _check_probes(probes: Sequence[MemoryPoint]) -> None:
         )
     for probe in probes:
         if probe.smallest_oom is not None and probe.smallest_oom <= probe.largest_ok:
-            found = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
-            raise InputError(f"memory at L={probe.input_length}: {found}", MEASURE_AGAIN)
+            contradiction = (
+                f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
+            )
+            raise InputError(f"memory at L={probe.input_length}: {contradiction}", MEASURE_AGAIN)
     if all(probe.largest_ok == 0 for probe in probes):
         shortest = min(probe.input_length for probe in probes)
         raise InputError(
@@ -148,8 +150,8 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
         return float(-np.log(np.maximum(inside, 1e-300)).sum())
 
     start = np.array([middle.mean(), np.log(middle.std() + 1e-3)])
-    found = minimize(unlikelihood, start, method="Nelder-Mead")
-    return float(found.x[0]), float(np.exp(found.x[1]))
+    likeliest = minimize(unlikelihood, start, method="Nelder-Mead")
+    return float(likeliest.x[0]), float(np.exp(likeliest.x[1]))
 
 
 def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
@@ -348,10 +350,10 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         if root_weight is None:
-            found = forms.solve_relative(columns[seen], seconds[seen])
+            coefficients = forms.solve_relative(columns[seen], seconds[seen])
         else:
-            found = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
-        return np.asarray(columns[rows] @ found, dtype=np.float64)
+            coefficients = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
+        return np.asarray(columns[rows] @ coefficients, dtype=np.float64)
 
     return forms.predict_held_out(len(seconds), predict, seed)
 
@@ -445,12 +447,12 @@ def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floa
     """
     clipped = seconds
     for _ in range(CLIP_ROUNDS):
-        found = forms.solve_relative(columns, clipped, root_weight)
-        expected = columns @ found
+        coefficients = forms.solve_relative(columns, clipped, root_weight)
+        expected = columns @ coefficients
         clipped = np.minimum(seconds, forms.TYPICAL_MAX * expected)
     weights = np.square(root_weight)
     raised = float((weights * clipped).sum() / (weights * expected).sum())
-    return np.asarray(found * raised, dtype=np.float64)
+    return np.asarray(coefficients * raised, dtype=np.float64)
 
 
 def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
@@ -508,5 +510,5 @@ def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
 def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Constant and seconds per row, both >= 0, by least squares."""
     columns = np.stack([np.ones(len(rows)), np.array(rows, dtype=float)], axis=1)
-    found, _ = nnls(columns, np.minimum(seconds, GAP_MAX * np.median(seconds)))
-    return float(found[0]), float(found[1])
+    coefficients, _ = nnls(columns, np.minimum(seconds, GAP_MAX * np.median(seconds)))
+    return float(coefficients[0]), float(coefficients[1])

@@ -146,10 +146,10 @@ def _parts(
     """The result of each kind: the requests that it served, and its own counters."""
     results, first = [], 0
     for number, kind in enumerate(kinds):
-        mine, book = kind_of == number, kind.ledger
-        part = Served(**{f.name: getattr(served, f.name)[mine] for f in fields(Served)})
+        chosen, book = kind_of == number, kind.ledger
+        part = Served(**{f.name: getattr(served, f.name)[chosen] for f in fields(Served)})
         last = first + kind.count
-        book.outcomes = list(compress(book.outcomes, mine))
+        book.outcomes = list(compress(book.outcomes, chosen))
         book.token_gaps = None
         book.busy_s, book.completed_s = book.busy_s[first:last], book.completed_s[first:last]
         results.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
@@ -206,8 +206,8 @@ def virtual_workers(
             world.joining,
             world.memory.usable_tokens,
         )
-        made = RoundWorker if world.joining is None else SlabWorker
-        return [made(first + k, ledger, setup) for k in range(world.workers)]
+        kind = RoundWorker if world.joining is None else SlabWorker
+        return [kind(first + k, ledger, setup) for k in range(world.workers)]
     intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
         SimWorker(

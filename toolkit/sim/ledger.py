@@ -185,11 +185,11 @@ class Ledger:
         outcomes = self.outcomes
         return Served(
             arrival_s=np.array(self.arrival_s),
-            first_token_s=np.array([each.first_token_s for each in outcomes]),
-            finish_s=np.array([each.last_token_s for each in outcomes]),
+            first_token_s=np.array([outcome.first_token_s for outcome in outcomes]),
+            finish_s=np.array([outcome.last_token_s for outcome in outcomes]),
             output_tokens=np.array(self.output_tokens, dtype=np.int64),
-            max_gap_s=np.array([each.max_gap_s for each in outcomes]),
-            ok=np.array([each.ok for each in outcomes], dtype=bool),
+            max_gap_s=np.array([outcome.max_gap_s for outcome in outcomes]),
+            ok=np.array([outcome.ok for outcome in outcomes], dtype=bool),
         )
 
 
@@ -210,9 +210,9 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     A batch of a continuous worker is a prefill of new rows; `batch_size_mean` is then the mean
     number of rows per decode step.
     """
-    ended = sum([each.ok for each in ledger.outcomes])
+    ended = sum([outcome.ok for outcome in ledger.outcomes])
     batches, requests, steps = max(ledger.batches, 1), max(ended, 1), max(ledger.decoding_steps, 1)
-    found = {
+    metrics = {
         "refused": float(refused),
         "unfinished": float(len(ledger.outcomes) - ended - refused),
         "batches": float(ledger.batches),
@@ -232,30 +232,30 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     }
     if ledger.rounds:
         swaps = ("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s", "peak_host_tokens")
-        found |= {name: float(getattr(ledger, name)) for name in ("rounds", *swaps)}
-        found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
+        metrics |= {name: float(getattr(ledger, name)) for name in ("rounds", *swaps)}
+        metrics["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
-        found["query_tokens"] = float(ledger.query_tokens)
-        found["hit_tokens"] = float(ledger.hit_tokens)
-        found["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
-        found["lost_hit_tokens"] = float(ledger.lost_tokens)
-        found["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
-        found["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
-        found["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
+        metrics["query_tokens"] = float(ledger.query_tokens)
+        metrics["hit_tokens"] = float(ledger.hit_tokens)
+        metrics["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
+        metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
+        metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
+        metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
+        metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
-        found["future_required_memory_percent"] = 100.0 * future / usable_tokens
+        metrics["future_required_memory_percent"] = 100.0 * future / usable_tokens
     if ledger.token_gaps is not None:
-        found |= ledger.token_gaps.summary()
+        metrics |= ledger.token_gaps.summary()
     if ledger.moved:
-        found["moved_requests"] = float(ledger.moved)
-        found["recomputed_tokens"] = float(ledger.recomputed_tokens)
+        metrics["moved_requests"] = float(ledger.moved)
+        metrics["recomputed_tokens"] = float(ledger.recomputed_tokens)
     # how evenly (CT STD of the SCLS paper) and how much the workers were busy
-    found["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
+    metrics["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
     makespan_s = max(ledger.completed_s, default=0.0)
     shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
-    found["utilisation_percent"] = statistics.fmean(shares)
-    return found | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
+    metrics["utilisation_percent"] = statistics.fmean(shares)
+    return metrics | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
 
 
 class Gaps:

@@ -272,9 +272,9 @@ class PagedScheduler:
             due = self._due() - taken
             if due <= pool.free and due + self._due_chunk() <= pool.free:
                 return taken
-            now = min(due, pool.free)
-            pool.take(now)
-            taken += now
+            count = min(due, pool.free)
+            pool.take(count)
+            taken += count
             row, _ = self.running.popitem()
             if row is self._partial:
                 self._partial = None

@@ -156,12 +156,12 @@ class Reuse:
         """In a closed loop, the turns after each of `numbers`, with think times in seconds."""
         if self.sessions is None or not self.closed:
             return {}
-        found: dict[int, list[tuple[int, float]]] = {}
+        after: dict[int, list[tuple[int, float]]] = {}
         previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
         for number in numbers:
             if previous[number] >= 0:
-                found.setdefault(previous[number], []).append((number, think_s[number]))
-        return found
+                after.setdefault(previous[number], []).append((number, think_s[number]))
+        return after
 
 
 class PagedRun:

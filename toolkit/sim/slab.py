@@ -107,21 +107,21 @@ class SlabWorker(RoundWorker):
         return result
 
     def _prefill(self, batch: Batch) -> float:
-        there = len(self._resident)
-        if self._shapes and there:
+        running = len(self._resident)
+        if self._shapes and running:
             if self._emits:
                 self._shaped = 1
                 self._steps += 1
             super()._prefill(batch)
             if self._padded:
-                self._ledger.pad_tokens += there * (batch.input_length - 1)
-            seconds = self._times.prefill_s(there + len(batch.jobs), batch.input_length)
+                self._ledger.pad_tokens += running * (batch.input_length - 1)
+            seconds = self._times.prefill_s(running + len(batch.jobs), batch.input_length)
         else:
             seconds = self._prefill_apart(batch)
         n = len(self._resident)
         if not self._failure and n != 1:
             # the peak in tokens while new rows are prefilled: see `SlabFootprint`
-            longer = batch.input_length * (n if self._shapes and there else 1)
+            longer = batch.input_length * (n if self._shapes and running else 1)
             peak = n * (self._width() - self._shaped) + longer + self._beside(batch.moves)
             if peak > self._capacity:
                 self._run_out_of_memory(batch.jobs)

@@ -304,14 +304,14 @@ def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
     if its recipe has another policy than `vllm`.
     """
     policy = kind.recipe.policy
-    made = make_any(policy.name, policy.parameters | dict(given))
-    if not isinstance(made, VllmPolicy):
+    flags = make_any(policy.name, policy.parameters | dict(given))
+    if not isinstance(flags, VllmPolicy):
         raise InputError(
             f"recipe '{kind.recipe.name}': policy '{policy.name}': in a fleet of servers each runs "
             f"its own scheduler, '{VllmPolicy.name}'",
             f"set policy.name to {VllmPolicy.name}, with its flags as parameters",
         )
-    return made
+    return flags
 
 
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and

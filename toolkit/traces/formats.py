@@ -176,13 +176,13 @@ class _Turn(NamedTuple):
         time = record.get("timestamp")
         follows_ms = before.timestamp + delay_ms if before else 0.0
         arrival_ms = follows_ms if time is None else number(time)
-        given = record.get("hash_ids")
+        own_ids = record.get("hash_ids")
         if before is None or whole:
-            ids = _fresh_ids(new, fresh) if given is None else given
+            ids = _fresh_ids(new, fresh) if own_ids is None else own_ids
             return cls(arrival_ms, delay_ms, new, output, ids)
         prompt = length(before.input_length + before.output_length + new)
-        fits = isinstance(given, list) and len(given) == -(-new // MOONCAKE_BLOCK)
-        if not isinstance(before.hash_ids, list) or not (given is None or fits):
+        fits = isinstance(own_ids, list) and len(own_ids) == -(-new // MOONCAKE_BLOCK)
+        if not isinstance(before.hash_ids, list) or not (own_ids is None or fits):
             return cls(arrival_ms, delay_ms, prompt, output, "no list")
         kept = before.hash_ids[: before.input_length // MOONCAKE_BLOCK]
         more = _fresh_ids(prompt - len(kept) * MOONCAKE_BLOCK, fresh)
@@ -270,9 +270,9 @@ class _AgentFile:
     def _continued(self, ids: list[int], prompt: int) -> _Open | None:
         """The turn before, which no other continues; None for a prompt that begins anew."""
         for whole in range(len(ids), 0, -1):
-            found = self._open.get(ids[whole - 1])
-            fits = found and found.prompt // self._block == whole
-            if found and fits and found.prompt + found.output <= prompt:
+            before = self._open.get(ids[whole - 1])
+            fits = before and before.prompt // self._block == whole
+            if before and fits and before.prompt + before.output <= prompt:
                 return self._open.pop(ids[whole - 1])
         return None
 

@@ -101,8 +101,8 @@ def read_trace(path: Path) -> tuple[Trace, ReadReport]:
         if path.is_dir():
             return _read_folder(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
-            found, records = _open_records(file, path.name)
-            form = formats.detect(found, path.name)
+            columns, records = _open_records(file, path.name)
+            form = formats.detect(columns, path.name)
             whole = form.whole(records, path.name) if form.whole else records
             return _collect(whole, form, path.name)
     except OSError as error:
@@ -122,8 +122,8 @@ def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
     def records() -> Iterator[Record]:
         for path in files:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                found, rows = _open_records(file, path.name)
-                if formats.detect(found, path.name) is not formats.AGENTS:
+                columns, rows = _open_records(file, path.name)
+                if formats.detect(columns, path.name) is not formats.AGENTS:
                     raise InputError(
                         f"{path}: not an agent's session", "a folder may hold nothing else"
                     )
@@ -199,7 +199,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     dropped = Problems()
     for row, record in enumerate(records, start=1):
         try:
-            found = _row(record, form)
+            numbers = _row(record, form)
         except _Dropped as error:
             reason = str(error)
             known = reason in dropped.counts
@@ -207,9 +207,9 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
             if sharing:
                 sharing.lost(record)
         else:
-            kept.append(found)
+            kept.append(numbers)
             if sharing and record:
-                sharing.add(record, row, found[1])
+                sharing.add(record, row, numbers[1])
     report = ReadReport(
         source,
         form.name,

@@ -74,10 +74,10 @@ class Sessions:
     @property
     def first(self) -> NDArray[np.int64]:
         """The row of the first turn of each row's session."""
-        found = np.where(self.previous < 0, np.arange(len(self)), self.previous)
-        while (found != (further := found[found])).any():
-            found = further
-        return found
+        rows = np.where(self.previous < 0, np.arange(len(self)), self.previous)
+        while (rows != (further := rows[rows])).any():
+            rows = further
+        return rows
 
     def take(self, rows: Rows) -> Sessions:
         """The sessions of some rows, in the order of `rows`.

@@ -44,16 +44,18 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
         hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
         raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
-    now = mean_rate(trace)
-    if now == 0 and len(trace) == 1:
+    old_rps = mean_rate(trace)
+    if old_rps == 0 and len(trace) == 1:
         raise InputError(
             f"{trace.source}: it has one request, so there is no rate to scale",
             "leave the rate out",
         )
-    if now == 0:
+    if old_rps == 0:
         raise _no_times(trace, "there is no rate to scale")
-    note = f"arrival times scaled by {now / rate_rps:.4g}: {now:.4g} -> {rate_rps:.4g} requests/s"
-    return replace(trace, arrival_s=trace.arrival_s * (now / rate_rps), notes=(*trace.notes, note))
+    note = f"arrival times scaled by {old_rps / rate_rps:.4g}: {old_rps:.4g} -> {rate_rps:.4g} requests/s"
+    return replace(
+        trace, arrival_s=trace.arrival_s * (old_rps / rate_rps), notes=(*trace.notes, note)
+    )
 
 
 def scale_lengths(
