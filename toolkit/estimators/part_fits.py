@@ -118,10 +118,8 @@ def _check_probes(probes: Sequence[MemoryPoint]) -> None:
         )
     for probe in probes:
         if probe.smallest_oom is not None and probe.smallest_oom <= probe.largest_ok:
-            contradiction = (
-                f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
-            )
-            raise InputError(f"memory at L={probe.input_length}: {contradiction}", MEASURE_AGAIN)
+            both = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
+            raise InputError(f"memory at L={probe.input_length}: {both}", MEASURE_AGAIN)
     if all(probe.largest_ok == 0 for probe in probes):
         shortest = min(probe.input_length for probe in probes)
         raise InputError(

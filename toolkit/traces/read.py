@@ -66,11 +66,11 @@ class ReadReport:
         lines = [f"read {self.kept:,} of {self.rows:,} rows ({self.format} format)"]
         if self.dropped:
             reasons = sorted(self.dropped.items())
-            each = "; ".join(
+            listed = "; ".join(
                 f"{count:,} {reason} ({self.examples[reason]})" for reason, count in reasons
             )
             count = self.rows - self.kept
-            lines.append(f"dropped {count:,} {'row' if count == 1 else 'rows'}: {each}")
+            lines.append(f"dropped {count:,} {'row' if count == 1 else 'rows'}: {listed}")
         if self.reordered:
             lines.append("rows were not in order of arrival: sorted")
         if self.timeless:
@@ -91,11 +91,11 @@ class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this m
 
 
 def read_trace(path: Path) -> tuple[Trace, ReadReport]:
-    """Read the trace in `path`, sorted by arrival with the first at 0 s.
+    """Read the trace in `path`, sorted by arrival with the first at 0 s. Its notes have the report,
+    too. A folder is read as the sessions in its *.json files.
 
-    Returns it with the report, which is also in its notes. A folder is read as the sessions in its
-    *.json files. Raises `InputError` where the file cannot be read, has no known format, lacks a
-    column, or has no usable row.
+    Raises `InputError` where the file cannot be read, has no known format, lacks a column, or has
+    no usable row.
     """
     try:
         if path.is_dir():
@@ -232,10 +232,9 @@ def _ordered(
 ) -> tuple[Trace, ReadReport]:
     """The kept rows as a trace, sorted by arrival, and the whole report."""
     arrivals = np.array([row[0] for row in kept], dtype=np.float64)
-    lengths = np.array([row[1:] for row in kept], dtype=np.int64)
-    priority = lengths[:, 3] if lengths[:, 3].any() else None
-    columns = lengths[:, 0], lengths[:, 1], lengths[:, 2]
-    trace = Trace(arrivals - arrivals.min(), *columns, report.source, priority=priority)
+    *lengths, priorities = np.array([row[1:] for row in kept], dtype=np.int64).T
+    priority = priorities if priorities.any() else None
+    trace = Trace(arrivals - arrivals.min(), *lengths, report.source, priority=priority)
     reordered = bool((np.diff(arrivals) < 0).any())
     if sharing:
         trace = sharing.attach(trace)

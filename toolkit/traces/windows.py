@@ -52,10 +52,9 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
         )
     if old_rps == 0:
         raise _no_times(trace, "there is no rate to scale")
-    note = f"arrival times scaled by {old_rps / rate_rps:.4g}: {old_rps:.4g} -> {rate_rps:.4g} requests/s"
-    return replace(
-        trace, arrival_s=trace.arrival_s * (old_rps / rate_rps), notes=(*trace.notes, note)
-    )
+    factor = old_rps / rate_rps
+    note = f"arrival times scaled by {factor:.4g}: {old_rps:.4g} -> {rate_rps:.4g} requests/s"
+    return replace(trace, arrival_s=trace.arrival_s * factor, notes=(*trace.notes, note))
 
 
 def scale_lengths(
