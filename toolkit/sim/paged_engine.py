@@ -118,7 +118,7 @@ class PagedEngine:
 
 @dataclass(slots=True, frozen=True)
 class Reuse:
-    """What the requests of a trace have in common, and whether sessions are a closed loop."""
+    """What the requests of a trace share, and whether sessions are a closed loop."""
 
     shared: SharedBlocks | None = None
     sessions: Sessions | None = None

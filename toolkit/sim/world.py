@@ -2,8 +2,7 @@
 
 The parts, in this order:
 
-- `Validity`: where the laws were measured; workers count the batches outside, with extrapolated
-  times;
+- `Validity`: where the laws were measured; workers count the extrapolated batches outside;
 - `World`, `world_from_fit` and `world_of`: a world, made from a fit or the workers of a plan;
 - `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
   fit's or the token-step world, with the settings that the command gives;
@@ -44,10 +43,7 @@ class Validity:
     prefill: Range
     decode: Range
 
-    @classmethod
-    def of(cls, fit: Fit) -> Validity:
-        """The range that a fit was measured in."""
-        return cls(fit.prefill.valid, fit.decode.valid)
+
 
     def __str__(self) -> str:
         return (
@@ -99,7 +95,7 @@ class World:
 
     latency: LatencyLaw
     memory: MemoryLaw
-    workers: int  # that these laws are of
+    workers: int
     max_new_tokens: int  # the output limit of a request for which the trace gives none
     # Which static batches really run out of memory (they reserve all of it at once), and which
     # rounds, which hold only what they use; None: the law is right.
@@ -124,7 +120,7 @@ class World:
     rounds: RoundLaws | None = None  # the laws under continuous policies, if they differ
     # output lengths of requests that ended before the first arrival, for policies that look back
     finished: tuple[int, ...] = ()
-    front: FrontDelay = NO_DELAY
+    front: FrontDelay = NO_DELAY  # what HTTP, tokenizing and the stream add for clients
     # Seconds that an arriving request adds to every static batch that runs then, where workers
     # compute on the front's cores.
     arrival_cost_s: float = 0.0
@@ -211,10 +207,8 @@ def fleet(kinds: Sequence[World]) -> World:
 def world_from_fit(
     fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0
 ) -> World:
-    """The world that a fit describes: its laws, and for static batches a memory edge that is drawn
-    per batch from `seed`.
-
-    Rounds have no such edge: the probe of rounds counts as usable only what ran at every length.
+    """The world that a fit describes: its laws, and a memory edge that is drawn for each static
+    batch. Rounds have none: their probe counts as usable only what ran at every length.
     """
     laws, rounds = laws_from_fit(fit), None
     if laws.rounds is not laws.latency:
@@ -228,7 +222,7 @@ def world_from_fit(
         runs_out=DrawnEdge(laws.memory, fit.memory.zeta_std, seed),
         flush_s=flush_s,
         seed=seed,
-        valid=Validity.of(fit),
+        valid=Validity(fit.prefill.valid, fit.decode.valid),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
         rounds=rounds,

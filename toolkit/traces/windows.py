@@ -8,6 +8,7 @@ that `llmctl trace inspect` prints. Each change to a trace leaves a note in it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,29 +240,24 @@ def _span(start_s: float, end_s: float) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Windows:
-    """Windows of one trace. Each list is in order of time; all windows last `seconds`.
+    """Windows of one trace. Each list is in order of time; all windows last `seconds`."""
 
-    `trace` is the whole trace, with a note where the windows do not have the wished length.
-    `longest_s` is the greatest length that leaves gaps between windows.
-    """
-
-    trace: Trace
+    trace: Trace  # whole, with a note where the windows do not have the wished length
     search: list[TraceWindow]
     held_out: list[TraceWindow]
     seconds: float
     wished_s: float | None
-    longest_s: float
+    longest_s: float  # the greatest length that leaves gaps between windows
 
 
 def fit_windows(
     trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0
 ) -> Windows:
-    """Cut windows of the wished length where the trace allows it, else as long as fits with gaps.
+    """Cut windows of the wished length if the trace is long enough and each would hold a request;
+    else, and without a wish, as long as fits with gaps.
 
-    The trace must be long enough, and each window must hold a request. Without a wish, windows are
-    as long as fits with gaps. Raises `InputError` for a wish that is not positive and for a trace
-    with requests that all arrive at once; `EmptyWindowError` where even the longest windows would
-    hold no request.
+    Raises `InputError` for a wish that is not positive and for a trace with requests that all
+    arrive at once; `EmptyWindowError` where even the longest windows would hold no request.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:
@@ -332,10 +328,7 @@ def split_windows(
         for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
     ]
     turns = np.diff((np.arange(count + 1) * search + rng.integers(count)) // count) > 0
-    return (
-        [window for window, searched in zip(windows, turns, strict=True) if searched],
-        [window for window, searched in zip(windows, turns, strict=True) if not searched],
-    )
+    return list(compress(windows, turns)), list(compress(windows, ~turns))
 
 
 @dataclass(slots=True, frozen=True)
