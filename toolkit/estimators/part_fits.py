@@ -81,8 +81,8 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     if engine.is_server:
         return law(form="zeta", zeta=1.0, zeta_std=0.0)
     _check_probes(probes)
-    length = np.array([probe.input_length for probe in probes], dtype=float)
-    steps = np.array([probe.steps for probe in probes], dtype=float)
+    length: Floats = np.array([probe.input_length for probe in probes], dtype=float)
+    steps: Floats = np.array([probe.steps for probe in probes], dtype=float)
     ran = np.array([probe.largest_ok for probe in probes], dtype=float)
     # infinite where the edge was not reached
     failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])

@@ -84,8 +84,6 @@ class StepShape:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepShape) and self._values() == other._values()
 
-
-
     def __repr__(self) -> str:
         return f"StepShape{self._values()}"
 

@@ -43,8 +43,6 @@ class Validity:
     prefill: Range
     decode: Range
 
-
-
     def __str__(self) -> str:
         return (
             f"prefill up to N {self.prefill.batch_size_max}, L {self.prefill.length_max:,}; "

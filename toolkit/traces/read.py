@@ -232,9 +232,10 @@ def _ordered(
 ) -> tuple[Trace, ReadReport]:
     """The kept rows as a trace, sorted by arrival, and the whole report."""
     arrivals = np.array([row[0] for row in kept], dtype=np.float64)
-    *lengths, priorities = np.array([row[1:] for row in kept], dtype=np.int64).T
+    prompts, outputs, limits, priorities = np.array([row[1:] for row in kept], dtype=np.int64).T
+    columns = arrivals - arrivals.min(), prompts, outputs, limits
     priority = priorities if priorities.any() else None
-    trace = Trace(arrivals - arrivals.min(), *lengths, report.source, priority=priority)
+    trace = Trace(*columns, report.source, priority=priority)
     reordered = bool((np.diff(arrivals) < 0).any())
     if sharing:
         trace = sharing.attach(trace)

@@ -120,6 +120,7 @@ class TraceLog:
         self._path = path.resolve()
         self._max_bytes = max_bytes
         self._offset_s = time.time() - time.monotonic()
+        self._torn = False  # the last line has no line end
         try:
             if self._path.is_file():
                 with self._path.open("rb") as file:
@@ -180,7 +181,7 @@ class TraceLog:
         self._file = self._path.open("ab", buffering=0)
         self._regular = self._path.is_file()  # a pipe or a device has no size and is not renamed
         self._size = os.fstat(self._file.fileno()).st_size if self._regular else 0
-        self._torn = False  # the last line has no line end
+        self._torn = False
         if self._size:  # the machine may have crashed, or its disk was full, within a line
             with self._path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
