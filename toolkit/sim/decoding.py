@@ -76,9 +76,7 @@ class SwapStore:
             in_s += self.law.in_s(self._host[job])
         return out_s + in_s
 
-    def waits(self, moves: Moves) -> bool:
-        """Whether a round's compute waits for its transfers."""
-        return not (moves.overlap and self.law is not None and self.law.overlaps)
+
 
     def arriving(self, moves: Moves) -> int:
         """Tokens on the device of the caches that `moves` swaps in."""
