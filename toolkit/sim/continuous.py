@@ -35,32 +35,9 @@ class Stretch:
     length: float
 
 
-@dataclass
-class Outlook:
-    """A prediction of the rows that decode."""
-
-    rows: int
-    steps: int  # the worker's decode steps so far
-    keys: int  # the sum of the rows' `DecodingRow.key`
-    longest: int  # the largest key
-    first_end: int  # the worker's step at which the first row ends
-
-    def join(self, length: int, steps: int) -> None:
-        """Add a prefilled row of `length` tokens, which ends after `steps` steps."""
-        key = length - self.steps
-        self.longest = key if not self.rows else max(self.longest, key)
-        self.keys += key
-        self.rows += 1
-        self.first_end = min(self.first_end, self.steps + steps)
-
-    def length(self, *, padded: bool) -> float:
-        """L of the next step."""
-        return (self.longest if padded else self.keys / self.rows) + self.steps
-
-
 @dataclass(frozen=True)
 class RoundSetup:
-    """What workers of rounds are."""
+    """The arguments that all `RoundWorker`s of a kind share."""
 
     latency: LatencyLaw
     runs_out: RunsOut | None = None  # with new rows in a round; None: never
@@ -246,42 +223,50 @@ class RoundWorker(Decoding):
             self._ends.clear()
         elif len(self._ends) > rows:
             self._drop_stale_ends()
-        first_end = self._ends[0].end if rows else NO_LIMIT
-        look = Outlook(rows, self._steps, self._key_sum, self._longest_key, first_end)
-        self._stretches = self._lay_out(look, batch, begin_s)
+        self._stretches = self._lay_out(batch, begin_s)
         self._ran = sum([stretch.steps for stretch in self._stretches])
         self._stepped_s = self._stretches[-1].end_s
         self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
-    def _lay_out(self, look: Outlook, batch: Batch, now_s: float) -> list[Stretch]:
-        """The stretches of a round that begins at `now_s` with the decoding rows `look`."""
-        newcomers, law, chunk_tokens = self._newcomers.copy(), self._latency, batch.chunk_tokens
-        last, step_is_due = look.steps + batch.steps, self._step_is_due
+    def _lay_out(self, batch: Batch, now_s: float) -> list[Stretch]:
+        """The stretches of a round that begins at `now_s`. While a row decodes, `chunk_tokens`
+        bounds a pass; at 0 all passes come before the first step.
+        """
+        newcomers, times, chunk_tokens = self._newcomers.copy(), self._times, batch.chunk_tokens
+        # of the rows that will decode: how many, their keys, and the step at which the first ends
+        rows, keys, longest = len(self._resident), self._key_sum, self._longest_key
+        first_end = self._ends[0].end if rows else NO_LIMIT
+        steps, step_is_due = self._steps, self._step_is_due
+        last = steps + batch.steps
         stretches: list[Stretch] = []
         while True:
             passes = []
-            while newcomers and not (step_is_due and look.rows):
-                if chunk_tokens and look.first_end <= look.steps:
+            while newcomers and not (step_is_due and rows):
+                if chunk_tokens and first_end <= steps:
                     break
-                bound = chunk_tokens if look.rows else 0
+                bound = chunk_tokens if rows else 0
                 made = newcomers.next(bound)
                 now_s += self._pass_s(made)
                 passes.append((bound, now_s))
                 newcomers.made(made)
-                if made.completes:
-                    for job in made.group.keys:
-                        look.join(job.length, self._left(job) - self._emits)
+                for job in made.group.keys if made.completes else ():
+                    key = job.length - steps
+                    longest = max(longest, key) if rows else key
+                    keys += key
+                    rows += 1
+                    first_end = min(first_end, steps + self._left(job) - self._emits)
                 step_is_due = bound > 0
-            due = look.first_end - look.steps
-            ran = min(due, last - look.steps, 1 if newcomers else due)
-            length, begins_s = look.length(padded=law.padded), now_s
-            now_s += law.decode_s(look.rows, length, ran) if ran else 0.0
+            due = first_end - steps
+            ran = min(due, last - steps, 1 if newcomers else due)
+            length = steps + (float(longest) if self._padded else keys / rows)
+            begin_s = now_s
+            now_s += times.decode_s(rows, length, ran) if ran else 0.0
             if ran and ran == due:
-                now_s += law.leave_s(length + ran)
-            stretches.append(Stretch(tuple(passes), begins_s, ran, now_s, look.rows, length))
-            look.steps += ran
-            if not newcomers or ran == due or look.steps == last:
+                now_s += times.leave_s(length + ran)
+            stretches.append(Stretch(tuple(passes), begin_s, ran, now_s, rows, length))
+            steps += ran
+            if not newcomers or ran == due or steps == last:
                 return stretches
             step_is_due = False
 

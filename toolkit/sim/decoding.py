@@ -76,8 +76,6 @@ class SwapStore:
             in_s += self.law.in_s(self._host[job])
         return out_s + in_s
 
-
-
     def arriving(self, moves: Moves) -> int:
         """Tokens on the device of the caches that `moves` swaps in."""
         return sum([self._host[job] for job in moves.swap_in])
