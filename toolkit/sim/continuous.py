@@ -250,12 +250,13 @@ class RoundWorker(Decoding):
                 now_s += self._pass_s(made)
                 passes.append((bound, now_s))
                 newcomers.made(made)
-                for job in made.group.keys if made.completes else ():
-                    key = job.length - steps
-                    longest = max(longest, key) if rows else key
-                    keys += key
-                    rows += 1
-                    first_end = min(first_end, steps + self._left(job) - self._emits)
+                if made.completes:
+                    for job in made.group.keys:
+                        key = job.length - steps
+                        longest = max(longest, key) if rows else key
+                        keys += key
+                        rows += 1
+                        first_end = min(first_end, steps + self._left(job) - self._emits)
                 step_is_due = bound > 0
             due = first_end - steps
             ran = min(due, last - steps, 1 if newcomers else due)
