@@ -230,8 +230,8 @@ def _refit(
 
 
 def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits for use without a profile: each law as a whole times a log-normal factor, at a
-    median distance from 1 of the law's held-out median error.
+    """`draws` fits for use without a profile: each law as a whole times a log-normal factor. The
+    median of the factor's distance from 1 is the law's held-out median error.
 
     Errors that differ from point to point would partly cancel, so these draws spread wider than
     `resampled_fits`. The memory law stays: its edge is drawn in every simulation.

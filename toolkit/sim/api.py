@@ -189,9 +189,9 @@ def _run(
 def virtual_workers(
     policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides, and write it into `ledger`, which is of
-    `requests`. Of a fleet: those of the first kind; each kind has a ledger of its own
-    (`Ledger.of_kind`). They are numbered from `first`.
+    """The workers that run what `policy` decides, numbered from `first`. They write what happens to
+    `requests` into `ledger`. Of a fleet, these are the workers of the first kind, since each kind
+    has a ledger of its own (`Ledger.of_kind`).
     """
     latency, valid = world.latency, world.valid
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)

@@ -248,7 +248,7 @@ def generate(
 def backlog(
     count: int, prompt: Lengths, output: Lengths, seed: int, content: SharedContent | None = None
 ) -> Trace:
-    """Draw `count` requests, or sessions, that all arrive at 0 s; as `generate` does."""
+    """Draw `count` requests or sessions that all arrive at 0 s; the same for the same arguments."""
     if count < 1:
         raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
     _check_count(count, "the backlog")
