@@ -105,7 +105,7 @@ class Routing:
 
     @classmethod
     def of_front(cls, router: Router, limits: LatencyLimits = UNLIMITED) -> Routing:
-        """As our front routes: by blocks of its own size, and by reports as often as it has them."""
+        """As our front routes: by blocks of its size, and by reports as often as it has them."""
         return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
