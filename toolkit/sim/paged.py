@@ -152,12 +152,15 @@ class PagedScheduler:
             budget -= new
         if self.waiting and not preempted:
             self._admit(budget, chunks)
-        new, before, attended = 0, 0, 0.0
-        for chunk in chunks:
-            new += chunk.new
-            before += chunk.computed
-            attended += chunk_attended(chunk.computed, chunk.new)
-        shape = StepShape(decodes, cached, len(chunks), new, attended, before)
+        if chunks:
+            new, before, attended = 0, 0, 0.0
+            for chunk in chunks:
+                new += chunk.new
+                before += chunk.computed
+                attended += chunk_attended(chunk.computed, chunk.new)
+            shape = StepShape(decodes, cached, len(chunks), new, attended, before)
+        else:
+            shape = StepShape(decodes, cached)
         self._plan = PagedPass(shape, chunks, preempted)
         return self._plan
 

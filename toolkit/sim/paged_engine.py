@@ -383,6 +383,8 @@ class PagedRun:
                 ledger.token_gaps.add(
                     decoding * (steps - 1), last_gap_s - (steps - 2) * growth_s, last_gap_s
                 )
+        if not plan.chunks:
+            return
         joined = [chunk.row for chunk in plan.chunks if chunk.completes]
         if not joined:
             return
@@ -487,13 +489,14 @@ def _drive(
         else:
             next_s = coming[0][0] if coming else math.inf
             run.work(drain=drain or left > 0, follow=follow, until_s=next_s)
-        for end_s, number, running in run.ends:
-            for turn, think_s in turns.get(number, ()):
-                seen_s = (front or engine.front(running)).last_s
-                arrival_s[turn] = end_s + (seen_s + think_s)
-                heappush(coming, (arrival_s[turn], turn))
-        run.ends.clear()
-        run.first_tokens.clear()
+        if run.ends:
+            for end_s, number, running in run.ends:
+                for turn, think_s in turns.get(number, ()):
+                    seen_s = (front or engine.front(running)).last_s
+                    arrival_s[turn] = end_s + (seen_s + think_s)
+                    heappush(coming, (arrival_s[turn], turn))
+            run.ends.clear()
+            run.first_tokens.clear()
     run.close()
 
 
