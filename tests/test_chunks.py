@@ -2,8 +2,6 @@
 after which step.
 """
 
-from functools import partial
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Request, RoundResult, Worker
 from toolkit.serve.driver import ResidentRows
 from toolkit.serve.live import ActiveRequest, GenerationRequest
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.slab import SlabWorker
@@ -180,9 +178,9 @@ def serve(
     ledger = Ledger(
         [request.arrival_s for request in requests], [output for _, _, output in lengths], 1
     )
-    kind = partial(SlabWorker, joining="embed", capacity_tokens=CAPACITY) if slab else RoundWorker
+    setup = RoundSetup(LAW, swap=SWAP, joining="embed", capacity_tokens=CAPACITY)
     both = Both(
-        kind(0, LAW, ledger, swap=SWAP),
+        (SlabWorker if slab else RoundWorker)(0, ledger, setup),
         {request.request_id: request.prompt_tokens for request in requests},
         {request.request_id: lengths[k][2] for k, request in enumerate(requests)},
     )

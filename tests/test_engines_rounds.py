@@ -13,6 +13,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Joining, Moves, Request, RoundResult, Worker
+from toolkit.sim.continuous import RoundSetup
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.slab import SlabWorker
@@ -113,7 +114,8 @@ def test_the_engine_does_what_the_simulated_worker_does(
     ledger = Ledger(
         [request.arrival_s for request in requests], [output for _, output in lengths], 1
     )
-    simulated = SlabWorker(0, LAW, ledger, swap=SWAP, joining=joining, capacity_tokens=CAPACITY)
+    setup = RoundSetup(LAW, swap=SWAP, joining=joining, capacity_tokens=CAPACITY)
+    simulated = SlabWorker(0, ledger, setup)
     both = Both(simulated, RoundDriver(rebatch_engine(joining=joining), rows))
     assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
     assert [len(tokens) for tokens in both.driver.got] == [output for _, output in lengths]

@@ -8,41 +8,42 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.memory import (
     PAPER_DEEPSPEED_RULES,
-    RuleEdge,
+    DrawnEdge,
     RuleMemory,
-    ZetaEdge,
     ZetaMemory,
     uniform_draw,
 )
 
-draws = st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
+batch_ids = st.integers(0, 2**40)
 
 
-@given(st.integers(1, 400), st.integers(1, 200), draws)
-def test_an_edge_known_exactly_is_the_memory_law(length, steps, draw):
-    fits = int(ZetaMemory(10_000, 0.9).max_batch(np.array([length]), steps, 0.0)[0])
-    edge = ZetaEdge(10_000, 0.9, 0.0)
-    assert not edge.runs_out(fits, length, steps, draw)
-    assert edge.runs_out(fits + 1, length, steps, draw)
+@given(st.integers(1, 400), st.integers(1, 200), batch_ids)
+def test_an_edge_known_exactly_is_the_memory_law(length, steps, batch):
+    law = ZetaMemory(10_000, 0.9)
+    fits = int(law.max_batch(np.array([length]), steps, 0.0)[0])
+    runs_out = DrawnEdge(law, 0.0, 0)
+    assert not runs_out(batch, fits, length, steps)
+    assert runs_out(batch, fits + 1, length, steps)
 
 
-@given(st.integers(1, 1900), st.integers(1, 148), draws)
-def test_exact_rules_are_the_rules(length, steps, draw):
-    fits = int(RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(np.array([length]), steps, 0.0)[0])
-    edge = RuleEdge(PAPER_DEEPSPEED_RULES, 0.0)
-    assert not edge.runs_out(fits, length, steps, draw)
-    assert edge.runs_out(fits + 1, length, steps, draw)
+@given(st.integers(1, 1900), st.integers(1, 148), batch_ids)
+def test_exact_rules_are_the_rules(length, steps, batch):
+    law = RuleMemory(PAPER_DEEPSPEED_RULES)
+    fits = int(law.max_batch(np.array([length]), steps, 0.0)[0])
+    runs_out = DrawnEdge(law, 0.0, 0)
+    assert not runs_out(batch, fits, length, steps)
+    assert runs_out(batch, fits + 1, length, steps)
 
 
 def test_half_of_the_batches_at_an_uncertain_edge_run_out_of_memory():
-    edge = ZetaEdge(1000, 0.9, 0.05)
-    ran_out = [edge.runs_out(9, 90, 10, uniform_draw(0, batch)) for batch in range(2000)]
+    runs_out = DrawnEdge(ZetaMemory(1000, 0.9), 0.05, 0)
+    ran_out = [runs_out(batch, 9, 90, 10) for batch in range(2000)]
     assert 900 < sum(ran_out) < 1100
 
 
 def test_few_batches_two_standard_deviations_below_run_out_of_memory():
-    edge = ZetaEdge(1000, 0.9, 0.05)
-    ran_out = [edge.runs_out(8, 90, 10, uniform_draw(0, batch)) for batch in range(2000)]
+    runs_out = DrawnEdge(ZetaMemory(1000, 0.9), 0.05, 0)
+    ran_out = [runs_out(batch, 8, 90, 10) for batch in range(2000)]
     assert 20 < sum(ran_out) < 80  # 2.3 %
 
 

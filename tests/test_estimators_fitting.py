@@ -51,9 +51,9 @@ def test_held_out_error_is_the_noise_that_was_put_in():
 
 
 def test_every_point_is_held_out_once():
-    held_out = fit_profile(make_profile()).prefill.held_out
-    assert len(held_out.predicted_s) == len(SIZES) * 5
-    np.testing.assert_allclose(held_out.predicted_s, held_out.points.seconds)
+    prefill = fit_profile(make_profile()).prefill
+    assert len(prefill.predicted_s) == len(SIZES) * 5
+    np.testing.assert_allclose(prefill.predicted_s, prefill.points.seconds)
 
 
 def test_the_square_is_chosen_when_prefill_is_quadratic():
@@ -127,8 +127,11 @@ def test_the_simplest_form_is_chosen_when_bends_gain_nothing():
 def test_a_better_form_must_be_better_by_more_than_luck():
     rng = np.random.default_rng(0)
     plain = rng.uniform(0.05, 0.15, 40)
-    assert choose([plain, plain + rng.normal(-0.002, 0.03, 40)]) == 0
-    assert choose([plain, plain - 0.04, plain - 0.04 + rng.normal(-0.002, 0.03, 40)]) == 1
+    better, measured = plain - 0.04, np.ones(40)
+    forms = 1.0 + np.stack([plain, plain + rng.normal(-0.002, 0.03, 40)])
+    assert choose(forms, measured) == 0
+    forms = 1.0 + np.stack([plain, better, better + rng.normal(-0.002, 0.03, 40)])
+    assert choose(forms, measured) == 1
 
 
 def test_no_law_falls_beyond_its_data():
@@ -244,11 +247,11 @@ def test_a_prefill_that_holds_activations_gets_a_workspace():
     fit = fit_memory(probes, FACTS)
     assert fit.form == "zeta"
     assert fit.workspace == pytest.approx(2.75, abs=0.2)
-    law, edge = memory_from_fit(fit)
+    law = memory_from_fit(fit)
     for (length, steps), rows in zip(shapes, fits, strict=True):
         assert abs(int(law.max_batch(np.array([length]), steps, 0.0)[0]) - rows) <= 1
-        assert not edge.runs_out(rows - 1, length, steps, 0.5)
-        assert edge.runs_out(rows + 2, length, steps, 0.5)
+        assert not law.runs_out(rows - 1, length, steps, 0.0)
+        assert law.runs_out(rows + 2, length, steps, 0.0)
 
 
 def test_rules_where_no_zeta_explains_the_probes():
@@ -267,12 +270,12 @@ def test_rules_where_no_zeta_explains_the_probes():
         (500, 22),
         (0, 28),
     ]
-    law, edge = memory_from_fit(fit)
+    law = memory_from_fit(fit)
     assert isinstance(law, RuleMemory)
     for total, rows in table.items():
         assert law.max_batch(np.array([total - 16]), 16, 0.0).tolist() == [rows]
-        assert not edge.runs_out(rows, total - 16, 16, 0.5)
-        assert edge.runs_out(rows + 1, total - 16, 16, 0.5)
+        assert not law.runs_out(rows, total - 16, 16, 0.0)
+        assert law.runs_out(rows + 1, total - 16, 16, 0.0)
 
 
 def test_an_edge_that_was_never_reached_is_the_largest_batch_that_ran():

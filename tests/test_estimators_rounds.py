@@ -18,7 +18,7 @@ def profile(**truth) -> Profile:
 
 
 def fitted(**truth):
-    return fit_profile(profile(**truth)).rounds
+    return fit_profile(profile(**truth))
 
 
 def close(value: float):
@@ -60,7 +60,7 @@ def test_the_fitted_link_to_host_memory_equals_the_true_one():
 @pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("NVIDIA A100-SXM4-80GB", True)])
 def test_transfers_do_not_overlap_computation_on_a_cpu(device, overlaps):
     facts = profile().engine.model_copy(update={"device": device})
-    found = fit_profile(profile().model_copy(update={"engine": facts})).rounds
+    found = fit_profile(profile().model_copy(update={"engine": facts}))
     assert found.swap.overlaps is overlaps
 
 
@@ -78,7 +78,7 @@ def test_parts_that_take_no_time_have_no_terms():
 
 def test_the_law_of_rounds_predicts_the_measured_rounds():
     found = profile()
-    law = law_of_rounds(LAW, fit_profile(found).rounds.rounds)
+    law = law_of_rounds(LAW, fit_profile(found).rounds)
     for point in found.rounds.sequences[0].rounds:
         seconds = law.round_s + sum(law.prefill_s(*group) for group in point.groups)
         seconds += law.decode_s(point.rows, point.cached_length, point.steps)
@@ -111,7 +111,7 @@ def fit_of(found: Profile) -> Fit:
         decode=laws.decode.fit,
         overhead=laws.overhead,
         memory=laws.memory,
-        rounds=laws.rounds.rounds,
+        rounds=laws.rounds,
     )
 
 

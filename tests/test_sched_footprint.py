@@ -85,7 +85,7 @@ def test_the_scheduler_counts_what_the_simulated_worker_holds(
     requests, outputs = requests_of(Trace(np.array(arrival), *lengths), 80)
     policy, ledger = Audit(make_policy(name, POLICIES[name])), Ledger(list(arrival), outputs, 2)
     policy.workers = virtual_workers(policy, world, ledger, requests)
-    run(Scheduler(policy, [world.worker(k) for k in range(2)]), requests, policy.workers)
+    run(Scheduler(policy, world.scheduled()), requests, policy.workers)
     assert all(each.ok for each in ledger.outcomes)
     assert policy.audits > 0
 

@@ -14,7 +14,7 @@ from toolkit.files.fit import SwapFit
 from toolkit.sched.eventlog import Moved, RecordingScheduler, from_lines, to_line
 from toolkit.sched.protocols import Decision
 from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
 
 LINK = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0)
@@ -51,7 +51,7 @@ class Bench:
             self.policy, workers, lambda event: self.log.append(to_line(event))
         )
         self.ledger = Ledger([0.0] * len(names), [output] * len(names), 2)
-        self.engine = RoundWorker(0, unit_step(), self.ledger, swap=LINK)
+        self.engine = RoundWorker(0, self.ledger, RoundSetup(unit_step(), swap=LINK))
         self.worker, self.now_s = workers[0], 0.0
         for number, name in enumerate(names):
             self.scheduler.submit(Request(name, 0.0, PROMPT, output), 0.0, number)

@@ -45,7 +45,7 @@ def test_simulator_and_server_take_row_memory_from_the_engine(
     fit = samples.fit().model_copy(update={"engine": EngineFacts(**facts)})
     planned = plan("past-future", "rebatch").model_copy(update={"fit": fit})
     assert [worker.joining for worker in make_scheduler(planned).workers] == [joining] * 2
-    assert world_from_fit(fit, workers=1, max_new_tokens=9).worker(0).joining == joining
+    assert world_from_fit(fit, workers=1, max_new_tokens=9).scheduled()[0].joining == joining
 
 
 @pytest.mark.parametrize("policy", ["slice", "sequence"])

@@ -135,7 +135,7 @@ def world(workers: int, runs_out=None, host_tokens: int = HOST_TOKENS, joining=N
 
 
 def two_workers(joining=None) -> list[Worker]:
-    return [world(2, joining=joining).worker(k) for k in range(2)]
+    return world(2, joining=joining).scheduled()
 
 
 def test_every_policy_has_a_case():
@@ -380,7 +380,7 @@ def test_no_policy_can_read_output_lengths(rows, case, joining):
     firsts = []
     for poison in (1, 80):
         arrivals, _ = requests_of(trace_of([(a, p, poison, m) for a, p, _, m in rows]), 80)
-        scheduler = Scheduler(make_policy(name, parameters), [world(1, joining=joining).worker(0)])
+        scheduler = Scheduler(make_policy(name, parameters), world(1, joining=joining).scheduled())
         for request in arrivals:
             scheduler.submit(request, 2.0)
         (batch,) = scheduler.tick(2.0)

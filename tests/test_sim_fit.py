@@ -30,7 +30,7 @@ def test_a_server_elsewhere_is_simulated_with_paged_memory_and_its_own_limit_of_
     policy = make_policy("aggressive", {})
     world = world_from_fit(served, workers=1, max_new_tokens=64).under(policy)
     assert not world.latency.padded
-    assert world.worker(0).slots == 3
+    assert world.scheduled()[0].slots == 3
     trace = Trace(np.zeros(9), np.full(9, 8), np.full(9, 16), np.zeros(9, int))
     metrics = simulate(trace, policy, world).metrics({})
     assert metrics["batch_size_mean"] == 3.0

@@ -34,10 +34,12 @@ CASES += [(policy, router) for policy in ROUTED for router in ROUTERS[:-1]]
 
 def lines_per_request(policy: str, router: str, trace: Trace, workers: int) -> float:
     """Lines that the loop runs for each request."""
-    world = world_of(workers)
-    simulate(trace_of(5, 1.0), make_policy(policy, {}), world_of(1))  # compiles what is compiled
+    world, parameters = world_of(workers), {"router": router} if router else {}
+    # Compiles what is compiled, and fills the process's cache of feedback queues for this trace:
+    # else the count would depend on the tests before.
+    simulate(trace, make_policy(policy, parameters), world)
     requests, outputs = requests_of(trace, world.max_new_tokens)
-    chosen = make_policy(policy, {"router": router} if router else {})
+    chosen = make_policy(policy, parameters)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
     scheduler = Scheduler(chosen, world.scheduled())
     virtual = virtual_workers(chosen, world, ledger, requests)

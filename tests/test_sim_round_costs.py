@@ -90,4 +90,4 @@ def test_rounds_have_laws_and_memory_of_their_own_and_batches_keep_theirs():
 
 def test_without_measured_rounds_the_laws_of_batches_apply():
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
-    assert world.under(make_policy("fcfs", {})) is world
+    assert world.under(make_policy("fcfs", {})) == world

@@ -153,7 +153,7 @@ def both(work, policy, swap, emits, overlaps=True):
     )
     run(
         Scheduler(
-            chosen.with_lengths(told) if name == "srpt-oracle" else chosen, [world.worker(0)]
+            chosen.with_lengths(told) if name == "srpt-oracle" else chosen, [world.scheduled()[0]]
         ),
         requests,
         [plain],

@@ -1,9 +1,9 @@
-"""What prompts share, and sessions, stay right when requests are chosen, repeated and joined."""
+"""What prompts share, and sessions, stay right when requests are chosen and repeated."""
 
 import numpy as np
 import pytest
 
-from toolkit.traces.types import Sessions, SharedBlocks, Trace, join
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 
 def blocks_of(*prompts: list[int], size: int = 4) -> SharedBlocks:
@@ -84,14 +84,3 @@ def test_a_part_of_a_trace_carries_every_column():
     bare = trace_of().take(np.array([0, 0]))
     assert bare.shared is None
     assert bare.sessions is None
-
-
-def test_joined_parts_keep_blocks_and_sessions():
-    sessions = Sessions(np.array([-1, 0, -1, 1]), np.array([0.0, 2.0, 0.0, 3.0]))
-    whole = join([trace_of(count=2), trace_of(SHARED, sessions), trace_of(SHARED, sessions)])
-    assert lists(whole.shared) == [[], [], *lists(SHARED), *lists(SHARED)]
-    assert whole.sessions.previous.tolist() == [-1, -1, -1, 2, -1, 3, -1, 6, -1, 7]
-    assert whole.sessions.think_s.tolist() == [0, 0, 0, 2, 0, 3, 0, 2, 0, 3]
-    assert join([trace_of(), trace_of()]).shared is None
-    with pytest.raises(ValueError, match="different sizes"):
-        join([trace_of(SHARED), trace_of(blocks_of([1], [1], [1], [1], size=8))])

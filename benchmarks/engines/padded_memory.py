@@ -72,7 +72,7 @@ def simulated(
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 1)
     policy = make_policy(name, {})
     workers = virtual_workers(policy, world, ledger, requests)
-    refusals = run(Scheduler(policy, [believed.worker(0)]), requests, workers)
+    refusals = run(Scheduler(policy, believed.scheduled()[:1]), requests, workers)
     took_s = max(each.last_token_s for each in ledger.outcomes)
     return Outcome(sum(outputs) / took_s, counters(ledger, len(refusals), capacity))
 

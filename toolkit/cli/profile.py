@@ -346,7 +346,7 @@ def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:
 
 def _show_points(name: str, law: FittedLaw) -> None:
     """The signed error of every held-out point."""
-    points, predicted_s = law.held_out.points, law.held_out.predicted_s
+    points, predicted_s = law.points, law.predicted_s
     pairs = zip(points.batch_size, points.length, points.seconds, predicted_s, strict=True)
     errors = {
         (int(size), int(length)): percent(100.0 * (value / measured - 1.0)).removesuffix(" %")

@@ -19,15 +19,14 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.estimators import forms
 from toolkit.estimators.forms import Floats, Form, Points, Rows
-from toolkit.estimators.laws import SegmentedLaw, law_of_parts, scaled_segment
+from toolkit.estimators.laws import SegmentedLaw, scaled_segment
 from toolkit.estimators.part_fits import (
-    FittedRounds,
     fit_memory,
     fit_rounds,
     fit_steps,
-    refit_round_overhead,
+    picked,
+    resampled_rounds,
     resampled_steps,
-    sequences_of,
     with_step_law,
 )
 from toolkit.estimators.steps import law_of_steps
@@ -39,7 +38,9 @@ from toolkit.files.fit import (
     MemoryFit,
     OverheadFit,
     Range,
+    RoundsFit,
     StepsFit,
+    SwapFit,
 )
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
@@ -48,19 +49,12 @@ POINTS_MIN = 8
 
 
 @dataclass(slots=True, frozen=True)
-class HeldOut:
-    """A law's points, and the seconds that a fit without each point predicted for it."""
-
-    points: Points
-    predicted_s: Floats
-
-
-@dataclass(slots=True, frozen=True)
 class FittedLaw:
-    """A law, and the held-out predictions behind its errors."""
+    """A law, its points, and the seconds that a fit without each point predicted for it."""
 
     fit: LatencyFit
-    held_out: HeldOut
+    points: Points
+    predicted_s: Floats
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,13 +65,13 @@ class FittedProfile:
     decode: FittedLaw
     overhead: OverheadFit
     memory: MemoryFit
-    rounds: FittedRounds | None = None
-    steps: StepsFit | None = None
+    rounds: RoundsFit | None
+    swap: SwapFit | None
+    steps: StepsFit | None
 
 
 def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields) -> Fit:
     """The content of fit.json: facts about `profile`, and the laws that were fitted to it."""
-    rounds = fitted.rounds
     return Fit(
         **made_from,
         recipe_name=profile.recipe_name,
@@ -87,8 +81,8 @@ def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields)
         decode=fitted.decode.fit,
         overhead=fitted.overhead,
         memory=fitted.memory,
-        rounds=rounds.rounds if rounds else None,
-        swap=rounds.swap if rounds else None,
+        rounds=fitted.rounds,
+        swap=fitted.swap,
         steps=fitted.steps,
     )
 
@@ -99,8 +93,8 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
     rounds or memory probes.
     """
-    prefill = fit_latency("prefill", prefill_points(profile.prefill), seed, square=True)
-    decode = fit_latency("decode", decode_points(profile.decode), seed, square=False)
+    prefill = fit_latency("prefill", points_of("prefill", profile.prefill), seed, square=True)
+    decode = fit_latency("decode", points_of("decode", profile.decode), seed, square=False)
     law = SegmentedLaw(
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
@@ -109,7 +103,7 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
         decode,
         forms.fit_overhead(profile.slices, law, seed),
         fit_memory(profile.memory, profile.engine),
-        fit_rounds(profile, law, seed),
+        *fit_rounds(profile, law, seed),
         fit_steps(profile.steps, seed),
     )
 
@@ -124,9 +118,7 @@ def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> Fitted
     competing = forms.candidates(points, square=square)
     predicted = [_held_out(form, points, seed) for form in competing]
     errors = [forms.percent_error(prediction, points.seconds) for prediction in predicted]
-    kept = forms.choose(
-        [forms.relative_error(prediction, points.seconds) for prediction in predicted]
-    )
+    kept = forms.choose(predicted, points.seconds)
     form = competing[kept]
     fit = LatencyFit(
         form=form.name,
@@ -140,7 +132,7 @@ def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> Fitted
             batch_size_max=int(points.batch_size.max()), length_max=int(points.length.max())
         ),
     )
-    return FittedLaw(fit, HeldOut(points, predicted[kept]))
+    return FittedLaw(fit, points, predicted[kept])
 
 
 def _check_points(name: str, points: Points) -> None:
@@ -168,37 +160,24 @@ def _held_out(form: Form, points: Points, seed: int) -> Floats:
     return forms.predict_held_out(len(points), predict, seed)
 
 
-def prefill_points(measured: Sequence[PrefillPoint]) -> Points:
-    """T_prefill(N, L) of each point, by the `typical` of its samples.
+def points_of(name: str, measured: Sequence[PrefillPoint | DecodePoint]) -> Points:
+    """T_prefill(N, L) or tau(l, N) of each point, by the `typical` of its samples.
 
     Raises `InputError` for a point without samples, or with one that took no time.
     """
-    return _points("prefill", [(p.batch_size, p.input_length, p.seconds) for p in measured])
-
-
-def decode_points(measured: Sequence[DecodePoint]) -> Points:
-    """tau(l, N) of each point, by the `typical` of its samples.
-
-    Raises `InputError` for a point without samples, or with one that took no time.
-    """
-    return _points("decode", [(p.batch_size, p.cached_length, p.seconds) for p in measured])
-
-
-def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:
-    """`rows` are (batch size, length, samples in seconds)."""
-    for size, length, samples in rows:
-        if not samples or min(samples) <= 0.0:
-            found = f"a sample of {min(samples)} s" if samples else "no samples"
+    sizes = [point.batch_size for point in measured]
+    lengths = [p.input_length if isinstance(p, PrefillPoint) else p.cached_length for p in measured]
+    for point, size, length in zip(measured, sizes, lengths, strict=True):
+        if not point.seconds or min(point.seconds) <= 0.0:
+            problem = f"a sample of {min(point.seconds)} s" if point.seconds else "no samples"
             raise InputError(
-                f"{name} at N={size}, L={length}: {found}",
+                f"{name} at N={size}, L={length}: {problem}",
                 "measure again with: llmctl profile RECIPE",
             )
-    sizes, lengths = [row[0] for row in rows], [row[1] for row in rows]
-    seconds = [forms.typical(row[2]) for row in rows]
+    seconds = [forms.typical(point.seconds) for point in measured]
     return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
 
 
-T = TypeVar("T")
 Measured = TypeVar("Measured", PrefillPoint, DecodePoint)
 NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
 
@@ -206,10 +185,9 @@ NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
 def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fit]:
     """`draws` fits of `profile` resampled, in the forms of `fit`.
 
-    Repeats are drawn with replacement. Points get random weights (the Bayesian bootstrap, Rubin
-    1981: unlike draws of points it never loses a batch size). Slices and sequences of rounds are
-    drawn with replacement, and the forms that the fit chose are fitted again. Passes of an engine
-    with its own scheduler get random weights too.
+    Repeats of points, slices and sequences of rounds are drawn with replacement. Points and passes
+    get random weights (the Bayesian bootstrap, Rubin 1981: unlike draws of points it never loses a
+    batch size).
 
     The draws show what other samples of the same machine would have given. They do not show that
     the machine may be slower tomorrow.
@@ -217,32 +195,23 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
     rng = np.random.default_rng(seed)
     drawn = []
     for _ in range(draws):
-        points = prefill_points(_redrawn(profile.prefill, rng))
-        prefill = _refit(fit.prefill, points, rng, square=True)
-        points = decode_points(_redrawn(profile.decode, rng))
-        decode = _refit(fit.decode, points, rng, square=False)
+        prefill_points = points_of("prefill", _redrawn(profile.prefill, rng))
+        prefill = _refit(fit.prefill, prefill_points, rng, square=True)
+        decode_points = points_of("decode", _redrawn(profile.decode, rng))
+        decode = _refit(fit.decode, decode_points, rng, square=False)
         law = SegmentedLaw(
             tuple(prefill.segments), tuple(decode.segments), fit.engine.prefill_emits_token
         )
-        served_s, seconds = forms.slice_times(_picked(profile.slices, rng), law)
+        served_s, seconds = forms.slice_times(picked(profile.slices, rng), law)
         overhead = _with_line(fit.overhead, forms.fit_line(served_s, seconds))
         rounds, steps = fit.rounds, fit.steps
         if rounds and profile.rounds:
-            # The parts of a round stay as fitted: they are a few percent of a round.
-            sequences = _picked(sequences_of(profile.rounds), rng)
-            parts = law_of_parts(law, rounds.join, rounds.leave, rounds.grow)
-            line = refit_round_overhead(sequences, parts)
-            rounds = rounds.model_copy(update={"overhead": _with_line(rounds.overhead, line)})
+            rounds = resampled_rounds(rounds, profile.rounds, law, rng)
         if steps and profile.steps:
             steps = resampled_steps(steps, profile.steps, rng)
         laws = {"prefill": prefill, "decode": decode, "overhead": overhead}
         drawn.append(fit.model_copy(update=laws | {"rounds": rounds, "steps": steps}))
     return drawn
-
-
-def _picked(values: Sequence[T], rng: np.random.Generator) -> list[T]:
-    """As many values, drawn with replacement."""
-    return [values[k] for k in rng.integers(len(values), size=len(values))]
 
 
 def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
@@ -261,8 +230,8 @@ def _refit(
 
 
 def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits for use without a profile: each law is scaled as a whole by a log-normal
-    factor. The median of the factor's distance from 1 is the law's held-out median error.
+    """`draws` fits for use without a profile: each law as a whole times a log-normal factor. The
+    median of the factor's distance from 1 is the law's held-out median error.
 
     Errors that differ from point to point would partly cancel, so these draws spread wider than
     `resampled_fits`. The memory law stays: its edge is drawn in every simulation.

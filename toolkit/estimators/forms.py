@@ -32,10 +32,8 @@ TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample cou
 
 
 def predict_held_out(count: int, predict: Callable[[Rows, Rows], Floats], seed: int) -> Floats:
-    """Predictions [count], each from a fit that did not see its row.
-
-    The rows are dealt into five parts. `predict(seen rows, held-out rows)` predicts each part from
-    the other four, so every row is held out once.
+    """Predictions [count], each from a fit that did not see its row: `predict(seen rows, held-out
+    rows)` predicts each of five parts from the other four.
     """
     predicted = np.empty(count)
     shuffled = np.random.default_rng(seed).permutation(count)
@@ -61,14 +59,13 @@ def relative_error(predicted: Floats, measured: Floats) -> Floats:
     return np.asarray(np.abs(predicted / measured - 1.0), dtype=np.float64)
 
 
-def choose(errors: Sequence[Floats]) -> int:
-    """The index of the form to keep, given each form's held-out relative errors [n], the simplest
-    form first.
+def choose(predicted: Sequence[Floats], measured: Floats) -> int:
+    """The index of the form to keep, given each form's held-out predictions [n], simplest first.
 
-    This is the form with the least mean error, or the first form that is worse by no more
-    than the standard error of the paired difference: a smaller difference may come from which
-    points were held out.
+    This is the first form with a mean relative error that exceeds the least by no more than the
+    standard error of the paired difference: that may come from which points were held out.
     """
+    errors = [relative_error(prediction, measured) for prediction in predicted]
     best = min(errors, key=np.mean)
 
     def as_good(error: Floats) -> bool:
@@ -81,18 +78,17 @@ def choose(errors: Sequence[Floats]) -> int:
 def typical(samples: Sequence[float]) -> float:
     """The mean of a point's samples, each counted as at most 1.5 times their median.
 
-    The mean is what a slice of many steps pays. On shared machines times have two modes, fast and
-    slow moments, and a median jumps from one to the other: held-out errors on three noisy profiles
-    were 5.5 % (median over the laws; p95 16 %) with medians and 4.3 % (14 %) with this.
+    A slice of many steps pays the mean. On shared machines a median jumps between fast and slow
+    moments: held-out errors on three noisy profiles were 5.5 % (median over the laws; p95 16 %)
+    with medians and 4.3 % (14 %) with this.
     """
     return float(np.minimum(samples, TYPICAL_MAX * np.median(samples)).mean())
 
 
 def solve_relative(columns: Floats, seconds: Floats, root_weight: Floats | None = None) -> Floats:
-    """The coefficients [k], all >= 0, with the least sum of squared relative residuals.
-
-    `columns` is [n, k] and `seconds` [n]. Each point's residual is multiplied by `root_weight` [n],
-    the square root of its weight; None: all weigh the same.
+    """The coefficients [k], all >= 0, with the least sum of squared relative residuals, given
+    `columns` [n, k] and `seconds` [n]. `root_weight` [n] is the square root of each point's weight;
+    None: all weigh the same.
     """
     root = np.ones(len(seconds)) if root_weight is None else root_weight
     relative = columns * (root / seconds)[:, None]
@@ -122,13 +118,11 @@ class Points:
 class LawForm:
     """Seconds = a(N) + b(N) * L, and with `square` + nll * N * L^2.
 
-    Without knots, a and b are linear in N: Eq. 3 and 4. With knots, a and b have a free value at
-    each knot, are linear between two knots, and rise linearly beyond the last. Batches of a few
-    rows need that: a CPU's matrix kernels change with N, and not monotonically. All coefficients
-    are >= 0, so a law is positive everywhere and never falls beyond its data.
-
-    Attributes:
-        knots: batch sizes, ascending; the first is 1.
+    Without knots, a and b are linear in N: Eq. 3 and 4. With `knots` (batch sizes, ascending from
+    1), a and b have a free value at each, are linear between two, and rise linearly beyond the
+    last. Batches of a few rows need that: a CPU's matrix kernels change with N, and not
+    monotonically. All coefficients are >= 0, so a law is positive everywhere and never falls beyond
+    its data.
     """
 
     knots: tuple[int, ...] = ()
@@ -212,11 +206,11 @@ class FlatForm:
             inverse = weight[fast] / points.seconds[fast]
             flat = inverse.sum() / (inverse / points.seconds[fast]).sum()
             linear = solve_relative(columns[slow], points.seconds[slow], np.sqrt(weight[slow]))
-            found = np.append(linear, flat)
-            residual = self.predict(found, points) / points.seconds - 1.0
+            coefficients = np.append(linear, flat)
+            residual = self.predict(coefficients, points) / points.seconds - 1.0
             error = float((weight * residual**2).sum())
             if error < least:
-                best, least = found, error
+                best, least = coefficients, error
         return best
 
     def predict(self, coefficients: Floats, points: Points) -> Floats:
@@ -246,8 +240,8 @@ def candidates(points: Points, *, square: bool) -> list[Form]:
     """The forms that the points can distinguish, the simplest first.
 
     A knot needs points of that batch size at three or more lengths, and the last knot needs two
-    measured sizes beyond it. With `square`, each form also comes with N*L^2, if three lengths were
-    measured. Without, as for decode steps, the last form is flat and then linear.
+    measured sizes beyond it. With `square`, each form also comes with N*L^2, given three lengths.
+    Without, as for decode steps, the last form is flat and then linear.
     """
     sizes, counts = np.unique(points.batch_size, return_counts=True)
     points_of = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
@@ -325,7 +319,7 @@ def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
     columns = np.stack([1.0 / seconds, served / seconds], axis=1)
     scale = np.linalg.norm(columns, axis=0)
     start = np.maximum([0.0, np.median(seconds / served)] * scale, STRETCH_MIN)
-    found = least_squares(
+    solution = least_squares(
         lambda x: columns @ (x / scale) - 1.0,
         start,
         jac=lambda _: columns / scale,
@@ -333,5 +327,5 @@ def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:
         loss="soft_l1",
         f_scale=SOFT_RESIDUAL,
     )
-    batch_s, stretch = found.x / scale
+    batch_s, stretch = solution.x / scale
     return (float(batch_s) if batch_s > BATCH_S_MIN else 0.0), float(stretch)

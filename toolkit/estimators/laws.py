@@ -26,7 +26,7 @@ from toolkit.sched.protocols import LatencyLaw
 
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
-COEFFICIENTS = ("nl", "n", "l", "const", "nll")
+COEFFICIENTS = ("nl", "n", "l", "const", "nll", "flat")
 LEAST_SIZES = 64  # batch sizes with coefficients that are computed together
 
 
@@ -51,8 +51,8 @@ class LawTimes:
 
 
 class LinearTimes(LawTimes):
-    """The times of a law in segments of batch sizes; arguments and methods are those of
-    `SegmentedLaw`. The coefficients of a batch size are computed at its first use.
+    """The times of a law in segments of batch sizes; `SegmentedLaw` has the same methods, with
+    their equations. The coefficients of a batch size are computed at its first use.
     """
 
     def __init__(
@@ -67,18 +67,19 @@ class LinearTimes(LawTimes):
         self._segments = prefill, decode
         self._leaving = leaving
         self._leave_fixed, self._leave_slope = leaving
-        # By batch size: the coefficients of 1, L and L^2 in T_prefill, and of 1 and l in tau.
+        # By batch size: the coefficients of 1, L and L^2 in T_prefill, and of 1 and l in tau, which
+        # is at least `_step_flat`.
         self._fixed: list[float] = []
         self._slope: list[float] = []
         self._square: list[float] = []
         self._step_fixed: list[float] = []
         self._step_slope: list[float] = []
+        self._step_flat: list[float] = []
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (*self._segments, self.round_s, self._leaving)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """T_prefill(N, L) in seconds, Eq. 3."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         return self._fixed[batch_size] + input_length * (
@@ -86,14 +87,12 @@ class LinearTimes(LawTimes):
         )
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0)."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         slope, square = self._slope[batch_size], self._square[batch_size]
         return self._fixed[batch_size] + (end - start) * (slope + (end + start) * square)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         return steps * (
@@ -102,23 +101,21 @@ class LinearTimes(LawTimes):
         )
 
     def leave_s(self, length: float) -> float:
-        """Seconds until a row of about `length` tokens has left a running batch."""
         return self._leave_fixed + self._leave_slope * length
 
     def _extend(self, batch_size: int) -> None:
         sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
         prefill, decode = (by_size(segments, sizes) for segments in self._segments)
-        self._fixed, self._slope, self._square = prefill.tolist()
-        self._step_fixed, self._step_slope, _ = decode.tolist()
+        self._fixed, self._slope, self._square, _ = prefill.tolist()
+        self._step_fixed, self._step_slope, _, self._step_flat = decode.tolist()
 
 
 class FlatTimes(LinearTimes):
-    """The times of a law with decode steps that take at least `Segment.flat`: flat, and then
-    linear, as on a GPU that waits for the launches of a step's kernels.
+    """Decode steps take at least `Segment.flat`: flat, then linear, as on a GPU that waits for the
+    launches of a step's kernels.
     """
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
         slope, flat = self._step_slope[batch_size], self._step_flat[batch_size]
@@ -130,29 +127,14 @@ class FlatTimes(LinearTimes):
         over = steps - under
         return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
-    def _extend(self, batch_size: int) -> None:
-        super()._extend(batch_size)
-        self._step_flat: list[float] = flat_by_size(
-            self._segments[1], np.arange(len(self._fixed))
-        ).tolist()
-
-
-def flat_by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`Segment.flat` for each batch size: an array [len(sizes)]."""
-    return np.array([segment.flat for segment in segments])[_segment_of(segments, sizes)]
-
-
-def _segment_of(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    starts = np.array([segment.batch_size_min for segment in segments])
-    return np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
-
 
 def by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Coefficients of 1, L and L^2 for each batch size: an array [3, len(sizes)]."""
-    chosen = _segment_of(segments, sizes)
+    """Coefficients of 1, L and L^2, and the flat time, for each batch size: [4, len(sizes)]."""
+    starts = np.array([segment.batch_size_min for segment in segments])
+    chosen = np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
     table = np.array([[getattr(segment, key) for key in COEFFICIENTS] for segment in segments])
-    nl, n, l, const, nll = table[chosen].T  # noqa: E741
-    return np.array([n * sizes + const, nl * sizes + l, nll * sizes])
+    nl, n, l, const, nll, flat = table[chosen].T  # noqa: E741
+    return np.array([n * sizes + const, nl * sizes + l, nll * sizes, flat])
 
 
 class _Tables(dict[tuple[int, int], NDArray[np.float64]]):
@@ -265,7 +247,7 @@ class SegmentedLaw:
             table[2] = prefill[2]
             if isinstance(self.times, FlatTimes):
                 flat = prefill[:2].copy()
-                flat[0] += iterations * flat_by_size(self.decode, sizes)
+                flat[0] += iterations * decode[3]
                 table = np.concatenate([table, flat])
             self._tables.keep(key, table)
         return self._tables[key]
@@ -273,8 +255,7 @@ class SegmentedLaw:
 
 def scaled_segment(segment: Segment, factor: float) -> Segment:
     """The segment with each coefficient times `factor`."""
-    keys = (*COEFFICIENTS, "flat")
-    return segment.model_copy(update={key: getattr(segment, key) * factor for key in keys})
+    return segment.model_copy(update={key: getattr(segment, key) * factor for key in COEFFICIENTS})
 
 
 def bilinear_law(
@@ -361,10 +342,8 @@ class WithOverhead:
 def law_of_parts(
     engine: SegmentedLaw, join: PartFit, leave: PartFit, grow: PartFit
 ) -> SegmentedLaw:
-    """The engine's law plus the cost of joins, leaves and cache moves, as measured in one process.
-
-    Joins go into the law of prefills, and moves of the cache into the law of decode steps, so the
-    result has the form of any other law.
+    """The engine's law plus the cost of joins (into prefills), cache moves (into decode steps) and
+    leaves, as measured in one process.
     """
     return replace(
         engine,
@@ -378,9 +357,7 @@ def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
     """The law of rounds: from a round's dispatch to a worker process until its result, with all
     workers busy.
 
-    seconds = batch_s + stretch * (prefills and joins + decode steps and moves of the cache + rows
-    that leave). As with slices, batch_s is dispatch and pipe, and stretch is how much workers slow
-    one another down.
+    seconds = batch_s + stretch * (the seconds of `law_of_parts`), as with slices (`WithOverhead`).
     """
     parts = law_of_parts(engine, fit.join, fit.leave, fit.grow)
     stretch = fit.overhead.stretch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from toolkit.estimators.laws import (
     LinearSwap,
@@ -11,43 +11,27 @@ from toolkit.estimators.laws import (
     law_of_rounds,
     swap_from_fit,
 )
-from toolkit.estimators.memory import MemoryEdge, RuleEdge, RuleMemory, ZetaEdge, ZetaMemory
+from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.files.fit import Fit, MemoryFit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Laws:
-    """The laws of one worker.
+    """The laws of one worker."""
 
-    Attributes:
-        latency: the law of batches, with what serving adds to the engine's own time.
-        engine: the engine's own law.
-        memory: how many rows fit; for the scheduler.
-        edge: where memory really ends; for the simulator alone.
-        swap: the law of the link to host memory; None if it was not measured.
-        host_tokens: tokens of KV cache that host memory holds; 0 without `swap`.
-        joining: how rows join the engine's running batch if that is one padded slab; None if its
-            memory is paged.
-        slots: the maximum number of rows that run at once.
-        front_s: seconds of a server's time to first token that delay no other request, in rounds.
-        rounds: the law of a worker that keeps its rows; without measured rounds, the law of
-            batches.
-        round_memory: the memory law in rounds; without measured rounds, that of batches.
-    """
-
-    latency: WithOverhead
+    latency: WithOverhead  # of batches, with what serving adds to the engine's own time
     engine: SegmentedLaw
-    memory: MemoryLaw
-    edge: MemoryEdge
-    swap: LinearSwap | None = None
-    host_tokens: int = 0
-    joining: Joining | None = None
-    slots: int = NO_LIMIT
-    front_s: float = 0.0
-    rounds: LatencyLaw = field(kw_only=True)
-    round_memory: MemoryLaw = field(kw_only=True)
+    memory: ZetaMemory | RuleMemory
+    swap: LinearSwap | None  # to host memory; None: it was not measured
+    host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
+    joining: Joining | None  # of rows to a running batch that is a padded slab; None: paged memory
+    slots: int  # the most rows that run at once
+    front_s: float  # of a server's time to first token that delay no other request, in rounds
+    # of a worker that keeps its rows; without measured rounds those of batches
+    rounds: LatencyLaw
+    round_memory: MemoryLaw
 
 
 def laws_from_fit(fit: Fit) -> Laws:
@@ -55,14 +39,15 @@ def laws_from_fit(fit: Fit) -> Laws:
     prefill, decode = tuple(fit.prefill.segments), tuple(fit.decode.segments)
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
-    memory, edge = memory_from_fit(fit.memory)
+    memory = memory_from_fit(fit.memory)
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
     )
     joining = fit.engine.joining
     in_rounds = replace(engine, padded=joining is not None)
     rounds: LatencyLaw = latency
-    round_memory, front_s = memory, 0.0
+    round_memory: MemoryLaw = memory
+    front_s = 0.0
     if fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.
@@ -74,7 +59,6 @@ def laws_from_fit(fit: Fit) -> Laws:
         latency=latency,
         engine=engine,
         memory=memory,
-        edge=edge,
         swap=swap,
         host_tokens=host_tokens,
         joining=joining,
@@ -103,10 +87,8 @@ def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
     return replace(seen, prefill=inside), front_s
 
 
-def memory_from_fit(fit: MemoryFit) -> tuple[MemoryLaw, MemoryEdge]:
-    """The memory law for a scheduler, and the edge for a simulated worker."""
+def memory_from_fit(fit: MemoryFit) -> ZetaMemory | RuleMemory:
+    """The memory law that a fit holds."""
     if fit.form == "rules":
-        rules = tuple(fit.rules)
-        return RuleMemory(rules), RuleEdge(rules, fit.zeta_std)
-    law = ZetaMemory(fit.capacity_tokens, fit.zeta, fit.workspace)
-    return law, ZetaEdge(fit.capacity_tokens, fit.zeta, fit.zeta_std, fit.workspace)
+        return RuleMemory(tuple(fit.rules))
+    return ZetaMemory(fit.capacity_tokens, fit.zeta, fit.workspace)

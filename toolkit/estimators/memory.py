@@ -2,17 +2,15 @@
 ends.
 
 A memory law tells a scheduler how many rows to send: `ZetaMemory` counts tokens against the
-engine's resolved KV capacity, and `RuleMemory` looks up a probed limit. A memory edge tells a
-simulated worker whether a batch would have run out of memory. The fitted edge is uncertain, so
-it is drawn: `ZetaEdge`, `RuleEdge` and `uniform_draw`. Law and edge come from the same `MemoryFit`,
-but no policy may see the edge.
+engine's resolved KV capacity, and `RuleMemory` looks up a probed limit. `DrawnEdge` tells a
+simulated worker whether a batch would have run out of memory: the fitted edge is uncertain, so it
+is drawn for each batch. No policy may see it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +65,13 @@ class ZetaMemory:
         rows: NDArray[np.int64] = np.floor(budget / row + ROUNDING).astype(np.int64)
         return rows
 
+    def runs_out(self, batch_size: int, input_length: int, steps: int, shift: float) -> bool:
+        """Whether N rows of L tokens, run for S steps, need more than zeta + `shift` of the
+        capacity.
+        """
+        needed = batch_size * (input_length * (1.0 + self.workspace) + steps)
+        return needed > (self.zeta + shift) * self.capacity_tokens * (1 + ROUNDING)
+
 
 @dataclass(frozen=True)
 class RuleMemory:
@@ -106,8 +111,14 @@ class RuleMemory:
         ascending = self.rules[::-1]
         bounds = np.array([rule.length_above for rule in ascending])
         limits = np.array([0] + [rule.max_batch_size for rule in ascending])
-        found = limits[np.searchsorted(bounds, input_lengths + steps, side="left")]
-        return np.floor((1.0 - reserve) * found + ROUNDING).astype(np.int64)
+        chosen = limits[np.searchsorted(bounds, input_lengths + steps, side="left")]
+        return np.floor((1.0 - reserve) * chosen + ROUNDING).astype(np.int64)
+
+    def runs_out(self, batch_size: int, input_length: int, steps: int, shift: float) -> bool:
+        """Whether N is above the limit for L + S times 1 + `shift`."""
+        total = input_length + steps
+        limit = next((r.max_batch_size for r in self.rules if total > r.length_above), 0)
+        return batch_size > limit * (1.0 + shift) * (1 + ROUNDING)
 
 
 # SCLS paper, Algorithm 2: LLaMA2-13B under DeepSpeed on 80 GB, L + S <= 2048.
@@ -123,54 +134,23 @@ _MASK = (1 << 64) - 1
 SMALLEST_DRAW = 2.0**-53
 
 
-class MemoryEdge(Protocol):
-    """Whether a batch runs out of memory, given a uniform draw from (0, 1)."""
-
-    def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
-        """True if N rows of L tokens, run for S steps, do not fit."""
-        ...
-
-
 @dataclass(frozen=True)
-class ZetaEdge:
-    """N * (L * (1 + workspace) + S) / capacity against an edge that is normally distributed around
-    the fitted zeta.
+class DrawnEdge:
+    """Where memory really ends: normally distributed around the fitted `law`, with a standard
+    deviation of `std` (`MemoryFit.zeta_std`). A batch's edge is drawn by its id.
     """
 
-    capacity_tokens: int
-    zeta: float
-    zeta_std: float
-    workspace: float = 0.0
+    law: ZetaMemory | RuleMemory
+    std: float
+    seed: int
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
 
-    def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
-        """True if the batch needs a share of the capacity above the drawn edge."""
-        edge = self.zeta + self.zeta_std * _NORMAL.inv_cdf(draw)
-        needed = batch_size * (input_length * (1.0 + self.workspace) + steps)
-        return needed > edge * self.capacity_tokens * (1 + ROUNDING)
-
-
-@dataclass(frozen=True)
-class RuleEdge:
-    """N against the rule's batch size (Algorithm 2) times a draw that is normal around 1.
-
-    `rules` are by `length_above`, descending.
-    """
-
-    rules: tuple[BatchRule, ...]
-    relative_std: float
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
-
-    def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
-        """True if N lies above the drawn limit of its range of L + S."""
-        total = input_length + steps
-        limit = next((r.max_batch_size for r in self.rules if total > r.length_above), 0)
-        edge = limit * (1.0 + self.relative_std * _NORMAL.inv_cdf(draw))
-        return batch_size > edge * (1 + ROUNDING)
+    def __call__(self, batch_id: int, batch_size: int, input_length: int, steps: int) -> bool:
+        """Whether N rows of L tokens, run for S steps, run out of memory."""
+        shift = self.std * _NORMAL.inv_cdf(uniform_draw(self.seed, batch_id))
+        return self.law.runs_out(batch_size, input_length, steps, shift)
 
 
 def uniform_draw(seed: int, key: int) -> float:

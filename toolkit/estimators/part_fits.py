@@ -3,8 +3,8 @@
 In this order:
 
 - `fit_memory`: memory probes to a memory law. It is one zeta where that explains the probes (SCLS
-  paper, Eq. 9), else rules (Algorithm 2). A probe brackets the edge: N rows ran, and M > N rows did
-  not. As a share of the capacity, N * (L + S) / capacity, that is an interval; zeta lies where the
+  paper, Eq. 9), else rules (Algorithm 2). A probe brackets the edge: N rows ran, M > N did not. As
+  a share of the capacity, N * (L + S) / capacity, that is an interval; zeta lies where the
   intervals intersect. Beyond the paper, and only where that fails: a workspace for a prefill's
   activations, which take memory in proportion to N * L.
 - `fit_rounds` and `fit_swap`: measured rounds to the law of their parts, the overhead of dispatch
@@ -18,10 +18,10 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.optimize import minimize, nnls
@@ -55,6 +55,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 
+T = TypeVar("T")
 MEASURE_AGAIN = "measure again with: llmctl profile RECIPE"
 
 EDGE_TOLERANCE = 0.05  # of the edge; the steps of rules between two probed lengths waste more
@@ -62,28 +63,9 @@ WORKSPACES = np.linspace(0.0, 16.0, 321)  # tried, in tokens of cache per input 
 UNIFORM_STD = 12**-0.5  # of a uniform distribution of width 1: the edge inside its bracket
 
 
-@dataclass(slots=True, frozen=True)
-class _Probes:
-    """The probes as arrays [n]; `failed` is infinite where the edge was not reached."""
-
-    length: Floats
-    steps: Floats
-    ran: Floats
-    failed: Floats
-
-    def shares(self, workspace: float, capacity: int) -> tuple[Floats, Floats, Floats]:
-        """One row's share of the capacity, and the interval [low, high) that contains the edge."""
-        row = (self.length * (1.0 + workspace) + self.steps) / capacity
-        return row, self.ran * row, self.failed * row
-
-    def likeliest_workspace(self, capacity: int) -> float:
-        """The workspace under which the probes' intervals overlap most, or are least far apart."""
-
-        def gap(workspace: float) -> float:
-            _, low, high = self.shares(workspace, capacity)
-            return float(low.max() / high.min())
-
-        return float(min(WORKSPACES, key=gap))
+def picked(values: Sequence[T], rng: np.random.Generator) -> list[T]:
+    """As many values, drawn with replacement."""
+    return [values[k] for k in rng.integers(len(values), size=len(values))]
 
 
 def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
@@ -99,20 +81,32 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     if engine.is_server:
         return law(form="zeta", zeta=1.0, zeta_std=0.0)
     _check_probes(probes)
-    found = _Probes(
-        length=np.array([probe.input_length for probe in probes], dtype=float),
-        steps=np.array([probe.steps for probe in probes], dtype=float),
-        ran=np.array([probe.largest_ok for probe in probes], dtype=float),
-        failed=np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes]),
-    )
-    for workspace in (0.0, found.likeliest_workspace(capacity)):
-        row, low, high = found.shares(workspace, capacity)
+    length: Floats = np.array([probe.input_length for probe in probes], dtype=float)
+    steps: Floats = np.array([probe.steps for probe in probes], dtype=float)
+    ran = np.array([probe.largest_ok for probe in probes], dtype=float)
+    # infinite where the edge was not reached
+    failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])
+
+    def row_share(workspace: float) -> Floats:
+        return (length * (1.0 + workspace) + steps) / capacity
+
+    def gap(workspace: float) -> float:
+        """How far apart the intervals of the edge are; below 1 they overlap."""
+        row = row_share(workspace)
+        return float((ran * row).max() / (failed * row).min())
+
+    for workspace in (0.0, float(min(WORKSPACES, key=gap))):
+        row = row_share(workspace)
+        low, high = ran * row, failed * row
         tolerance = np.maximum(row, EDGE_TOLERANCE * np.median(low))
         zeta, std = _edge(low, high)
         if np.max(low - tolerance) < np.min(high + tolerance):
             return law(form="zeta", zeta=zeta, zeta_std=std, workspace=workspace)
-    rules = _rules(found.length + found.steps, found.ran, engine.max_model_len)
-    std = _bracket_std(found.ran, found.failed)
+    # A limit differs from the batch size that ran where the next larger batch was not tried.
+    known = np.isfinite(failed) & (ran > 0)
+    widths = (failed[known] - 1 - ran[known]) / ran[known]
+    std = float(widths.mean() * UNIFORM_STD) if known.any() else 0.0
+    rules = _rules(length + steps, ran, engine.max_model_len)
     return law(form="rules", zeta=zeta, zeta_std=std, rules=rules)
 
 
@@ -124,8 +118,8 @@ def _check_probes(probes: Sequence[MemoryPoint]) -> None:
         )
     for probe in probes:
         if probe.smallest_oom is not None and probe.smallest_oom <= probe.largest_ok:
-            found = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
-            raise InputError(f"memory at L={probe.input_length}: {found}", MEASURE_AGAIN)
+            both = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
+            raise InputError(f"memory at L={probe.input_length}: {both}", MEASURE_AGAIN)
     if all(probe.largest_ok == 0 for probe in probes):
         shortest = min(probe.input_length for probe in probes)
         raise InputError(
@@ -134,12 +128,12 @@ def _check_probes(probes: Sequence[MemoryPoint]) -> None:
 
 
 def _edge(low: Floats, high: Floats) -> tuple[float, float]:
-    """Mean and standard deviation of the edge, in shares of the capacity, given that it lies in
-    each interval [low, high).
+    """Mean and standard deviation of the edge, in shares of the capacity, given an interval
+    [low, high) of each probe.
 
-    If all intervals intersect, the edge lies in the intersection. If not, the edge differs from
-    length to length, and the result is its likeliest normal distribution. If no probe ran out of
-    memory, the result is the largest share that ran.
+    If all intervals intersect, the edge lies in the intersection. If not, it differs from length to
+    length: this is its likeliest normal distribution. If no probe ran out of memory, the edge is
+    the largest share that ran.
     """
     if np.all(np.isinf(high)):
         return float(low.max()), 0.0
@@ -154,16 +148,14 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
         return float(-np.log(np.maximum(inside, 1e-300)).sum())
 
     start = np.array([middle.mean(), np.log(middle.std() + 1e-3)])
-    found = minimize(unlikelihood, start, method="Nelder-Mead")
-    return float(found.x[0]), float(np.exp(found.x[1]))
+    likeliest = minimize(unlikelihood, start, method="Nelder-Mead")
+    return float(likeliest.x[0]), float(np.exp(likeliest.x[1]))
 
 
 def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     """Algorithm 2's table: up to each probed L + S, as many rows as ran there, but never more than
-    at a shorter L + S.
-
-    Beyond the longest probe, rows shrink as if the tokens that fitted there were the whole
-    capacity.
+    at a shorter one. Beyond the longest probe, rows shrink as if the tokens that fitted there were
+    the whole capacity.
     """
     order = np.lexsort((ran, totals))
     totals, limits = totals[order], np.minimum.accumulate(ran[order])
@@ -179,16 +171,6 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     return rules[::-1]
 
 
-def _bracket_std(ran: Floats, failed: Floats) -> float:
-    """Standard deviation of a limit around the batch size that ran, relative to it; 0 where the
-    next larger batch failed.
-    """
-    known = np.isfinite(failed) & (ran > 0)
-    if not known.any():
-        return 0.0
-    return float(np.mean((failed[known] - 1 - ran[known]) / ran[known]) * UNIFORM_STD)
-
-
 CONSTANT, ROWS, TOKENS = range(3)  # columns: 1, rows, rows * length
 TERMS = (
     (ROWS,),
@@ -201,30 +183,22 @@ TERMS = (
 PART_SECONDS_MIN = 1e-7  # a part that takes less is not measurable and has no terms
 BYTES_PER_S_MAX = 1e15  # of a transfer that takes no measurable time
 NO_ERROR = HeldOutError(median_percent=0.0, p95_percent=0.0, worst_percent=0.0, points=0)
-Sequences = Sequence[Sequence[RoundPoint]]
 
 
-@dataclass(slots=True, frozen=True)
-class FittedRounds:
-    """What a fit file holds about rounds and about the link to host memory."""
-
-    rounds: RoundsFit
-    swap: SwapFit | None
-
-
-def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds | None:
-    """The law of a profile's rounds, given the engine's `law`; None if the profile has no rounds.
+def fit_rounds(
+    profile: Profile, law: SegmentedLaw, seed: int
+) -> tuple[RoundsFit | None, SwapFit | None]:
+    """The laws of a profile's rounds, given the engine's `law`, and of the link to host memory;
+    None where the profile has none.
 
     Raises `InputError` if there are too few points of a part, too few sequences of rounds, or no
     memory probes.
     """
     measured = profile.rounds
     if measured is None:
-        return None
+        return None, None
     join, leave, grow = (_fit_part(name, measured, seed) for name in ("join", "leave", "grow"))
-    overhead = fit_round_overhead(
-        sequences_of(measured), law_of_parts(law, join, leave, grow), seed
-    )
+    overhead = _fit_round_overhead(measured, law_of_parts(law, join, leave, grow), seed)
     if not measured.memory:
         raise InputError(
             "rounds: memory was not probed",
@@ -242,29 +216,23 @@ def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds |
     swap = fit_swap(
         measured, profile.engine.kv_bytes_per_token, seed, overlaps=profile.engine.device != "cpu"
     )
-    return FittedRounds(rounds, swap)
+    return rounds, swap
 
 
-def sequences_of(measured: RoundsProfile) -> list[list[RoundPoint]]:
-    """The rounds of each sequence, without rounds that had no rows."""
-    found = ([point for point in sequence.rounds if point.rows] for sequence in measured.sequences)
-    return [rounds for rounds in found if rounds]
-
-
-def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> OverheadFit:
+def _fit_round_overhead(measured: RoundsProfile, law: SegmentedLaw, seed: int) -> OverheadFit:
     """The overhead of rounds over the law of their parts, and the held-out error of whole
     sequences.
 
     The error is of sequences because a round lasts only some hundredths of a second, and so shows
     one momentary speed of a shared machine; a sequence shows many.
     """
-    if len(sequences) < forms.HELD_OUT_PARTS:
+    times = _times_by_sequence(measured, law)
+    if len(times) < forms.HELD_OUT_PARTS:
         raise InputError(
-            f"rounds: {len(sequences)} sequences were measured, at least "
+            f"rounds: {len(times)} sequences were measured, at least "
             f"{forms.HELD_OUT_PARTS} are needed",
             "raise profile.sequences in the recipe; then: llmctl profile RECIPE",
         )
-    times = [_expected_and_measured(rounds, law) for rounds in sequences]
     if min(pair.min() for pair in times) <= 0.0:
         raise InputError("rounds: a round took no time", MEASURE_AGAIN)
 
@@ -278,22 +246,35 @@ def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> Ov
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
-def refit_round_overhead(sequences: Sequences, law: SegmentedLaw) -> tuple[float, float]:
-    """batch_s and stretch of sequences that `fit_round_overhead` accepted, without the held-out
-    error.
+def resampled_rounds(
+    fit: RoundsFit, measured: RoundsProfile, law: SegmentedLaw, rng: np.random.Generator
+) -> RoundsFit:
+    """`fit` with the overhead of sequences drawn with replacement. The parts of a round stay as
+    fitted: they are a few percent of a round.
     """
-    return _line([_expected_and_measured(rounds, law) for rounds in sequences])
+    parts = law_of_parts(law, fit.join, fit.leave, fit.grow)
+    batch_s, stretch = _line(picked(_times_by_sequence(measured, parts), rng))
+    overhead = fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
+    return fit.model_copy(update={"overhead": overhead})
 
 
-def _expected_and_measured(rounds: Sequence[RoundPoint], law: SegmentedLaw) -> Floats:
-    """Seconds of each round by the law of its parts, and as measured: [2, n]."""
-    expected = []
-    for point in rounds:
+def _times_by_sequence(measured: RoundsProfile, law: SegmentedLaw) -> list[Floats]:
+    """Of each sequence, the seconds of its rounds by the law of their parts, and as measured:
+    [2, n]. Rounds without rows are left out.
+    """
+
+    def expected_s(point: RoundPoint) -> float:
         seconds = sum(law.prefill_s(rows, length) for rows, length in point.groups)
         if point.steps:
             seconds += law.decode_s(point.rows, point.cached_length, point.steps)
-        expected.append(seconds + point.left * law.leave_s(point.cached_length + point.steps))
-    return np.array([expected, [point.seconds for point in rounds]])
+        return seconds + point.left * law.leave_s(point.cached_length + point.steps)
+
+    sequences = [[p for p in sequence.rounds if p.rows] for sequence in measured.sequences]
+    return [
+        np.array([[expected_s(point) for point in rounds], [point.seconds for point in rounds]])
+        for rounds in sequences
+        if rounds
+    ]
 
 
 def _line(times: Sequence[Floats]) -> tuple[float, float]:
@@ -308,9 +289,7 @@ def _line(times: Sequence[Floats]) -> tuple[float, float]:
 
 
 def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
-    """The terms of a round's part, chosen by held-out error; no terms if the part takes no
-    measurable time.
-    """
+    """The terms of a part of rounds, by held-out error; none if it takes no measurable time."""
     points = [point for point in measured.parts if point.part == name]
     if len(points) < forms.HELD_OUT_PARTS:
         raise InputError(
@@ -326,7 +305,7 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
     lengths = np.array([point.length for point in points])
     columns = np.stack([np.ones(len(points)), rows, rows * lengths], axis=1)
     predicted = [_held_out(columns[:, terms], seconds, None, seed) for terms in TERMS]
-    kept = forms.choose([forms.relative_error(prediction, seconds) for prediction in predicted])
+    kept = forms.choose(predicted, seconds)
     coefficients = np.zeros(3)
     coefficients[list(TERMS[kept])] = forms.solve_relative(columns[:, TERMS[kept]], seconds)
     flat_s, row_s, token_s = coefficients.tolist()
@@ -369,10 +348,10 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         if root_weight is None:
-            found = forms.solve_relative(columns[seen], seconds[seen])
+            coefficients = forms.solve_relative(columns[seen], seconds[seen])
         else:
-            found = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
-        return np.asarray(columns[rows] @ found, dtype=np.float64)
+            coefficients = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
+        return np.asarray(columns[rows] @ coefficients, dtype=np.float64)
 
     return forms.predict_held_out(len(seconds), predict, seed)
 
@@ -409,7 +388,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     tried = [(0, *k) for count in range(KNOTS_MAX + 1) for k in combinations(places, count)]
     columns = [np.array([features(shape, knots) for shape in shapes]) for knots in tried]
     predicted = [_held_out(matrix, seconds, root_weight, seed) for matrix in columns]
-    kept = forms.choose([forms.relative_error(prediction, seconds) for prediction in predicted])
+    kept = forms.choose(predicted, seconds)
     law = StepLaw.of(_solve_passes(columns[kept], seconds, root_weight).tolist(), tried[kept])
     errors = [forms.percent_error(prediction, seconds) for prediction in predicted]
     host_s, host_row_s = _fit_host(points)
@@ -461,17 +440,17 @@ def shape_of(point: StepPoint) -> StepShape:
 
 
 def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floats:
-    """Coefficients >= 0 of the typical pass, raised to the mean of passes that count at most 1.5
-    times the typical one.
+    """Coefficients >= 0 of the typical pass, raised to the mean; a pass counts as at most 1.5 times
+    the typical one.
     """
     clipped = seconds
     for _ in range(CLIP_ROUNDS):
-        found = forms.solve_relative(columns, clipped, root_weight)
-        expected = columns @ found
+        coefficients = forms.solve_relative(columns, clipped, root_weight)
+        expected = columns @ coefficients
         clipped = np.minimum(seconds, forms.TYPICAL_MAX * expected)
     weights = np.square(root_weight)
     raised = float((weights * clipped).sum() / (weights * expected).sum())
-    return np.asarray(found * raised, dtype=np.float64)
+    return np.asarray(coefficients * raised, dtype=np.float64)
 
 
 def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
@@ -484,7 +463,7 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
     counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
     root_weight = np.sqrt(counted * rng.exponential(size=len(points)))
     law = StepLaw.of(_solve_passes(columns, seconds, root_weight).tolist(), tuple(fit.knots))
-    host = _fit_host([points[k] for k in rng.integers(len(points), size=len(points))])
+    host = _fit_host(picked(points, rng))
     return with_step_law(fit, replace(law, host_s=host[0], host_row_s=host[1]))
 
 
@@ -513,8 +492,8 @@ def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
 
 
 def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
-    """Seconds that the front adds to the first token of a single request, and the seconds that each
-    other row adds to the response.
+    """Seconds that the front adds to the first token of a request alone, and to the response for
+    each other row.
     """
     alone = [point.seconds for point in points if point.rows == 1]
     several = [point for point in points if point.rows > 1]
@@ -529,5 +508,5 @@ def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
 def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Constant and seconds per row, both >= 0, by least squares."""
     columns = np.stack([np.ones(len(rows)), np.array(rows, dtype=float)], axis=1)
-    found, _ = nnls(columns, np.minimum(seconds, GAP_MAX * np.median(seconds)))
-    return float(found[0]), float(found[1])
+    coefficients, _ = nnls(columns, np.minimum(seconds, GAP_MAX * np.median(seconds)))
+    return float(coefficients[0]), float(coefficients[1])

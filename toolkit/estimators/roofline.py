@@ -101,11 +101,11 @@ def fit_efficiency(
         passes += [line.decode_s(point.batch_size, point.cached_length) for point in decode]
         return np.array(passes)
 
-    found = least_squares(
+    solution = least_squares(
         lambda logarithms: np.log(predicted(logarithms) / measured),
         np.array([np.log(0.5), np.log(0.5), np.log(0.5 * measured.min())]),
         bounds=([np.log(1e-6), np.log(1e-6), np.log(1e-9)], [0.0, 0.0, np.log(measured.min())]),
         loss="soft_l1",
     )
-    error = float(100.0 * np.median(np.abs(predicted(found.x) / measured - 1.0)))
-    return efficiency(found.x), error
+    error = float(100.0 * np.median(np.abs(predicted(solution.x) / measured - 1.0)))
+    return efficiency(solution.x), error

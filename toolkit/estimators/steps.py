@@ -10,9 +10,9 @@ together.
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
 arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
 attend to theirs and to themselves, and also pay for reading theirs, as a short chunk behind a long
-cache shows. The host schedules the pass and delivers its tokens before the
-next pass begins. Only sums over the batch matter, as in Vidur (arXiv:2405.05465), so a pass needs
-no list of its rows. Cache reads are counted in tokens, not in blocks.
+cache shows. The host schedules the pass and delivers its tokens before the next pass begins. Only
+sums over the batch matter, as in Vidur (arXiv:2405.05465), so a pass needs no list of its rows.
+Cache reads are counted in tokens, not in blocks.
 
 The fit of the coefficients and its errors are in `part_fits`.
 """
@@ -84,9 +84,6 @@ class StepShape:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepShape) and self._values() == other._values()
 
-    def __hash__(self) -> int:
-        return hash(self._values())
-
     def __repr__(self) -> str:
         return f"StepShape{self._values()}"
 
@@ -140,13 +137,9 @@ class StepLaw:
                 f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin "
                 "at 0 and ascend, one slope for each"
             )
-        bad = [
-            value
-            for value in (*self.coefficients, self.host_s, self.host_row_s)
-            if not 0.0 <= value < math.inf
-        ]
-        if bad:
-            raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
+        for value in (*self.coefficients, self.host_s, self.host_row_s):
+            if not 0.0 <= value < math.inf:
+                raise InputError(f"steps: a coefficient is {value}; all must be finite and >= 0")
         ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         object.__setattr__(self, "_slopes", tuple(zip(self.token_s, self.knots, ends, strict=True)))
 
@@ -194,11 +187,8 @@ class StepLaw:
         return self.forward_s(shape) + self.after_s(shape.rows)
 
     def stretch_s(self, shape: StepShape, steps: int) -> float:
-        """Seconds of `steps` consecutive passes: the first has `shape`, and the decodes' caches
-        grow.
-
-        It is the sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any,
-        do not change.
+        """Seconds of `steps` consecutive passes, of which the first has `shape`: the sum of step_s
+        over decode_cached + i * decodes, i = 0..steps - 1. Chunks do not change.
         """
         return steps * (self.step_s(shape) + self.cached_s * shape.decodes * 0.5 * (steps - 1))
 
@@ -209,10 +199,8 @@ class StepLaw:
 
     def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
         """The number of passes of such a stretch that begin less than `seconds` after its start, at
-        most `limit`.
-
-        It is the least k with stretch_s(shape, k) >= seconds: the engine sees a request that
-        arrives at `seconds` after k passes.
+        most `limit`: the least k with stretch_s(shape, k) >= seconds. The engine sees a request
+        that arrives at `seconds` after k passes.
         """
         if not 0.0 < seconds < math.inf:
             return limit if seconds > 0.0 else 0

@@ -28,7 +28,7 @@ from toolkit.errors import TargetMissedError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind, Plan
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import LatencyLaw, Policy
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Policy
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Failure
 from toolkit.workers.protocol import (
@@ -135,7 +135,8 @@ def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[DriftCheck]:
 def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, ...]) -> DriftCheck:
     laws, fit, spec = laws_from_fit(kind.fit), kind.fit, kind.recipe.profile
     law: LatencyLaw = laws.latency
-    memory, overhead = laws.memory, fit.overhead
+    memory: MemoryLaw = laws.memory
+    overhead = fit.overhead
     if policy.continuous:
         law, memory = laws.rounds, laws.round_memory
         overhead = fit.rounds.overhead if fit.rounds else fit.overhead

@@ -9,10 +9,10 @@ done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from heapq import heappop, heappush
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,11 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
-from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
+from toolkit.sim.loop import SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.replicas import Routing, ServedKind, serve_routed
+from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, FrontDelay, Intake, SimWorker
 from toolkit.sim.world import World
@@ -76,20 +76,19 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
-    rooms = (
-        [kind.engine().capacity_tokens for kind in world.kinds]
-        if isinstance(policy, VllmPolicy)
-        else [kind.memory.usable_tokens for kind in world.under(policy).kinds]
-    )
-    if min(rooms) < 1:
+    if isinstance(policy, VllmPolicy):
+        usable = [kind.engine().capacity_tokens for kind in world.kinds]
+    else:
+        world = world.under(policy)
+        usable = [kind.memory.usable_tokens for kind in world.kinds]
+    if min(usable) < 1:
         raise InputError(
             "the fitted memory has no room: 0 tokens of KV cache are usable",
             "profile where the cache is larger, or give --set capacity_tokens=N",
         )
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
-    if world.token_gaps:
-        ledger.token_gaps = TokenGaps()
+    gaps = TokenGaps() if world.token_gaps else None
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
     if isinstance(policy, VllmPolicy):
         return _served_by_engines(requests, policy, world, ledger, trace)
     assert not isinstance(policy, BuiltIn)
@@ -100,11 +99,10 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             f"{what}, and policy '{policy.name}' gives requests to workers itself",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
         )
-    world = world.under(policy)
     closed = trace.sessions if world.closed_loop else None
     refusals = _run(requests, policy, world, ledger, closed)
-    found = counters(ledger, len(refusals), world.memory.usable_tokens)
-    return SimResult(world.front.seen(ledger.served()), found, refusals)
+    counts = counters(ledger, len(refusals), usable[0])
+    return SimResult(world.front.seen(ledger.served()), counts, refusals)
 
 
 def _served_by_engines(
@@ -117,46 +115,46 @@ def _served_by_engines(
     for kind in world.kinds:
         book = ledger.of_kind() if several else ledger
         kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
-    first, reuse = kinds[0], Reuse(trace.shared, trace.sessions, world.closed_loop)
+    engine, reuse = kinds[0].engine, Reuse(trace.shared, trace.sessions, world.closed_loop)
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if several else None)
     if routing is None:
-        refusals = serve(
-            requests, policy, first.engine, ledger, reuse, front=first.front, drain=world.drain
-        )
-        served = first.usual_front.seen(ledger.served())
-        found = counters(ledger, len(refusals), first.engine.capacity_tokens)
-        return SimResult(served, found, refusals)
-    refusals, numbers = serve_routed(requests, kinds, ledger, reuse, routing, drain=world.drain)
+        refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
+        served = kinds[0].usual_front.seen(ledger.served())
+        counts = counters(ledger, len(refusals), engine.capacity_tokens)
+        return SimResult(served, counts, refusals)
+    with collector_off():  # what cycles there are live as long as the caches
+        routed = RoutedRun(requests, kinds, ledger, reuse, routing)
+        refusals = routed.serve(drain=world.drain)
     if several:
         for one in kinds:
-            ledger.add(one.ledger, first.engine.capacity_tokens / one.engine.capacity_tokens)
+            ledger.add(one.ledger, engine.capacity_tokens / one.engine.capacity_tokens)
     # as clients see the requests, each behind the front of the kind that served it
-    kind_of, fronts = np.array(numbers), [kind.usual_front for kind in kinds]
+    kind_of, fronts = np.array(routed.kind_of), [kind.usual_front for kind in kinds]
     served = ledger.served()
     served = replace(
         served,
         first_token_s=served.first_token_s + np.array([front.first_s for front in fronts])[kind_of],
         finish_s=served.finish_s + np.array([front.last_s for front in fronts])[kind_of],
     )
-    found = counters(ledger, len(refusals), first.engine.capacity_tokens)
-    return SimResult(served, found, refusals, _parts(served, kinds, kind_of) if several else [])
+    counts = counters(ledger, len(refusals), engine.capacity_tokens)
+    return SimResult(served, counts, refusals, _parts(served, kinds, kind_of) if several else [])
 
 
 def _parts(
     served: Served, kinds: Sequence[ServedKind], kind_of: NDArray[np.int64]
 ) -> list[SimResult]:
     """The result of each kind: the requests that it served, and its own counters."""
-    found, first = [], 0
+    results, first = [], 0
     for number, kind in enumerate(kinds):
-        mine, book = kind_of == number, kind.ledger
-        part = Served(**{f.name: getattr(served, f.name)[mine] for f in fields(Served)})
+        chosen, book = kind_of == number, kind.ledger
+        part = Served(**{f.name: getattr(served, f.name)[chosen] for f in fields(Served)})
         last = first + kind.count
-        book.outcomes = [each for each, is_mine in zip(book.outcomes, mine, strict=True) if is_mine]
+        book.outcomes = list(compress(book.outcomes, chosen))
         book.token_gaps = None
         book.busy_s, book.completed_s = book.busy_s[first:last], book.completed_s[first:last]
-        found.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
+        results.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
         first = last
-    return found
+    return results
 
 
 def _run(
@@ -182,41 +180,34 @@ def _run(
     books = [ledger.of_kind() for _ in world.others]
     for kind, book in zip(world.others, books, strict=True):
         workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    refused = run(scheduler, first, workers, drain=world.drain)
+    refusals = run(scheduler, first, workers, drain=world.drain)
     for kind, book in zip(world.others, books, strict=True):
         ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
-    return refused
+    return refusals
 
 
 def virtual_workers(
     policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides; `ledger`, which gets it, is as `requests` are.
-
-    For a fleet: the workers of the first kind, numbered from `first`. Each kind has a ledger of its
-    own (`Ledger.of_kind`).
+    """The workers that run what `policy` decides, numbered from `first`. They write what happens to
+    `requests` into `ledger`. Of a fleet, these are the workers of the first kind, since each kind
+    has a ledger of its own (`Ledger.of_kind`).
     """
     latency, valid = world.latency, world.valid
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
     outside = valid.left_by if valid is not None and counts else None
     if policy.continuous:
-        rounds: Callable[..., RoundWorker] = RoundWorker
-        if world.joining is not None:
-            rounds = partial(
-                SlabWorker, joining=world.joining, capacity_tokens=world.memory.usable_tokens
-            )
-        return [
-            rounds(
-                first + k,
-                latency,
-                ledger,
-                world.round_runs_out,
-                swap=world.swap,
-                future=world.future_memory,
-                outside=outside,
-            )
-            for k in range(world.workers)
-        ]
+        setup = RoundSetup(
+            latency,
+            world.round_runs_out,
+            world.swap,
+            outside,
+            world.future_memory,
+            world.joining,
+            world.memory.usable_tokens,
+        )
+        kind = RoundWorker if world.joining is None else SlabWorker
+        return [kind(first + k, ledger, setup) for k in range(world.workers)]
     intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
         SimWorker(
@@ -233,19 +224,12 @@ def virtual_workers(
 
 
 class ClosedLoop(Scheduler):
-    """A scheduler to which later turns of sessions are submitted as they come, beside the first
-    turns, which `toolkit.sim.loop` submits. It writes into the ledger when they arrived.
+    """A scheduler that submits the later turns of sessions itself; `toolkit.sim.loop` submits first
+    turns. It writes into `ledger` when turns arrived.
 
-    A turn arrives when the turn before has ended, its client has seen the last token, and has
-    thought about it.
-
-    A row of a static batch may end before its batch. Its next turn arrives at the end of the batch
-    at the earliest, since no decision is made before.
-
-    Args:
-        requests, sessions: all turns.
-        ledger: of the workers.
-        front: what clients wait beyond the workers.
+    A turn arrives when the turn before has ended and its client has seen the last token, behind
+    `front`, and thought about it. If a row ends before its static batch, the next turn arrives at
+    the end of the batch at the earliest, since no decision is made before.
     """
 
     def __init__(
@@ -264,7 +248,7 @@ class ClosedLoop(Scheduler):
         self._requests, self._ledger, self._front_s = requests, ledger, front.last_s
         self._number = {request.request_id: k for k, request in enumerate(requests)}
         self._turns = Reuse(sessions=sessions).turns(range(len(requests)))
-        self._left = sum(map(len, self._turns.values()))  # turns to arrive
+        self._later = sum(map(len, self._turns.values()))  # turns that have not arrived
         self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
         self._batches: dict[int, Batch] = {}  # by worker
 
@@ -275,7 +259,7 @@ class ClosedLoop(Scheduler):
 
     @property
     def waiting_jobs(self) -> int:
-        return super().waiting_jobs + self._left
+        return super().waiting_jobs + self._later
 
     def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
         refusal = super().submit(request, now_s, self._number[request.request_id])
@@ -286,7 +270,7 @@ class ClosedLoop(Scheduler):
     def tick(self, now_s: float) -> list[Batch]:
         while self._coming and self._coming[0][0] <= now_s:
             arrival_s, number = heappop(self._coming)
-            self._left -= 1
+            self._later -= 1
             refusal = self.submit(replace(self._requests[number], arrival_s=arrival_s), now_s)
             if refusal is not None:
                 self._refused.append(refusal)
@@ -298,19 +282,17 @@ class ClosedLoop(Scheduler):
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         super().complete(result, now_s)
         if isinstance(result, RoundResult):
-            ended: Sequence[str] = result.ended
+            ended: Iterable[str] = result.ended
         else:
-            jobs = self._batches[result.worker].jobs
-            ended = [
-                job.request_id for job, over in zip(jobs, result.finished, strict=True) if over
-            ]
+            jobs = compress(self._batches[result.worker].jobs, result.finished)
+            ended = (job.request_id for job in jobs)
         for request_id in ended:
             outcome = self._ledger.outcomes[self._number[request_id]]
             last_s = max(outcome.last_token_s, outcome.first_token_s)
             self._follow(request_id, last_s + self._front_s, now_s)
 
     def _follow(self, request_id: str, end_s: float, now_s: float) -> None:
-        """The turns after one that its client saw end at `end_s` will come."""
+        """A client saw a turn end at `end_s`: the turns after it will come."""
         for later, think_s in self._turns.get(self._number[request_id], ()):
             arrival_s = max(end_s + think_s, now_s)
             self._ledger.arrival_s[later] = arrival_s

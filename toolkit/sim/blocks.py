@@ -182,8 +182,8 @@ class BlockPool:
             self._count(row, found)
 
     def register(self, row: PagedRequest, tokens: int) -> None:
-        """The first `tokens` tokens of a running row are in its blocks, or will be after the pass
-        that is planned: full blocks can be found.
+        """The first `tokens` tokens of a running row are in its blocks after the planned pass: full
+        blocks can be found.
         """
 
     def _count(self, row: PagedRequest, found: int) -> None:
@@ -363,12 +363,10 @@ class SharedPool(BlockPool):
         node = run.node
         assert node is not None
         part = Run(node, first, stop, run.rows)
-        parts = [part]
-        if run.first < first and stop < run.stop:
-            parts = [Run(node, run.first, first, run.rows), part, run]
-            run.first = stop
-        elif stop < run.stop:
+        if stop < run.stop:
             parts = [part, run]
+            if run.first < first:
+                parts.insert(0, Run(node, run.first, first, run.rows))
             run.first = stop
         else:
             parts = [run, part]
@@ -389,8 +387,8 @@ class SharedPool(BlockPool):
 
 
 def _first_copy(runs: Sequence[Run], at: int, stop: int) -> tuple[Run | None, int]:
-    """The run with the block `at` that was registered first, and the end of its blocks up to
-    `stop` of which that holds; None: no run has the block.
+    """The run that was registered first with the block `at`, and up to where, at most `stop`, it is
+    the first; None: no run has the block.
     """
     for run in runs:
         if run.first <= at < run.stop:
@@ -412,27 +410,20 @@ def _unlink(run: Run) -> None:
     run.before = run.after = run
 
 
-class ReplicaContents:
-    """The contents of one replica's requests: copies of the nodes of all requests' contents, made
-    when a request comes here. Which of its blocks are cached is a matter of each replica.
+def copy_of(leaf: Node, copies: dict[Node, Node]) -> Node:
+    """One replica's copy of a node of all requests' contents and of those before it, since each
+    replica caches blocks of its own. `copies` are those that the replica has; new ones are added.
     """
-
-    def __init__(self) -> None:
-        self._copies: dict[Node, Node] = {}
-
-    def of(self, leaf: Node) -> Node:
-        """The replica's copy of a node and of those before it."""
-        copies = self._copies
-        path: list[Node] = []
-        node: Node | None = leaf
-        while node is not None and node not in copies:
-            path.append(node)
-            node = node.parent
-        copy: Node | None = copies[node] if node is not None else None
-        for own in reversed(path):
-            copy = copies[own] = Node(copy, own.start, own.end)
-        assert copy is not None
-        return copy
+    path: list[Node] = []
+    node: Node | None = leaf
+    while node is not None and node not in copies:
+        path.append(node)
+        node = node.parent
+    copy: Node | None = copies[node] if node is not None else None
+    for own in reversed(path):
+        copy = copies[own] = Node(copy, own.start, own.end)
+    assert copy is not None
+    return copy
 
 
 def contents(
@@ -441,13 +432,12 @@ def contents(
     shared: SharedBlocks | None,
     previous: Sequence[int] | None,
 ) -> tuple[list[Node], list[bool]]:
-    """The last node of each request's content, its prompt and then its output, and whether other
-    prompts have tokens of its output.
+    """The last node of each request's content (prompt, then output), and whether other prompts have
+    tokens of its output.
 
-    Prompts are equal as far as their first blocks in `shared` are; a block that is partial in one
-    of two prompts is equal as far as it goes. A prompt with a `previous` row begins with the prompt
-    and the output of that row, which stands before it. Where it has blocks as well, the longer of
-    the two beginnings counts. All else is its own.
+    Prompts are equal as far as their first blocks in `shared` are, with a partial block as far as
+    it goes. A prompt with a `previous` row begins with the prompt and the output of that earlier
+    row. Of two such beginnings the longer counts. All else is its own.
     """
     leaves: list[Node] = []
     continued = [False] * len(prompts)
@@ -478,8 +468,8 @@ def contents(
 
 
 def _known_blocks(shared: SharedBlocks | None, count: int) -> tuple[list[int], list[int]]:
-    """For each prompt, how many of its first blocks an earlier prompt has, and which earlier prompt
-    had the last of them first.
+    """For each prompt, how many of its first blocks earlier prompts have, and the first prompt that
+    had the last of these.
     """
     if shared is None or not len(shared.ids):
         return [0] * count, [-1] * count

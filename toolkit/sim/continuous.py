@@ -4,200 +4,65 @@ A round means the same as to the engine `rebatch`: some rows leave, caches move,
 prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `RoundWorker` runs
 the rounds.
 
-The first half of this module (`Outlook`, `lay_out`, `cut`) handles rounds with chunked prefills. It
-computes the times of the passes and of the decode steps between them before the round runs. As in
-the engine, a bounded pass and a step alternate until no row waits for its prefill; the rest are
-steps alone. If no row decodes, a pass takes all that is left of its group. Each stretch of steps
-costs one evaluation of the law, so a round costs as many evaluations as it has passes.
+A round with chunked prefills is laid out before it runs, as stretches (`Stretch`): the times of its
+passes and of the decode steps between them. As in the engine, a bounded pass and a step alternate
+until no row waits for its prefill; the rest are steps alone. If no row decodes, a pass takes all
+that is left of its group. Each stretch of steps costs one evaluation of the law, so a round costs
+as many evaluations as it has passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, PrefillPass, PrefillPasses
-from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResult
+from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Joining, Moves, RoundResult
 from toolkit.sim.decoding import Decoding
-from toolkit.sim.ledger import Ledger, RunsOut
-
-Left = Callable[[Job], int]  # tokens that a job will still generate
-Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
-Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
-# Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
-# the range that the laws were measured in.
-Outside = Callable[[int, int, int, float], bool]
+from toolkit.sim.ledger import Ledger, Outside, RunsOut
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step.
+    """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step."""
 
-    Attributes:
-        passes: the bound in tokens (0: no bound) and the end in seconds of each.
-        begin_s, end_s: of the steps.
-    """
-
-    passes: tuple[tuple[int, float], ...]
-    begin_s: float
+    passes: tuple[tuple[int, float], ...]  # the bound in tokens (0: none) and the end of each
+    begin_s: float  # of the steps
     steps: int
     end_s: float
     rows: int
     length: float
 
 
-@dataclass
-class Outlook:
-    """A prediction of the rows that decode.
+@dataclass(frozen=True)
+class RoundSetup:
+    """The arguments that all `RoundWorker`s of a kind share."""
 
-    Attributes:
-        rows: how many.
-        steps: the worker's decode steps so far.
-        keys: the sum of length - steps at entry; `longest` is the largest.
-        first_end: the number of the worker's step at which the first of them ends.
-    """
-
-    rows: int
-    steps: int
-    keys: int
-    longest: int
-    first_end: int
-
-    def join(self, jobs: Sequence[Job], left: Left, emits: int) -> None:
-        """Add `jobs`, which are prefilled and have a token from it if prefill `emits` one."""
-        for job in jobs:
-            key = job.length - self.steps
-            self.longest = key if not self.rows else max(self.longest, key)
-            self.keys += key
-            self.rows += 1
-            self.first_end = min(self.first_end, self.steps - emits + left(job))
-
-    def length(self, *, padded: bool) -> float:
-        """L of the next step."""
-        return (self.longest if padded else self.keys / self.rows) + self.steps
-
-
-def lay_out(
-    look: Outlook,
-    newcomers: PrefillPasses[Job],
-    law: LatencyLaw,
-    left: Left,
-    cost: Cost,
-    *,
-    begin_s: float,
-    chunk_tokens: int,
-    steps: int,
-    step_is_due: bool,
-) -> list[Stretch]:
-    """The stretches of a round that begins at `begin_s` and makes at most `steps` decode steps.
-
-    Args:
-        look: the rows that decode; it is changed.
-        newcomers: the rows that are not prefilled yet; it is changed.
-        law: of time.
-        left: the tokens that a job will still generate.
-        cost: the seconds of a pass.
-        chunk_tokens: the bound of a pass while any row decodes; 0: no bound, and all passes come
-            before the first step.
-        step_is_due: whether a bounded pass was made since the last step, so that a step comes next.
-    """
-    emits, last, now_s = int(law.prefill_emits_token), look.steps + steps, begin_s
-    stretches: list[Stretch] = []
-    while True:
-        passes = []
-        while newcomers and not (step_is_due and look.rows):
-            if chunk_tokens and look.first_end <= look.steps:
-                break
-            bound = chunk_tokens if look.rows else 0
-            made = newcomers.next(bound)
-            now_s += cost(made)
-            passes.append((bound, now_s))
-            newcomers.made(made)
-            if made.completes:
-                look.join(made.group.keys, left, emits)
-            step_is_due = bound > 0
-        due = look.first_end - look.steps
-        ran = min(due, last - look.steps, 1 if newcomers else due)
-        length, begins_s = look.length(padded=law.padded), now_s
-        now_s += law.decode_s(look.rows, length, ran) if ran else 0.0
-        if ran and ran == due:
-            now_s += law.leave_s(length + ran)
-        stretches.append(Stretch(tuple(passes), begins_s, ran, now_s, look.rows, length))
-        look.steps += ran
-        if not newcomers or ran == due or look.steps == last:
-            return stretches
-        step_is_due = False
-
-
-def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int:
-    """The least number of steps, at least 1, after which the round can stop at or after `now_s`."""
-    count = 0
-    for stretch in stretches:
-        if now_s <= stretch.end_s:
-            n, span = stretch.rows, (stretch.steps, stretch.begin_s, stretch.end_s)
-            return count + max(steps_within(n, stretch.length, *span, now_s, law.decode_s), 1)
-        count += stretch.steps
-    return count
-
-
-def steps_within(
-    n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps
-) -> int:
-    """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up to
-    the first that ends at or after `now_s`.
-    """
-    guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
-    while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
-        guess -= 1
-    while guess < ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
-        guess += 1
-    return guess
-
-
-def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stretch]:
-    """The same round, stopped after `steps` steps and before any pass that follows them."""
-    kept: list[Stretch] = []
-    for stretch in stretches:
-        if stretch.steps >= steps:
-            took_s = law.decode_s(stretch.rows, stretch.length, steps) if steps else 0.0
-            end_s = stretch.end_s if steps == stretch.steps else stretch.begin_s + took_s
-            return [*kept, replace(stretch, steps=steps, end_s=end_s)]
-        kept.append(stretch)
-        steps -= stretch.steps
-    return kept
+    latency: LatencyLaw
+    runs_out: RunsOut | None = None  # with new rows in a round; None: never
+    swap: SwapLaw | None = None
+    outside: Outside | None = None  # which rounds count as extrapolated; None: none does
+    future: bool = False  # whether the true peak to come is computed: O(n log n) for each round
+    # Of a `SlabWorker`: how new rows join, and the tokens of its slab and all other caches on the
+    # device. A row that runs alone always has room for its prefill.
+    joining: Joining | None = None
+    capacity_tokens: int = NO_LIMIT
 
 
 class RoundWorker(Decoding):
     """Runs one worker's rounds on virtual time: `run` predicts a round's end, `finish` records it.
 
     Between the two, `interrupt` may end the round earlier. Tokens reach the client step by step.
-
-    Args:
-        index: the worker's, for the ledger.
-        latency, ledger, swap: see `Decoding`.
-        runs_out: whether a round with new rows runs out of memory.
-        outside: whether a round is outside the range that the laws were measured in, so that it
-            counts as extrapolated; None: none is.
-        future: whether the true peak of memory to come is computed; it costs O(n log n) per round.
+    `index` is the worker's place in the ledger.
     """
 
-    def __init__(
-        self,
-        index: int,
-        latency: LatencyLaw,
-        ledger: Ledger,
-        runs_out: RunsOut | None = None,
-        *,
-        swap: SwapLaw | None = None,
-        future: bool = False,
-        outside: Outside | None = None,
-    ) -> None:
-        super().__init__(latency, ledger, swap)
+    def __init__(self, index: int, ledger: Ledger, setup: RoundSetup) -> None:
+        super().__init__(setup.latency, ledger, setup.swap)
         self._index = index
-        self._runs_out = runs_out
-        self._future = future
-        self._outside = outside
+        self._runs_out = setup.runs_out
+        self._future = setup.future
+        self._outside = setup.outside
         self._batch: Batch | None = None
         self._start_s = 0.0
         self._begun_s = 0.0
@@ -267,16 +132,21 @@ class RoundWorker(Decoding):
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
         if self._in_passes and self._stretches:
-            ran = steps_by(self._stretches, now_s, self._latency)
+            ran = 0
+            for stretch in self._stretches:
+                if now_s <= stretch.end_s:
+                    n, span = stretch.rows, (stretch.begin_s, stretch.end_s)
+                    within = self._steps_within(n, stretch.length, stretch.steps, *span, now_s)
+                    ran += max(within, 1)
+                    break
+                ran += stretch.steps
             ran += -(self._steps + ran) % batch.stop_every
             if ran <= self._ran:
-                self._stretches = cut(self._stretches, ran, self._latency)
+                self._cut(ran)
                 self._ran, self._stepped_s = ran, self._stretches[-1].end_s
         else:
             n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
-            ran = steps_within(
-                n, length, self._ran, begin_s, self._stepped_s, now_s, self._times.decode_s
-            )
+            ran = self._steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s)
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as in a round with passes
             ran += -(self._steps + ran) % batch.stop_every
@@ -338,7 +208,7 @@ class RoundWorker(Decoding):
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
         """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
         self._in_passes = True
-        newcomers, rows, law = self._newcomers, len(self._resident), self._latency
+        newcomers, rows = self._newcomers, len(self._resident)
         for job in batch.jobs:
             newcomers.add(job, job.length)
         if batch.jobs and self._runs_out:
@@ -353,22 +223,82 @@ class RoundWorker(Decoding):
             self._ends.clear()
         elif len(self._ends) > rows:
             self._drop_stale_ends()
-        first_end = self._ends[0].end if rows else NO_LIMIT
-        self._stretches = lay_out(
-            Outlook(rows, self._steps, self._key_sum, self._longest_key, first_end),
-            newcomers.copy(),
-            law,
-            self._left,
-            self._pass_s,
-            begin_s=begin_s,
-            chunk_tokens=batch.chunk_tokens,
-            steps=batch.steps,
-            step_is_due=self._step_is_due,
-        )
+        self._stretches = self._lay_out(batch, begin_s)
         self._ran = sum([stretch.steps for stretch in self._stretches])
         self._stepped_s = self._stretches[-1].end_s
         self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
+
+    def _lay_out(self, batch: Batch, now_s: float) -> list[Stretch]:
+        """The stretches of a round that begins at `now_s`. While a row decodes, `chunk_tokens`
+        bounds a pass; at 0 all passes come before the first step.
+        """
+        newcomers, times, chunk_tokens = self._newcomers.copy(), self._times, batch.chunk_tokens
+        # of the rows that will decode: how many, their keys, and the step at which the first ends
+        rows, keys, longest = len(self._resident), self._key_sum, self._longest_key
+        first_end = self._ends[0].end if rows else NO_LIMIT
+        steps, step_is_due = self._steps, self._step_is_due
+        last = steps + batch.steps
+        stretches: list[Stretch] = []
+        while True:
+            passes = []
+            while newcomers and not (step_is_due and rows):
+                if chunk_tokens and first_end <= steps:
+                    break
+                bound = chunk_tokens if rows else 0
+                made = newcomers.next(bound)
+                now_s += self._pass_s(made)
+                passes.append((bound, now_s))
+                newcomers.made(made)
+                if made.completes:
+                    for job in made.group.keys:
+                        key = job.length - steps
+                        longest = max(longest, key) if rows else key
+                        keys += key
+                        rows += 1
+                        first_end = min(first_end, steps + self._left(job) - self._emits)
+                step_is_due = bound > 0
+            due = first_end - steps
+            ran = min(due, last - steps, 1 if newcomers else due)
+            length = steps + (float(longest) if self._padded else keys / rows)
+            begin_s = now_s
+            now_s += times.decode_s(rows, length, ran) if ran else 0.0
+            if ran and ran == due:
+                now_s += times.leave_s(length + ran)
+            stretches.append(Stretch(tuple(passes), begin_s, ran, now_s, rows, length))
+            steps += ran
+            if not newcomers or ran == due or steps == last:
+                return stretches
+            step_is_due = False
+
+    def _steps_within(
+        self, n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float
+    ) -> int:
+        """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up
+        to the first that ends at or after `now_s`.
+        """
+        times, steps = self._times, 0
+        if now_s > begin_s and ran:
+            steps = int(ran * (now_s - begin_s) / (end_s - begin_s))  # a guess
+        while steps > 0 and begin_s + times.decode_s(n, length, steps - 1) >= now_s:
+            steps -= 1
+        while (
+            steps < ran and begin_s + (times.decode_s(n, length, steps) if steps else 0.0) < now_s
+        ):
+            steps += 1
+        return steps
+
+    def _cut(self, steps: int) -> None:
+        """Stop the laid-out round after `steps` steps, before any pass that follows them."""
+        for number, stretch in enumerate(self._stretches):
+            if stretch.steps >= steps:
+                if stretch.steps > steps:
+                    took_s = self._times.decode_s(stretch.rows, stretch.length, steps)
+                    end_s = stretch.begin_s + (took_s if steps else 0.0)
+                    stretch = replace(stretch, steps=steps, end_s=end_s)
+                self._stretches[number:] = [stretch]
+                return
+            steps -= stretch.steps
 
     def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
         """Record the stretches; each request that joined, and after how many steps of the round."""
@@ -422,8 +352,8 @@ class RoundWorker(Decoding):
                 self._leave(row)
                 store.put(job, row.key + self._steps + self._emits)
         self._moved_s = moved_s = now_s + store.duration_s(moves)
-        waits = store.waits(moves)
-        if waits:
+        waits = not (moves.overlap and store.law is not None and store.law.overlaps)
+        if waits:  # the round's compute
             self._ledger.swap_wait_s += moved_s - now_s
         if not moves.overlap:
             store.transfer(moves)

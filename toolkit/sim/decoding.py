@@ -30,9 +30,7 @@ class SwapStore:
     """The caches of a worker's jobs that do not decode, in tokens by job: paused or in transfer on
     the device, and swapped to host memory.
 
-    Args:
-        law: how long transfers take; None: there is no host memory, and no cache is ever swapped.
-        ledger: where transfers are counted.
+    `law` says how long transfers take; without one there is no host memory. `ledger` counts them.
     """
 
     __slots__ = ("_host", "_ledger", "device", "device_tokens", "host_tokens", "law")
@@ -78,10 +76,6 @@ class SwapStore:
             in_s += self.law.in_s(self._host[job])
         return out_s + in_s
 
-    def waits(self, moves: Moves) -> bool:
-        """Whether a round's compute waits for its transfers."""
-        return not (moves.overlap and self.law is not None and self.law.overlaps)
-
     def arriving(self, moves: Moves) -> int:
         """Tokens on the device of the caches that `moves` swaps in."""
         return sum([self._host[job] for job in moves.swap_in])
@@ -103,22 +97,16 @@ class SwapStore:
         ledger.swaps_in += len(moves.swap_in)
 
 
-def times_of(law: LatencyLaw) -> LawTimes:
-    """The law's arithmetic, without the law around it if it is linear."""
-    return law.times if isinstance(law, SegmentedLaw) else LawTimes(law)
-
-
 @mypyc_attr(acyclic=True)
 class DecodingRow:
     """A job that decodes. Rows are in order of their ends, then of admission.
 
     Attributes:
-        outcome: what happens to it.
         key: its length less the worker's decode steps when it joined, without the prefill's token.
         mark: of its gaps.
         end: the worker's decode step after which it ends.
-        admission: which one of the worker's admissions it was.
-        stays: whether it has not left.
+        admission: its number among the worker's admissions.
+        stays: whether it still decodes.
     """
 
     __slots__ = ("admission", "end", "job", "key", "mark", "outcome", "stays")
@@ -145,9 +133,9 @@ class Decoding:
     exceeds the capacity shows. `Job.number` is a job's index in the ledger.
 
     Args:
-        latency: the law that time follows here.
-        ledger: where the outcome is written; it holds the true output lengths.
-        swap: how long transfers to host memory and back take; None: nothing is swapped.
+        latency: the law of time.
+        ledger: gets what happens; it holds the true output lengths.
+        swap: the law of transfers to host memory and back; None: nothing is swapped.
     """
 
     def __init__(self, latency: LatencyLaw, ledger: Ledger, swap: SwapLaw | None) -> None:
@@ -155,7 +143,8 @@ class Decoding:
         self._latency = latency
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(swap, ledger)
-        self._times = times_of(latency)
+        # the law's arithmetic, without the law around it where it can be
+        self._times = latency.times if isinstance(latency, SegmentedLaw) else LawTimes(latency)
         self._ledger = ledger
         self._emits = int(latency.prefill_emits_token)
         self._padded: bool = latency.padded
@@ -273,9 +262,8 @@ class Decoding:
         if not self._has_moved:
             return 0
         store = self._swap_store
-        return store.device_tokens + (
-            store.arriving(moves) if moves is not None and moves.overlap else 0
-        )
+        arriving = store.arriving(moves) if moves is not None and moves.overlap else 0
+        return store.device_tokens + arriving
 
     def _give_tokens(self, rows: list[DecodingRow], at_s: float) -> None:
         """Record a token for each of `rows`, the first since they entered, and clear the list."""

@@ -24,10 +24,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class TokenGaps:
-    """The gaps of one simulation, in seconds, as stretches of gaps that grow linearly.
-
-    The step time of a law is linear in the cached length, so that many steps are one stretch. The
-    memory needed grows with the decisions, not with the tokens.
+    """The gaps of one simulation, in seconds, as stretches of gaps that grow linearly: a law's step
+    time is linear in the cached length. Memory grows with the decisions, not with the tokens.
     """
 
     __slots__ = ("_counts", "_first_s", "_last_s")
@@ -49,29 +47,21 @@ class TokenGaps:
         for tokens in generated:
             self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
-    @property
-    def count(self) -> int:
-        """The number of gaps."""
-        return sum(self._counts)
-
     def summary(self) -> dict[str, float]:
         """Mean and percentiles over all gaps; empty if there are none."""
         columns = (self._counts, self._first_s, self._last_s)
         counts, first, last = (np.asarray(column, dtype=float) for column in columns)
         if not len(counts):
             return {}
-        found = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
-        values = _quantiles(
-            counts, np.minimum(first, last), np.maximum(first, last), np.array(PERCENTILES) / 100.0
-        )
-        return found | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
+        mean = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
+        low, high = np.minimum(first, last), np.maximum(first, last)
+        values = _quantiles(counts, low, high, np.array(PERCENTILES) / 100.0)
+        return mean | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
 
 
 def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> list[float]:
-    """The quantiles `shares` of a mixture of stretches of `counts` gaps from `low` to `high`.
-
-    The number of gaps up to x jumps by `counts` at a stretch that is a point, and rises linearly
-    within a longer one.
+    """The quantiles `shares` of a mixture of stretches of `counts` gaps from `low` to `high`: the
+    number of gaps up to x jumps at a stretch that is a point, and rises linearly within others.
     """
     point = high <= low
     slope = counts[~point] / (high - low)[~point]
@@ -84,45 +74,38 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
     along = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(places))])
     upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not make it fall
     before = upto - jumps
-    found = []
-    for share in shares:
-        wanted = share * counts.sum()
+    quantiles = []
+    for wanted in shares * counts.sum():
         k = min(int(np.searchsorted(upto, wanted)), len(places) - 1)
-        if k == 0 or wanted >= before[k]:
-            found.append(float(places[k]))
-        else:
+        place = places[k]
+        if k > 0 and wanted < before[k]:
             rise = before[k] - upto[k - 1]
-            found.append(
-                float(places[k - 1] + (places[k] - places[k - 1]) * (wanted - upto[k - 1]) / rise)
-            )
-    return found
+            place = places[k - 1] + (place - places[k - 1]) * (wanted - upto[k - 1]) / rise
+        quantiles.append(float(place))
+    return quantiles
 
 
 # Whether a batch runs out of memory, by its id, N, L and S.
 RunsOut = Callable[[int, int, int, int], bool]
+# Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
+# the range that the laws were measured in.
+Outside = Callable[[int, int, int, float], bool]
 
 
 @mypyc_attr(acyclic=True)
 class RequestOutcome:
-    """What has happened to one request. Times are in seconds.
+    """What has happened to one request; `ok`: it has ended. Times are in seconds.
 
     One object holds it all, so that a request of a long backlog comes from memory once per slice.
-
-    Attributes:
-        output_tokens: the true length of its output, which no policy sees.
-        first_token_s: when its first token came; -1: none has yet.
-        last_token_s: when its last one so far came.
-        max_gap_s: its largest gap between two tokens.
-        ok: whether it has ended.
     """
 
     __slots__ = ("first_token_s", "last_token_s", "max_gap_s", "ok", "output_tokens")
 
     def __init__(self, output_tokens: int) -> None:
-        self.output_tokens = output_tokens
-        self.first_token_s = -1.0
+        self.output_tokens = output_tokens  # the true length, which no policy sees
+        self.first_token_s = -1.0  # none has come
         self.last_token_s = 0.0
-        self.max_gap_s = 0.0
+        self.max_gap_s = 0.0  # between two tokens
         self.ok = False
 
 
@@ -202,11 +185,11 @@ class Ledger:
         outcomes = self.outcomes
         return Served(
             arrival_s=np.array(self.arrival_s),
-            first_token_s=np.array([each.first_token_s for each in outcomes]),
-            finish_s=np.array([each.last_token_s for each in outcomes]),
+            first_token_s=np.array([outcome.first_token_s for outcome in outcomes]),
+            finish_s=np.array([outcome.last_token_s for outcome in outcomes]),
             output_tokens=np.array(self.output_tokens, dtype=np.int64),
-            max_gap_s=np.array([each.max_gap_s for each in outcomes]),
-            ok=np.array([each.ok for each in outcomes], dtype=bool),
+            max_gap_s=np.array([outcome.max_gap_s for outcome in outcomes]),
+            ok=np.array([outcome.ok for outcome in outcomes], dtype=bool),
         )
 
 
@@ -227,9 +210,9 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     A batch of a continuous worker is a prefill of new rows; `batch_size_mean` is then the mean
     number of rows per decode step.
     """
-    ended = sum([each.ok for each in ledger.outcomes])
+    ended = sum([outcome.ok for outcome in ledger.outcomes])
     batches, requests, steps = max(ledger.batches, 1), max(ended, 1), max(ledger.decoding_steps, 1)
-    found = {
+    metrics = {
         "refused": float(refused),
         "unfinished": float(len(ledger.outcomes) - ended - refused),
         "batches": float(ledger.batches),
@@ -248,32 +231,31 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         / max(ledger.rounds or ledger.batches, 1),
     }
     if ledger.rounds:
-        for name in ("rounds", "swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"):
-            found[name] = float(getattr(ledger, name))
-        found["peak_host_tokens"] = float(ledger.peak_host_tokens)
-        found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
+        swaps = ("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s", "peak_host_tokens")
+        metrics |= {name: float(getattr(ledger, name)) for name in ("rounds", *swaps)}
+        metrics["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
-        found["query_tokens"] = float(ledger.query_tokens)
-        found["hit_tokens"] = float(ledger.hit_tokens)
-        found["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
-        found["lost_hit_tokens"] = float(ledger.lost_tokens)
-        found["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
-        found["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
-        found["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
+        metrics["query_tokens"] = float(ledger.query_tokens)
+        metrics["hit_tokens"] = float(ledger.hit_tokens)
+        metrics["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
+        metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
+        metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
+        metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
+        metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
-        found["future_required_memory_percent"] = 100.0 * future / usable_tokens
+        metrics["future_required_memory_percent"] = 100.0 * future / usable_tokens
     if ledger.token_gaps is not None:
-        found |= ledger.token_gaps.summary()
+        metrics |= ledger.token_gaps.summary()
     if ledger.moved:
-        found["moved_requests"] = float(ledger.moved)
-        found["recomputed_tokens"] = float(ledger.recomputed_tokens)
+        metrics["moved_requests"] = float(ledger.moved)
+        metrics["recomputed_tokens"] = float(ledger.recomputed_tokens)
     # how evenly (CT STD of the SCLS paper) and how much the workers were busy
-    found["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
+    metrics["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
     makespan_s = max(ledger.completed_s, default=0.0)
     shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
-    found["utilisation_percent"] = statistics.fmean(shares)
-    return found | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
+    metrics["utilisation_percent"] = statistics.fmean(shares)
+    return metrics | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
 
 
 class Gaps:

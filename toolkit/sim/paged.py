@@ -51,13 +51,12 @@ class Chunk:
 class PagedPass:
     """What the next forward pass computes, and the rows that were preempted for it."""
 
-    __slots__ = ("chunks", "preempted", "rows", "shape")
+    __slots__ = ("chunks", "preempted", "shape")
 
     def __init__(
-        self, shape: StepShape, rows: int, chunks: list[Chunk], preempted: list[PagedRequest]
+        self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
     ) -> None:
         self.shape = shape
-        self.rows = rows
         self.chunks = chunks
         self.preempted = preempted
 
@@ -102,7 +101,7 @@ class PagedScheduler:
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
         self._admissions = 0
-        self._decoding = 0
+        self.decoding = 0  # rows that decode
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
         # heap of (end, order, row), for rows leave in the order of their admission; an entry is
@@ -116,11 +115,6 @@ class PagedScheduler:
         """A request arrives."""
         self.waiting.append(row)
 
-    @property
-    def decoding(self) -> int:
-        """Rows that decode."""
-        return self._decoding
-
     def schedule(self) -> PagedPass:
         """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
         or waits, and the pass is not made.
@@ -130,7 +124,7 @@ class PagedScheduler:
         if due + self._due_chunk() > self.pool.free:
             taken = self._make_room(preempted)
             due = self._due() - taken
-        decodes, cached = self._decoding, self._key_sum + self._decoding * self._steps
+        decodes, cached = self.decoding, self._key_sum + self.decoding * self._steps
         for row in self._ended:
             if row.stops:  # it is in one more pass, since its end was not known
                 decodes += 1
@@ -167,7 +161,7 @@ class PagedScheduler:
             shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
-        self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
+        self._plan = PagedPass(shape, chunks, preempted)
         return self._plan
 
     def rows(self) -> list[tuple[int, int, int]]:
@@ -190,7 +184,7 @@ class PagedScheduler:
         """
         plan = self._plan
         assert plan is not None
-        if plan.chunks or plan.preempted or self._ended or not self._decoding:
+        if plan.chunks or plan.preempted or self._ended or not self.decoding:
             return 1
         if self.waiting and self.pool.writers:
             return 1  # a block that is written may let one in
@@ -199,7 +193,7 @@ class PagedScheduler:
             heappop(ends)
         most = ends[0][0] - self._steps
         free, tokens = self.pool.free, self._block_tokens
-        if self._decoding * (most // tokens + 1) <= free:
+        if self.decoding * (most // tokens + 1) <= free:
             return most
         for k in range(1, most):
             free -= self._fill[-(self._steps + k) % tokens]
@@ -213,7 +207,7 @@ class PagedScheduler:
         assert plan is not None
         if steps > 1:  # the blocks that decodes take in the passes after the planned one
             count = steps - 1
-            crossings = count // tokens * self._decoding
+            crossings = count // tokens * self.decoding
             for k in range(1, 1 + count % tokens):
                 crossings += self._fill[-(self._steps + k) % tokens]
             self.pool.take(crossings)
@@ -245,7 +239,7 @@ class PagedScheduler:
                 ended.append(row)
                 continue
             row.end = now + row.left
-            self._decoding += 1
+            self.decoding += 1
             self._key_sum += row.computed
             self._fill[row.computed % tokens] += 1
             heappush(ends, (row.end, row.order, row))
@@ -281,9 +275,9 @@ class PagedScheduler:
             due = self._due() - taken
             if due <= pool.free and due + self._due_chunk() <= pool.free:
                 return taken
-            now = min(due, pool.free)
-            pool.take(now)
-            taken += now
+            count = min(due, pool.free)
+            pool.take(count)
+            taken += count
             row, _ = self.running.popitem()
             if row is self._partial:
                 self._partial = None
@@ -325,7 +319,7 @@ class PagedScheduler:
             return 0
         # ended rows are in one more pass if their ends were not known
         late = sum([row.stops for row in self._ended])
-        budget = self._most_tokens - self._decoding - late
+        budget = self._most_tokens - self.decoding - late
         end = min(row.prompt, row.computed + budget)
         return self.pool.needed(end) - self.pool.needed(row.computed)
 
@@ -360,6 +354,6 @@ class PagedScheduler:
         row.left -= generated
         row.prompt += generated
         row.end = 0
-        self._decoding -= 1
+        self.decoding -= 1
         self._key_sum -= row.computed
         self._fill[row.computed % self._block_tokens] -= 1

@@ -17,9 +17,10 @@ requests in turn; `toolkit.sim.replicas` puts them behind a router.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -62,11 +63,10 @@ class PassRange:
 
 @dataclass(slots=True, frozen=True)
 class PagedEngine:
-    """One engine: the law of its passes, its cache, and whether it plans ahead (`ahead`). `valid`
-    None: the law holds everywhere.
+    """One engine: the law of its passes, its cache, and whether it plans `ahead`.
 
-    `blocks` excludes the one that vLLM keeps for itself. `front_s` is the seconds that a client
-    waits for a token beyond the passes, and `front_row_s` the seconds that each running row adds.
+    `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
+    client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
     `believed` is the law that a router believes; None: `steps`.
     """
 
@@ -85,9 +85,15 @@ class PagedEngine:
     @classmethod
     def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
-        valid = PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max)
-        blocks, front = capacity_tokens // fit.block_tokens, (fit.front_s, fit.front_row_s)
-        return cls(law_of_steps(fit), blocks, fit.block_tokens, fit.async_scheduling, valid, *front)
+        return cls(
+            law_of_steps(fit),
+            capacity_tokens // fit.block_tokens,
+            fit.block_tokens,
+            fit.async_scheduling,
+            PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
+            fit.front_s,
+            fit.front_row_s,
+        )
 
     @property
     def capacity_tokens(self) -> int:
@@ -112,7 +118,7 @@ class PagedEngine:
 
 @dataclass(slots=True, frozen=True)
 class Reuse:
-    """What the requests of a trace have in common, and whether sessions are a closed loop."""
+    """What the requests of a trace share, and whether sessions are a closed loop."""
 
     shared: SharedBlocks | None = None
     sessions: Sessions | None = None
@@ -124,13 +130,13 @@ class Reuse:
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None
 
-    def dealt(self, requests: int, engines: int) -> list[int]:
-        """The engine of each request: in turn, and in a closed loop session by session."""
-        if self.sessions is None or not self.closed:
-            return [number % engines for number in range(requests)]
-        first = self.sessions.first
-        order = np.cumsum(first == np.arange(requests)) - 1
-        return [int(place) % engines for place in order[first].tolist()]
+    def dealt(self, requests: int, engines: int) -> list[list[int]]:
+        """The requests of each engine: dealt in turn, and in a closed loop session by session."""
+        place = np.arange(requests)
+        if self.sessions is not None and self.closed:
+            first = self.sessions.first
+            place = (np.cumsum(first == place) - 1)[first]
+        return [np.flatnonzero(place % engines == engine).tolist() for engine in range(engines)]
 
     def contents(
         self, numbers: Sequence[int], requests: Sequence[Request], outputs: Sequence[int]
@@ -150,15 +156,12 @@ class Reuse:
         """In a closed loop, the turns after each of `numbers`, with think times in seconds."""
         if self.sessions is None or not self.closed:
             return {}
-        found: dict[int, list[tuple[int, float]]] = {}
+        after: dict[int, list[tuple[int, float]]] = {}
         previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
         for number in numbers:
             if previous[number] >= 0:
-                found.setdefault(previous[number], []).append((number, think_s[number]))
-        return found
-
-
-NO_REUSE = Reuse()
+                after.setdefault(previous[number], []).append((number, think_s[number]))
+        return after
 
 
 class PagedRun:
@@ -169,9 +172,8 @@ class PagedRun:
     costs nothing while others work.
 
     Args:
-        index: the worker's, for the ledger.
-        engine, flags: see `PagedEngine` and `VllmPolicy`.
-        ledger: where the outcome is written; it holds the true output lengths.
+        index: its place in the ledger.
+        ledger: gets what happens.
         shares: whether requests have contents.
         tells: whether the caller takes `first_tokens` and `ends`, since requests may follow.
 
@@ -219,7 +221,7 @@ class PagedRun:
         self.next_s = math.inf
 
     def arrive(self, row: PagedRequest, now_s: float, *, has_tokens: bool = False) -> None:
-        """A request comes; `has_tokens`: it generated some elsewhere."""
+        """A request comes; `has_tokens`: it has some from another engine."""
         self._arrived.append(row)
         if has_tokens:
             self._moved_here.add(row.number)
@@ -241,13 +243,13 @@ class PagedRun:
         now_s, scheduler, leap = self.next_s, self._scheduler, self._leap
         if leap is not None:
             self._leap = None
-            ended = self._finish(leap, self._steps, self._begin_s, self._begun_s, self._done_s)
+            ended = self._finish(leap)
             if self._ahead:
                 scheduler.settle(self._under_way)
                 self._under_way, self._plan_s = ended, self._begun_s
             else:
                 scheduler.settle(ended)
-                self._plan_s = self._done_s + self._law.after_s(leap.rows)
+                self._plan_s = self._done_s + self._law.after_s(leap.shape.rows)
             if self._plan_s > now_s or (follow and ended):
                 self.next_s = self._plan_s
                 return
@@ -262,7 +264,7 @@ class PagedRun:
         for row in plan.preempted:
             if row.mark:  # it had its last token with the last pass; else none since its admission
                 self._close(row, self._last_s)
-        if plan.rows:
+        if plan.shape.rows:
             steps = scheduler.ahead()
             self._can_cut = steps > 1 and not scheduler.waiting
             self._set_leap(plan, max(now_s, self._done_s), steps, until_s)
@@ -274,17 +276,16 @@ class PagedRun:
             self._plan_s, self.next_s = now_s, math.inf
 
     def die(self, now_s: float) -> list[PagedRequest]:
-        """It dies and comes back empty. Returns its requests in order; `left` is what they lack."""
-        leap, begin_s = self._leap, self._begin_s
+        """The engine dies and comes back empty; its requests in order, with what they lack as
+        `left`.
+        """
+        leap = self._leap
         if leap is not None:
-            low, high = 0, self._steps  # passes that were done
-            while low < high:
-                middle = (low + high + 1) // 2
-                done = self._times(leap, middle, begin_s)[1] <= now_s
-                low, high = (middle, high) if done else (low, middle - 1)
-            if low:
-                begun_s, end_s = self._times(leap, low, begin_s)
-                self._finish(leap, low, begin_s, begun_s, end_s)
+            passes = range(1, self._steps + 1)
+            self._steps = bisect_right(passes, now_s, key=lambda k: self._times(leap, k)[1])
+            if self._steps:
+                self._begun_s, self._done_s = self._times(leap, self._steps)
+                self._finish(leap)
         self.close()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
@@ -321,32 +322,32 @@ class PagedRun:
             begun = self._law.steps_before(plan.shape, until_s - begin_s, steps - planned)
             steps, self._can_cut = max(planned + begun, 1), False
         self._leap, self._begin_s, self._steps = plan, begin_s, steps
-        self._begun_s, self._done_s = self._times(plan, steps, begin_s)
+        self._begun_s, self._done_s = self._times(plan, steps)
         self.next_s = self._begun_s if self._ahead else self._done_s
 
-    def _times(self, plan: PagedPass, steps: int, begin_s: float) -> tuple[float, float]:
-        """When the last of `steps` passes begins and ends, if the first begins at `begin_s`."""
-        law, shape = self._law, plan.shape
+    def _times(self, plan: PagedPass, steps: int) -> tuple[float, float]:
+        """When the last of the first `steps` passes of the leap begins and ends."""
+        law, shape, begin_s = self._law, plan.shape, self._begin_s
         if steps == 1:
             return begin_s, begin_s + law.forward_s(shape)
         begun_s = begin_s + law.stretch_s(shape, steps - 1)
         return begun_s, begun_s + law.forward_s(_grown(shape, steps))
 
-    def _finish(
-        self, plan: PagedPass, steps: int, begin_s: float, begun_s: float, end_s: float
-    ) -> list[PagedRequest]:
-        """Record `steps` passes from `begin_s` on, the last from `begun_s`; the rows that ended."""
-        scheduler, ledger, law, rows = self._scheduler, self._ledger, self._law, plan.rows
+    def _finish(self, plan: PagedPass) -> list[PagedRequest]:
+        """Record the passes of the leap; the rows that ended."""
+        scheduler, ledger, law = self._scheduler, self._ledger, self._law
+        steps, begin_s, end_s = self._steps, self._begin_s, self._done_s
         first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
         last = _grown(plan.shape, steps)
-        self._give(plan, steps, first_s, law.after_s(rows) + end_s - begun_s)
+        last_gap_s = law.after_s(plan.shape.rows) + end_s - self._begun_s
+        self._give(plan, steps, first_s, last_gap_s)
         size = self._block_tokens
         used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
         used = (self._blocks - scheduler.pool.free) * size
         ledger.rounds += steps
         ledger.decoding_steps += steps
-        ledger.row_steps += steps * (rows if steps == 1 else last.rows)
+        ledger.row_steps += steps * last.rows
         if plan.chunks:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
@@ -423,7 +424,7 @@ def serve(
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
-    reuse: Reuse = NO_REUSE,
+    reuse: Reuse,
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
@@ -435,33 +436,26 @@ def serve(
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
-    dealt: list[list[int]] = [[] for _ in range(ledger.workers)]
-    places = reuse.dealt(len(requests), ledger.workers)
     for number, request in enumerate(requests):
         refused = refusal(request, outputs[number], flags, engine)
         if refused is not None:
             refusals[number] = refused
-        dealt[places[number]].append(number)
     ledger.shares = bool(reuse)
-    for index, numbers in enumerate(dealt):
-        leaves, watched = (
-            reuse.contents(numbers, requests, outputs)
-            if reuse and flags.prefix_caching
-            else ([], [])
-        )
-        rows = {}
-        for place, number in enumerate(numbers):
-            request = requests[number]
-            if number in refusals:
-                continue
-            rows[number] = PagedRequest(
+    shares = bool(reuse) and flags.prefix_caching
+    for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
+        leaves, watched = reuse.contents(numbers, requests, outputs) if shares else ([], [])
+        rows = {
+            number: PagedRequest(
                 number,
-                request.prompt_tokens,
+                requests[number].prompt_tokens,
                 outputs[number],
-                stops=outputs[number] < request.max_new_tokens,
-                content=leaves[place] if leaves else None,
-                watched=bool(watched) and watched[place],
+                stops=outputs[number] < requests[number].max_new_tokens,
+                content=leaves[place] if shares else None,
+                watched=shares and watched[place],
             )
+            for place, number in enumerate(numbers)
+            if number not in refusals
+        }
         turns = reuse.turns(numbers)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(turns))
         _drive(run, rows, turns, ledger.arrival_s, front, engine, drain)
@@ -481,9 +475,8 @@ def _drive(
     admitted. In a closed loop their `turns` follow, and `arrival_s` gets their times.
     """
     later = {number for after in turns.values() for number, _ in after}
-    # also those that are refused, if their sessions go on
-    coming = [(arrival_s[k], k) for k in sorted({*rows, *turns}) if k not in later]
-    heapify(coming)
+    # also those that are refused, if their sessions go on; sorted, it is a heap
+    coming = sorted((arrival_s[k], k) for k in {*rows, *turns} - later)
     left, follow = len(rows), bool(turns)  # `left`: to arrive
     while coming or run.next_s < math.inf:
         if coming and coming[0][0] <= run.next_s:
@@ -513,12 +506,9 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    limits = {"the cache holds": engine.capacity_tokens}
-    if not flags.chunked_prefill:
-        limits["without chunked prefill a pass takes"] = flags.max_num_batched_tokens
-    for where, tokens in limits.items():
-        if most > tokens:
-            return Refusal(
-                request.request_id, f"it may grow to {most:,} tokens; {where} {tokens:,}"
-            )
-    return None
+    limit = f"the cache holds {engine.capacity_tokens:,}"
+    if most <= engine.capacity_tokens:
+        if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
+            return None
+        limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"
+    return Refusal(request.request_id, f"it may grow to {most:,} tokens; {limit}")

@@ -35,9 +35,8 @@ from toolkit.routing.types import (
 )
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.blocks import PagedRequest, ReplicaContents
+from toolkit.sim.blocks import Node, PagedRequest, copy_of
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.loop import collector_off
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
 from toolkit.sim.worker import FrontDelay
 
@@ -62,7 +61,7 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_outages(path: Path, replicas: int) -> tuple[Outage, ...]:
     """The outages of a file of JSON lines. `InputError` names a wrong line."""
-    found: list[Outage] = []
+    outages: list[Outage] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -71,20 +70,20 @@ def read_outages(path: Path, replicas: int) -> tuple[Outage, ...]:
         if not line.strip():
             continue
         try:
-            one = msgspec.json.decode(line, type=Outage)
+            outage = msgspec.json.decode(line, type=Outage)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path.name}: line {number}: {error}", OUTAGE_HINT) from None
-        if not (0 <= one.replica < replicas and 0 <= one.from_s < one.to_s):
-            what = f"replica {one.replica} away from {one.from_s:g} s to {one.to_s:g} s"
+        if not (0 <= outage.replica < replicas and 0 <= outage.from_s < outage.to_s):
+            what = f"replica {outage.replica} away from {outage.from_s:g} s to {outage.to_s:g} s"
             limit = f"replicas are 0 to {replicas - 1}, and from_s is below to_s"
             raise InputError(f"{path.name}: line {number}: {what}: {limit}", OUTAGE_HINT)
-        found.append(one)
-    found.sort(key=lambda one: (one.replica, one.from_s))
-    for before, after in pairwise(found):
+        outages.append(outage)
+    outages.sort(key=lambda outage: (outage.replica, outage.from_s))
+    for before, after in pairwise(outages):
         if before.replica == after.replica and after.from_s < before.to_s:
             again = f"replica {after.replica} goes away at {after.from_s:g} s, and is away"
             raise InputError(f"{path.name}: {again} until {before.to_s:g} s", OUTAGE_HINT)
-    return tuple(found)
+    return tuple(outages)
 
 
 OUTAGE_HINT = 'a line is {"replica": 0, "from_s": 60, "to_s": 90} or has "drain": true besides'
@@ -92,31 +91,21 @@ OUTAGE_HINT = 'a line is {"replica": 0, "from_s": 60, "to_s": 90} or has "drain"
 
 @dataclass(frozen=True)
 class Routing:
-    """How requests are routed.
-
-    Attributes:
-        router: chooses; None: to each replica in turn.
-        report_s: seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler
-            read them about every 0.1 and 0.05 s.
-        report_age_s: how old a report is when it comes.
-        block_tokens: of the blocks that prompts are matched by; 0, or fewer than the trace's
-            blocks have: these.
-        seed: of ties.
-        outages: of replicas.
-        limits: the targets by which the front refuses new requests.
-    """
+    """How requests are routed."""
 
     router: Router = field(default_factory=RoundRobinRouter)
+    # Seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler read them
+    # about every 0.1 and 0.05 s.
     report_s: float = 0.1
-    report_age_s: float = 0.0
-    seed: int = 0
+    report_age_s: float = 0.0  # how old a report is when it comes
+    seed: int = 0  # of ties
     outages: tuple[Outage, ...] = ()
-    limits: LatencyLimits = UNLIMITED
-    block_tokens: int = 0
+    limits: LatencyLimits = UNLIMITED  # the targets by which the front refuses new requests
+    block_tokens: int = 0  # of the blocks that prompts are matched by; at least the trace's own
 
     @classmethod
     def of_front(cls, router: Router, limits: LatencyLimits = UNLIMITED) -> Routing:
-        """As our front routes by `router`: what it knows as coarsely and as late."""
+        """As our front routes: by blocks of its size, and by reports as often as it has them."""
         return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
@@ -158,31 +147,12 @@ def traits_of_kinds(kinds: Sequence[ServedKind]) -> list[ReplicaTraits]:
     )
 
 
-def serve_routed(
-    requests: Sequence[Request],
-    kinds: Sequence[ServedKind],
-    ledger: Ledger,
-    reuse: Reuse,
-    routing: Routing,
-    *,
-    drain: bool = True,
-) -> tuple[list[Refusal], list[int]]:
-    """Serve requests on the replicas of all kinds, behind a router. `ledger` has the requests; the
-    kinds' ledgers share its lists, or are it.
+class RoutedRun:
+    """One simulation: requests are served on the replicas of all kinds, behind a router.
 
-    Without `drain` a replica stops when the last request has arrived and none waits there.
-
-    Returns:
-        The refusals of requests that can never be served, and the number of the kind that served
-        each request last; -1: none did.
+    `ledger` has the requests; the kinds' ledgers share its lists, or are it. `kind_of` is the
+    number of the kind that served each request last; -1: none did.
     """
-    with collector_off():  # what cycles there are live as long as the caches
-        run = _RoutedRun(requests, kinds, ledger, reuse, routing)
-        return run.serve(drain=drain), run.kind_of
-
-
-class _RoutedRun:
-    """One simulation of replicas behind a router; the arguments are those of `serve_routed`."""
 
     def __init__(
         self,
@@ -193,31 +163,24 @@ class _RoutedRun:
         routing: Routing,
     ) -> None:
         self._requests, self._ledger, self._kinds = requests, ledger, kinds
-        self._reuse = reuse
-        each = [(number, kind) for number, kind in enumerate(kinds) for _ in range(kind.count)]
-        self._numbers = [number for number, _ in each]
+        self._reuse, shares = reuse, bool(reuse)
+        # the kind of each replica
+        self._numbers = [number for number, kind in enumerate(kinds) for _ in range(kind.count)]
         self.kind_of = [-1] * len(requests)
-        self._shares = [bool(reuse) and kind.flags.prefix_caching for kind in kinds]
+        self._shares = [shares and kind.flags.prefix_caching for kind in kinds]
         self._replicas = [
-            PagedRun(
-                index,
-                kind.engine,
-                kind.flags,
-                kind.ledger,
-                shares=self._shares[number],
-                tells=True,
-            )
-            for index, (number, kind) in enumerate(each)
+            PagedRun(index, kind.engine, kind.flags, kind.ledger, shares=shares, tells=True)
+            for index, kind in enumerate(kinds[number] for number in self._numbers)
         ]
         self._leaves, self._watched = (
             reuse.contents(range(len(requests)), requests, ledger.output_tokens)
             if any(self._shares)
             else ([], [])
         )
-        self._contents = [ReplicaContents() for _ in self._replicas]
-        given = reuse.shared.block_tokens if reuse.shared else kinds[0].engine.block_tokens
-        self._merged = max(routing.block_tokens // given, 1)  # blocks that the router sees as one
-        self._router_block_tokens = self._merged * given
+        self._copies: list[dict[Node, Node]] = [{} for _ in self._replicas]
+        size = reuse.shared.block_tokens if reuse.shared else kinds[0].engine.block_tokens
+        self._merged = max(routing.block_tokens // size, 1)  # blocks that the router sees as one
+        self._router_block_tokens = self._merged * size
         traits = traits_of_kinds(kinds)
         self._balancer = Balancer(
             routing.router,
@@ -239,10 +202,13 @@ class _RoutedRun:
         self._lost: list[PagedRequest] = []  # no replica is up for them
 
     def serve(self, *, drain: bool) -> list[Refusal]:
-        """Serve all; return the refusals."""
+        """Serve all; return the refusals of requests that can never be served.
+
+        Without `drain` a replica stops when the last request has arrived and none waits there.
+        """
         ledger, events, replicas = self._ledger, self._events, self._replicas
-        for each in (ledger, *(kind.ledger for kind in self._kinds)):
-            each.shares = bool(self._reuse)
+        for book in (ledger, *(kind.ledger for kind in self._kinds)):
+            book.shares = bool(self._reuse)
         later = {number for turns in self._turns.values() for number, _ in turns}
         events += [
             (ledger.arrival_s[number], ARRIVE, number, 0)
@@ -278,8 +244,8 @@ class _RoutedRun:
                 left -= 1
                 request, output = self._requests[subject], ledger.output_tokens[subject]
                 # each kind must be able to serve all, as servers of one context are
-                found = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
-                refused = next((each for each in found if each is not None), None)
+                reasons = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
+                refused = next(filter(None, reasons), None)
                 if refused is None and not any(r.is_up for r in self._balancer.replicas):
                     refused = Refusal(request.request_id, "no replica was up when it came")
                 if refused is None:
@@ -303,7 +269,7 @@ class _RoutedRun:
         lost = [] if what == 1 else replica.die(now_s)
         self._take(replica, index)
         if comes:
-            self._contents[index] = ReplicaContents()
+            self._copies[index] = {}
             self._back_s[index] = now_s
             self._slow = sorted({*self._slow, index})
             self._balancer.change(index, is_up=True, is_fresh=True)
@@ -330,7 +296,9 @@ class _RoutedRun:
     def _route(
         self, number: int, now_s: float, left: int | None = None, excluded: tuple[int, ...] = ()
     ) -> Refusal | None:
-        """Send a request to a replica; a moved one lacks `left` tokens, others may be refused."""
+        """Send a request to a replica. One that moves lacks `left` tokens; a new one may be
+        refused.
+        """
         request, output = self._requests[number], self._ledger.output_tokens[number]
         moved, left = left is not None, output if left is None else left
         prompt = request.prompt_tokens + output - left
@@ -345,8 +313,7 @@ class _RoutedRun:
             text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"
             return Refusal(request.request_id, text)
         if index is None:
-            row = PagedRequest(number, prompt, left)
-            self._lost.append(row)
+            self._lost.append(PagedRequest(number, prompt, left))
             return None
         if moved:
             self._ledger.moved += 1
@@ -358,7 +325,7 @@ class _RoutedRun:
             prompt,
             left,
             stops=output < request.max_new_tokens,
-            content=self._contents[index].of(self._leaves[number]) if shares else None,
+            content=copy_of(self._leaves[number], self._copies[index]) if shares else None,
             watched=shares and self._watched[number],
         )
         replica = self._replicas[index]

@@ -17,43 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, groups_alike
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Joining, RoundResult
-from toolkit.sim.continuous import Outside, RoundWorker
-from toolkit.sim.ledger import Ledger, RunsOut
+from toolkit.sched.types import Batch, Job, RoundResult
+from toolkit.sim.continuous import RoundSetup, RoundWorker
+from toolkit.sim.ledger import Ledger
 
 
 class SlabWorker(RoundWorker):
-    """Runs the rounds of a padded worker on virtual time; for other arguments see `RoundWorker`.
+    """Runs the rounds of a padded worker on virtual time."""
 
-    Args:
-        joining: how new rows join.
-        capacity_tokens: of the slab and all other caches on the device together; None: no limit. A
-            row that runs alone always has room for its prefill.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        latency: LatencyLaw,
-        ledger: Ledger,
-        runs_out: RunsOut | None = None,
-        *,
-        joining: Joining,
-        capacity_tokens: int | None = None,
-        swap: SwapLaw | None = None,
-        future: bool = False,
-        outside: Outside | None = None,
-    ) -> None:
-        super().__init__(
-            index, latency, ledger, runs_out, swap=swap, future=future, outside=outside
-        )
-        self._capacity = NO_LIMIT if capacity_tokens is None else capacity_tokens
+    def __init__(self, index: int, ledger: Ledger, setup: RoundSetup) -> None:
+        super().__init__(index, ledger, setup)
+        self._capacity = setup.capacity_tokens
         # decode steps of the current round for which memory suffices; -1: all of them
         self._spills_after = -1
         self._in_slab = True
-        self._shapes = joining == "shape"
+        self._shapes = setup.joining == "shape"
         self._shaped = 0  # 1 if the current round's prefill is a step
         # its prefill passes except the last: rows, gap mark, end in seconds
         self._passes: list[tuple[int, int, float]] = []
@@ -128,21 +107,21 @@ class SlabWorker(RoundWorker):
         return result
 
     def _prefill(self, batch: Batch) -> float:
-        there = len(self._resident)
-        if self._shapes and there:
+        running = len(self._resident)
+        if self._shapes and running:
             if self._emits:
                 self._shaped = 1
                 self._steps += 1
             super()._prefill(batch)
             if self._padded:
-                self._ledger.pad_tokens += there * (batch.input_length - 1)
-            seconds = self._times.prefill_s(there + len(batch.jobs), batch.input_length)
+                self._ledger.pad_tokens += running * (batch.input_length - 1)
+            seconds = self._times.prefill_s(running + len(batch.jobs), batch.input_length)
         else:
             seconds = self._prefill_apart(batch)
         n = len(self._resident)
         if not self._failure and n != 1:
             # the peak in tokens while new rows are prefilled: see `SlabFootprint`
-            longer = batch.input_length * (n if self._shapes and there else 1)
+            longer = batch.input_length * (n if self._shapes and running else 1)
             peak = n * (self._width() - self._shaped) + longer + self._beside(batch.moves)
             if peak > self._capacity:
                 self._run_out_of_memory(batch.jobs)

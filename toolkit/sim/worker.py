@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.compiled import Reduced, reduced
@@ -19,7 +19,7 @@ from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult
-from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut
+from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +62,7 @@ class Intake:
         cost_s: seconds that each arrival adds to every batch that runs then.
     """
 
-    def __init__(self, arrivals_s: Sequence[float] = (), cost_s: float = 0.0) -> None:
+    def __init__(self, arrivals_s: Sequence[float], cost_s: float) -> None:
         if not cost_s >= 0.0:
             raise InputError(
                 f"an arrival that costs batches {cost_s} s is not possible; it is >= 0"
@@ -83,23 +83,19 @@ class Intake:
         return end_s
 
 
-NO_INTAKE = Intake()
-
-
 class SimWorker:
     """Runs the static batches of one worker on virtual time.
 
     Args:
-        latency: the law that time follows here (the policy may know another one).
-        ledger: where the outcome is written; it holds the true output lengths. A job's index is
-            its number.
-        runs_out: whether a batch runs out of memory.
+        latency: the law of time (the policy may know another one).
+        ledger: gets what happens; it holds the true output lengths.
+        runs_out: whether a batch runs out of memory; None: none does.
         streams: tokens reach the client as they come; False: with their batch, as in the SCLS
             paper.
         flush_s: the least seconds between two reports of a slice's tokens after its first ones.
         intake: what arriving requests cost a running batch.
         outside: whether a batch is outside the range that the laws were measured in, so that it
-            counts as extrapolated: see `toolkit.sim.continuous.Outside`; None: none is.
+            counts as extrapolated; None: none is.
     """
 
     def __init__(
@@ -109,9 +105,9 @@ class SimWorker:
         runs_out: RunsOut | None,
         *,
         streams: bool,
-        flush_s: float = 0.0,
-        intake: Intake = NO_INTAKE,
-        outside: Callable[[int, int, int, float], bool] | None = None,
+        flush_s: float,
+        intake: Intake,
+        outside: Outside | None,
     ) -> None:
         self._latency = latency
         self._outside = outside
@@ -138,8 +134,7 @@ class SimWorker:
             outcome.output_tokens - job.generated
             for outcome, job in zip(outcomes, batch.jobs, strict=True)
         ]
-        longest = max(remaining)
-        ran = min(batch.steps, longest)
+        ran = min(batch.steps, max(remaining))
         generated = [left if left < ran else ran for left in remaining]
         finished = [left <= ran for left in remaining]
         ledger = self._ledger
@@ -159,8 +154,8 @@ class SimWorker:
         done_s = self._intake.end_s(
             now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits)
         )
-        self._stamp(batch, outcomes, generated, finished, now_s, prefill_s, done_s)
         result = BatchResult(batch.batch_id, batch.worker, generated, finished)
+        self._stamp(batch, result, outcomes, now_s, prefill_s, done_s)
         return self._end(result, now_s, done_s)
 
     def finish(self) -> BatchResult:
@@ -180,9 +175,8 @@ class SimWorker:
     def _stamp(
         self,
         batch: Batch,
+        result: BatchResult,
         outcomes: list[RequestOutcome],
-        generated: list[int],
-        finished: list[bool],
         now_s: float,
         prefill_s: float,
         done_s: float,
@@ -190,6 +184,7 @@ class SimWorker:
         """Record when each job's tokens reached its client."""
         streams, emits = self._streams, self._emits
         size, length = len(batch.jobs), batch.input_length
+        generated = result.generated
 
         def made_s(tokens: int) -> float:
             """When each row has `tokens` new tokens."""
@@ -202,7 +197,7 @@ class SimWorker:
             self._count_gaps(batch, outcomes, generated, first_s)
         ran = max(generated)
         step_s = done_s - made_s(ran - 1) if streams and ran > emits else 0.0
-        for outcome, tokens, ended in zip(outcomes, generated, finished, strict=True):
+        for outcome, tokens, ended in zip(outcomes, generated, result.finished, strict=True):
             gap_s = step_s
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
@@ -222,7 +217,7 @@ class SimWorker:
             outcome.last_token_s = last_s
 
     def _count_gaps(
-        self, batch: Batch, outcomes: list[RequestOutcome], generated: list[int], first_s: float
+        self, batch: Batch, outcomes: list[RequestOutcome], generated: Sequence[int], first_s: float
     ) -> None:
         """Count every gap of a slice and the gap since the slice before, by when the worker makes
         the tokens, not when it reports them.

@@ -2,8 +2,7 @@
 
 The parts, in this order:
 
-- `Validity`: where the laws were measured; workers count the batches outside, with extrapolated
-  times;
+- `Validity`: where the laws were measured; workers count the extrapolated batches outside;
 - `World`, `world_from_fit` and `world_of`: a world, made from a fit or the workers of a plan;
 - `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
   fit's or the token-step world, with the settings that the command gives;
@@ -19,7 +18,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.load import laws_from_fit
-from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
+from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
@@ -43,11 +42,6 @@ class Validity:
 
     prefill: Range
     decode: Range
-
-    @classmethod
-    def of(cls, fit: Fit) -> Validity:
-        """The range that a fit was measured in."""
-        return cls(fit.prefill.valid, fit.decode.valid)
 
     def __str__(self) -> str:
         return (
@@ -81,7 +75,7 @@ def extrapolation_warning(percent: float, valid: object) -> str:
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """The laws of a worker that runs rounds. `believed` and `front`: as in `World`."""
+    """The laws of a worker of rounds. `believed` and `front`: as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
@@ -95,71 +89,47 @@ class World:
 
     A fleet has `others`: further kinds of workers behind the same scheduler. Each is a world, of
     which only what concerns its workers counts. Its workers are numbered after these, kind by kind.
-
-    Attributes:
-        latency, memory: the laws of a worker.
-        workers: how many there are.
-        max_new_tokens: the output limit of a request for which the trace gives none.
-        runs_out: which static batches really run out of memory (they reserve all of it at once);
-            None: the law is right.
-        round_runs_out: the same for rounds, which hold only what they use.
-        streams: tokens reach the client as they come; False: with their batch.
-        flush_s: the least seconds between two reports of a worker's tokens.
-        seed: of the policy's random draws.
-        future_memory: whether the true peak of memory to come is computed.
-        token_gaps: whether the percentiles of all gaps between tokens (ITL) are computed.
-        drain: False: the simulation stops when the last request has been admitted.
-        limits_hold: False: outputs may be longer than the limits that the policy sees, as in
-            Past-Future's Table 1.
-        believed: the latency law that the scheduler knows, if it differs from `latency`.
-        valid: where the laws were measured; None: they hold everywhere.
-        swap: the law of swaps to host memory; None: caches cannot be swapped.
-        host_tokens: tokens of host memory per worker for swapped caches.
-        joining: how rows join a running batch that is one padded slab, as on the engine `rebatch`;
-            None: memory is paged.
-        slots: rows that run at once on a worker, in rounds.
-        rounds: the laws under continuous policies, if they differ.
-        finished: output lengths of requests that ended before the first arrival, for policies that
-            look back.
-        front: what HTTP, tokenizing and the stream add to the latencies that clients see.
-        arrival_cost_s: seconds that each arriving request adds to every static batch that runs
-            then, where workers compute on the front's cores.
-        paged: the engine with its own scheduler, for the policy `vllm`.
-        routing: of requests to replicas of that engine; None: to each in turn.
-        flags: of a fleet's further kind of such engines: its own scheduler's; None: those of the
-            simulated policy.
-        name: of such a kind: its recipe's.
-        closed_loop: a session's turn arrives when the turn before has ended and its client has
-            thought about it; False: when the trace says so.
     """
 
     latency: LatencyLaw
     memory: MemoryLaw
     workers: int
-    max_new_tokens: int
+    max_new_tokens: int  # the output limit of a request for which the trace gives none
+    # Which static batches really run out of memory (they reserve all of it at once), and which
+    # rounds, which hold only what they use; None: the law is right.
     runs_out: RunsOut | None = None
     round_runs_out: RunsOut | None = None
-    streams: bool = True
-    flush_s: float = 0.0
-    seed: int = 0
-    future_memory: bool = False
-    token_gaps: bool = False
-    drain: bool = True
+    streams: bool = True  # False: tokens reach the client with their batch, not as they come
+    flush_s: float = 0.0  # the least seconds between two reports of a worker's tokens
+    seed: int = 0  # of the policy's random draws
+    future_memory: bool = False  # whether the true peak of memory to come is computed
+    token_gaps: bool = False  # whether percentiles of all gaps between tokens (ITL) are computed
+    drain: bool = True  # False: the simulation stops when the last request has been admitted
+    # False: outputs may be longer than the limits that the policy sees, as in Past-Future's Table 1
     limits_hold: bool = True
-    believed: LatencyLaw | None = None
-    valid: Validity | None = None
-    swap: SwapLaw | None = None
-    host_tokens: int = 0
+    believed: LatencyLaw | None = None  # that the scheduler knows, if it differs from `latency`
+    valid: Validity | None = None  # where the laws were measured; None: they hold everywhere
+    swap: SwapLaw | None = None  # to host memory; None: caches cannot be swapped
+    host_tokens: int = 0  # of swapped caches that a worker's host memory holds
+    # How rows join a running batch that is one padded slab, as on the engine `rebatch`; None:
+    # memory is paged.
     joining: Joining | None = None
-    slots: int = NO_LIMIT
-    rounds: RoundLaws | None = None
+    slots: int = NO_LIMIT  # rows that run at once on a worker, in rounds
+    rounds: RoundLaws | None = None  # the laws under continuous policies, if they differ
+    # output lengths of requests that ended before the first arrival, for policies that look back
     finished: tuple[int, ...] = ()
-    front: FrontDelay = NO_DELAY
+    front: FrontDelay = NO_DELAY  # what HTTP, tokenizing and the stream add for clients
+    # Seconds that an arriving request adds to every static batch that runs then, where workers
+    # compute on the front's cores.
     arrival_cost_s: float = 0.0
-    paged: PagedEngine | None = None
-    routing: Routing | None = None
+    paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
+    routing: Routing | None = None  # to replicas of that engine; None: to each in turn
+    # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
+    # flags of the simulated policy.
     flags: VllmPolicy | None = None
     name: str = ""
+    # A session's turn arrives when the turn before has ended and its client has thought about it;
+    # False: when the trace says so.
     closed_loop: bool = True
     others: tuple[World, ...] = ()
 
@@ -180,15 +150,13 @@ class World:
 
     def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws for what `policy` runs: static batches or rounds."""
-        if self.others:
-            alone = replace(self, others=()).under(policy)
-            return replace(alone, others=tuple(kind.under(policy) for kind in self.others))
+        others = tuple(kind.under(policy) for kind in self.others)
         laws = self.rounds if policy.continuous else None
         if laws is None:
-            return self
+            return replace(self, others=others)
         front = self.front if laws.front == NO_DELAY else laws.front
         taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed)
-        return replace(taken, front=front, rounds=None)
+        return replace(taken, front=front, rounds=None, others=others)
 
     def engine(self) -> PagedEngine:
         """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
@@ -203,29 +171,29 @@ class World:
         """Where the laws that apply under the policy of this name were measured; for a fleet, the
         ranges of all kinds in words.
         """
-        if self.others:
-            ranges = [replace(kind, others=()).range_of(policy) for kind in self.kinds]
-            return "; or ".join(dict.fromkeys(str(each) for each in ranges if each)) or None
-        return self.valid if self.paged is None or policy != VllmPolicy.name else self.paged.valid
-
-    def worker(self, index: int) -> Worker:
-        """A worker as the scheduler knows it."""
-        host_tokens = self.host_tokens if self.swap else 0
-        latency = self.believed or self.latency
-        return Worker(
-            index,
-            latency,
-            self.memory,
-            swap=self.swap,
-            host_tokens=host_tokens,
-            joining=self.joining,
-            slots=self.slots,
-        )
+        ranges = [
+            kind.paged.valid if kind.paged and policy == VllmPolicy.name else kind.valid
+            for kind in self.kinds
+        ]
+        if not self.others:
+            return ranges[0]
+        return "; or ".join(dict.fromkeys(str(valid) for valid in ranges if valid)) or None
 
     def scheduled(self) -> list[Worker]:
         """All workers as the scheduler knows them, numbered from 0."""
         kinds = [kind for kind in self.kinds for _ in range(kind.workers)]
-        return [kind.worker(index) for index, kind in enumerate(kinds)]
+        return [
+            Worker(
+                index,
+                kind.believed or kind.latency,
+                kind.memory,
+                swap=kind.swap,
+                host_tokens=kind.host_tokens if kind.swap else 0,
+                joining=kind.joining,
+                slots=kind.slots,
+            )
+            for index, kind in enumerate(kinds)
+        ]
 
 
 def fleet(kinds: Sequence[World]) -> World:
@@ -237,10 +205,8 @@ def fleet(kinds: Sequence[World]) -> World:
 def world_from_fit(
     fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0
 ) -> World:
-    """The world that a fit describes: its laws, and for static batches a memory edge that is drawn
-    per batch from `seed`.
-
-    Rounds have no such edge: the probe of rounds counts as usable only what ran at every length.
+    """The world that a fit describes: its laws, and a memory edge that is drawn for each static
+    batch. Rounds have none: their probe counts as usable only what ran at every length.
     """
     laws, rounds = laws_from_fit(fit), None
     if laws.rounds is not laws.latency:
@@ -251,10 +217,10 @@ def world_from_fit(
         laws.memory,
         workers,
         max_new_tokens,
-        runs_out=DrawnEdge(laws.edge, seed),
+        runs_out=DrawnEdge(laws.memory, fit.memory.zeta_std, seed),
         flush_s=flush_s,
         seed=seed,
-        valid=Validity.of(fit),
+        valid=Validity(fit.prefill.valid, fit.decode.valid),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
         rounds=rounds,
@@ -285,8 +251,8 @@ def flagged(world: World, kinds: Sequence[Kind], given: Mapping[str, Value] | No
     """
     if not world.others or not traits_of(kinds[0].recipe.engine.name).server:
         return world
-    own = settings_of_kinds(given or {}, kinds)
-    flags = [flags_of(kind, of_kind) for kind, of_kind in zip(kinds, own, strict=True)]
+    settings = settings_of_kinds(given or {}, kinds)
+    flags = [flags_of(kind, own) for kind, own in zip(kinds, settings, strict=True)]
     others = zip(world.others, flags[1:], kinds[1:], strict=True)
     named = (replace(other, flags=own, name=kind.recipe.name) for other, own, kind in others)
     return replace(world, others=tuple(named))
@@ -297,13 +263,13 @@ def reflagged(world: World, flags: Mapping[str, Mapping[str, Value]]) -> World:
     kind that is not named keeps its own, and a name of no kind is ignored. Where one flag bounds
     another, it is moved to the nearest allowed value.
     """
-    found = []
-    for other in world.others:
-        given = flags.get(other.name)
-        if given is not None:
-            other = replace(other, flags=VllmPolicy(**VllmPolicy.within(given)))  # type: ignore[arg-type]
-        found.append(other)
-    return replace(world, others=tuple(found))
+    others = [
+        replace(other, flags=VllmPolicy(**VllmPolicy.within(flags[other.name])))  # type: ignore[arg-type]
+        if other.name in flags
+        else other
+        for other in world.others
+    ]
+    return replace(world, others=tuple(others))
 
 
 def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list[dict[str, Value]]:
@@ -326,29 +292,18 @@ def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list
 
 
 def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
-    """The flags of a kind of servers: its recipe's, and `given` ones in their place. `InputError`
-    where another policy than its own scheduler's is to run inside it.
+    """The flags of a kind of servers: its recipe's, with `given` ones in their place. `InputError`
+    if its recipe has another policy than `vllm`.
     """
     policy = kind.recipe.policy
-    made = make_any(policy.name, policy.parameters | dict(given))
-    if not isinstance(made, VllmPolicy):
+    flags = make_any(policy.name, policy.parameters | dict(given))
+    if not isinstance(flags, VllmPolicy):
         raise InputError(
             f"recipe '{kind.recipe.name}': policy '{policy.name}': in a fleet of servers each runs "
             f"its own scheduler, '{VllmPolicy.name}'",
             f"set policy.name to {VllmPolicy.name}, with its flags as parameters",
         )
-    return made
-
-
-@dataclass(slots=True, frozen=True)
-class DrawnEdge:
-    """The memory edge that a batch meets, drawn by its id. A class, so that it can be pickled."""
-
-    edge: MemoryEdge
-    seed: int
-
-    def __call__(self, batch_id: int, size: int, length: int, steps: int) -> bool:
-        return self.edge.runs_out(size, length, steps, uniform_draw(self.seed, batch_id))
+    return flags
 
 
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
@@ -413,10 +368,6 @@ class WorldSettings:
             turns = RoundRobinRouter()
             return Routing.of_front(turns) if self.admission == "targets" else None
         return Routing.of_front(make_router(name, parameters))
-
-    def joining(self, engines: Joining | None) -> Joining | None:
-        """See `World.joining`; `engines` is the engine's own."""
-        return engines if self.memory == "engine" else MEMORIES[self.memory]
 
 
 def assign_settings(
@@ -525,7 +476,7 @@ def make_world(
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
         routing=settings.routing(knobs_of_router),
-        joining=settings.joining(world.joining),
+        joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
+from typing import NamedTuple
 
 from toolkit.errors import InputError
 
@@ -111,20 +112,9 @@ class Format:
         return self.known_by or tuple(column for column in own if column)
 
     @property
-    def unit_s(self) -> float:
-        """The unit of its times, in seconds."""
-        return 0.001 if self.seconds is milliseconds else 1.0
-
-    @property
     def unit(self) -> str:
+        """The unit of its times."""
         return "ms" if self.seconds is milliseconds else "s"
-
-    @property
-    def time(self) -> str:
-        """What its times are, in words."""
-        return (
-            "an ISO 8601 time" if self.seconds is iso_seconds else f"a finite number of {self.unit}"
-        )
 
 
 def whole_prompts(records: Iterator[Record], source: str) -> Iterator[Record]:
@@ -162,27 +152,17 @@ def whole_prompts(records: Iterator[Record], source: str) -> Iterator[Record]:
         except (ValueError, OverflowError):
             turn = None
         turns[label] = turn
-        yield record if turn is None else {**record, **turn.columns()}
+        yield record if turn is None else {**record, **turn._asdict()}
 
 
-@dataclass(slots=True, frozen=True)
-class _Turn:
-    """A turn of AIPerf's with its whole prompt. Times are in milliseconds."""
+class _Turn(NamedTuple):
+    """The columns of an AIPerf turn with its whole prompt. Times are in milliseconds."""
 
-    arrival_ms: float
-    delay_ms: float
-    prompt: int
-    output: int
-    ids: object  # a list of ids; something else if the file's were not usable
-
-    def columns(self) -> dict[str, object]:
-        return {
-            "timestamp": self.arrival_ms,
-            "input_length": self.prompt,
-            "output_length": self.output,
-            "delay": self.delay_ms,
-            "hash_ids": self.ids,
-        }
+    timestamp: float
+    delay: float
+    input_length: int
+    output_length: int
+    hash_ids: object  # a list of ids; something else if the file's were not usable
 
     @classmethod
     def of(
@@ -194,17 +174,17 @@ class _Turn:
             raise ValueError("no tokens")
         delay_ms = number(record.get("delay") or 0.0)
         time = record.get("timestamp")
-        follows_ms = before.arrival_ms + delay_ms if before else 0.0
+        follows_ms = before.timestamp + delay_ms if before else 0.0
         arrival_ms = follows_ms if time is None else number(time)
-        given = record.get("hash_ids")
+        own_ids = record.get("hash_ids")
         if before is None or whole:
-            ids = _fresh_ids(new, fresh) if given is None else given
+            ids = _fresh_ids(new, fresh) if own_ids is None else own_ids
             return cls(arrival_ms, delay_ms, new, output, ids)
-        prompt = length(before.prompt + before.output + new)
-        fits = isinstance(given, list) and len(given) == -(-new // MOONCAKE_BLOCK)
-        if not isinstance(before.ids, list) or not (given is None or fits):
+        prompt = length(before.input_length + before.output_length + new)
+        fits = isinstance(own_ids, list) and len(own_ids) == -(-new // MOONCAKE_BLOCK)
+        if not isinstance(before.hash_ids, list) or not (own_ids is None or fits):
             return cls(arrival_ms, delay_ms, prompt, output, "no list")
-        kept = before.ids[: before.prompt // MOONCAKE_BLOCK]
+        kept = before.hash_ids[: before.input_length // MOONCAKE_BLOCK]
         more = _fresh_ids(prompt - len(kept) * MOONCAKE_BLOCK, fresh)
         return cls(arrival_ms, delay_ms, prompt, output, kept + more)
 
@@ -290,9 +270,9 @@ class _AgentFile:
     def _continued(self, ids: list[int], prompt: int) -> _Open | None:
         """The turn before, which no other continues; None for a prompt that begins anew."""
         for whole in range(len(ids), 0, -1):
-            found = self._open.get(ids[whole - 1])
-            fits = found and found.prompt // self._block == whole
-            if found and fits and found.prompt + found.output <= prompt:
+            before = self._open.get(ids[whole - 1])
+            fits = before and before.prompt // self._block == whole
+            if before and fits and before.prompt + before.output <= prompt:
                 return self._open.pop(ids[whole - 1])
         return None
 

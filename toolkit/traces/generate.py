@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError, nearest
+from toolkit.traces.formats import MAX_LENGTH
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 Floats = NDArray[np.float64]
 
-MAX_LENGTH = 2**31 - 1  # tokens
 DEFAULT_MAX_LENGTH = 1024  # tokens, the bound of the SCLS paper
 BOUNDED = {"uniform", "fixed"}  # distributions that have a longest length of their own
 # At this sigma, a third of the lengths differs from the median by a factor above 20,000.
@@ -62,19 +62,16 @@ class Lengths:
             raise InputError(
                 f"'{self.kind}' is not a distribution of lengths", nearest(self.kind, FORMS)
             )
-        low, high, limits = 0.0, 0.0, f"lengths from 1 to {MAX_LENGTH} tokens"
-        match self.kind:
-            case "uniform":
-                low, high, limits = self.a, MAX_LENGTH, f"{limits}, LOW not above HIGH"
-            case "lognormal":
-                low, high = 1e-9, MAX_SIGMA
-                limits += f", SIGMA above 0 and up to {MAX_SIGMA:g}"
-            case "pareto":
-                low, high = MIN_ALPHA, MAX_ALPHA
-                limits += f", ALPHA from {MIN_ALPHA:g} to {MAX_ALPHA:g}"
+        low, high, limits = {  # of the second number
+            "uniform": (self.a, MAX_LENGTH, ", LOW not above HIGH"),
+            "lognormal": (1e-9, MAX_SIGMA, f", SIGMA above 0 and up to {MAX_SIGMA:g}"),
+            "pareto": (MIN_ALPHA, MAX_ALPHA, f", ALPHA from {MIN_ALPHA:g} to {MAX_ALPHA:g}"),
+            "fixed": (0.0, 0.0, ""),
+        }[self.kind]
         if not (1 <= self.a <= MAX_LENGTH and low <= self.b <= high):
             raise InputError(
-                f"'{self._spelled()}' is not possible", f"{self.kind}:{FORMS[self.kind]}, {limits}"
+                f"'{self._spelled()}' is not possible",
+                f"{self.kind}:{FORMS[self.kind]}, lengths from 1 to {MAX_LENGTH} tokens{limits}",
             )
         if not 1 <= self.longest <= MAX_LENGTH:
             raise InputError(
@@ -251,9 +248,7 @@ def generate(
 def backlog(
     count: int, prompt: Lengths, output: Lengths, seed: int, content: SharedContent | None = None
 ) -> Trace:
-    """Draw `count` requests, or sessions, that all arrive at 0 s. The same arguments give the same
-    trace.
-    """
+    """Draw `count` requests or sessions that all arrive at 0 s; the same for the same arguments."""
     if count < 1:
         raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
     _check_count(count, "the backlog")

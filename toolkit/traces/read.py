@@ -66,11 +66,11 @@ class ReadReport:
         lines = [f"read {self.kept:,} of {self.rows:,} rows ({self.format} format)"]
         if self.dropped:
             reasons = sorted(self.dropped.items())
-            each = "; ".join(
+            listed = "; ".join(
                 f"{count:,} {reason} ({self.examples[reason]})" for reason, count in reasons
             )
             count = self.rows - self.kept
-            lines.append(f"dropped {count:,} {'row' if count == 1 else 'rows'}: {each}")
+            lines.append(f"dropped {count:,} {'row' if count == 1 else 'rows'}: {listed}")
         if self.reordered:
             lines.append("rows were not in order of arrival: sorted")
         if self.timeless:
@@ -91,18 +91,18 @@ class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this m
 
 
 def read_trace(path: Path) -> tuple[Trace, ReadReport]:
-    """Read the trace in `path`, sorted by arrival with the first at 0 s.
+    """Read the trace in `path`, sorted by arrival with the first at 0 s. Its notes have the report,
+    too. A folder is read as the sessions in its *.json files.
 
-    Returns it with the report, which is also in its notes. A folder is read as the sessions in its
-    *.json files. Raises `InputError` where the file cannot be read, has no known format, lacks a
-    column, or has no usable row.
+    Raises `InputError` where the file cannot be read, has no known format, lacks a column, or has
+    no usable row.
     """
     try:
         if path.is_dir():
             return _read_folder(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
-            found, records = _open_records(file, path.name)
-            form = formats.detect(found, path.name)
+            columns, records = _open_records(file, path.name)
+            form = formats.detect(columns, path.name)
             whole = form.whole(records, path.name) if form.whole else records
             return _collect(whole, form, path.name)
     except OSError as error:
@@ -122,8 +122,8 @@ def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
     def records() -> Iterator[Record]:
         for path in files:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                found, rows = _open_records(file, path.name)
-                if formats.detect(found, path.name) is not formats.AGENTS:
+                columns, rows = _open_records(file, path.name)
+                if formats.detect(columns, path.name) is not formats.AGENTS:
                     raise InputError(
                         f"{path}: not an agent's session", "a folder may hold nothing else"
                     )
@@ -199,18 +199,17 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     dropped = Problems()
     for row, record in enumerate(records, start=1):
         try:
-            found = _row(record, form)
+            numbers = _row(record, form)
         except _Dropped as error:
             reason = str(error)
-            dropped.counts[reason] += 1
-            if reason not in dropped.examples:
-                dropped.examples[reason] = f"row {row:,}: {_detail(record, form, reason)}"
+            known = reason in dropped.counts
+            dropped.add(reason, "" if known else f"row {row:,}: {_detail(record, form, reason)}")
             if sharing:
                 sharing.lost(record)
         else:
-            kept.append(found)
+            kept.append(numbers)
             if sharing and record:
-                sharing.add(record, row, found[1])
+                sharing.add(record, row, numbers[1])
     report = ReadReport(
         source,
         form.name,
@@ -233,10 +232,10 @@ def _ordered(
 ) -> tuple[Trace, ReadReport]:
     """The kept rows as a trace, sorted by arrival, and the whole report."""
     arrivals = np.array([row[0] for row in kept], dtype=np.float64)
-    lengths = np.array([row[1:] for row in kept], dtype=np.int64)
-    priority = lengths[:, 3] if lengths[:, 3].any() else None
-    columns = lengths[:, 0], lengths[:, 1], lengths[:, 2]
-    trace = Trace(arrivals - arrivals.min(), *columns, report.source, priority=priority)
+    prompts, outputs, limits, priorities = np.array([row[1:] for row in kept], dtype=np.int64).T
+    columns = arrivals - arrivals.min(), prompts, outputs, limits
+    priority = priorities if priorities.any() else None
+    trace = Trace(*columns, report.source, priority=priority)
     reordered = bool((np.diff(arrivals) < 0).any())
     if sharing:
         trace = sharing.attach(trace)
@@ -297,8 +296,8 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     if formats.REASON in record:
         return _shown(record, form.session)
     if reason == TOO_LATE:
-        latest = f"{formats.LATEST_S / form.unit_s:.4g} {form.unit}"
-        return f"{_shown(record, form.arrival)}, must be at most {latest}"
+        latest = formats.LATEST_S * (1000 if form.unit == "ms" else 1)
+        return f"{_shown(record, form.arrival)}, must be at most {latest:.4g} {form.unit}"
     if reason == NEGATIVE:
         return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
     if reason == BEYOND:
@@ -321,7 +320,9 @@ def _detail(record: Record, form: Format, reason: str) -> str:
                 wrong = True
             if wrong:
                 return f"{_shown(record, column)}, must be {allowed}"
-    return f"{_shown(record, form.arrival)}, must be {form.time}"
+    iso = form.seconds is formats.iso_seconds
+    time = "an ISO 8601 time" if iso else f"a finite number of {form.unit}"
+    return f"{_shown(record, form.arrival)}, must be {time}"
 
 
 def _shown(record: Mapping[str, object], column: str) -> str:

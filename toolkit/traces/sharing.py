@@ -141,8 +141,8 @@ class Sharing:
 
     def attach(self, trace: Trace) -> Trace:
         """`trace` with its blocks and sessions; its rows are in the file's order."""
-        shared = self._blocks()
-        return replace(trace, shared=shared, sessions=self._sessions(trace, shared))
+        trace = replace(trace, shared=self._blocks())
+        return replace(trace, sessions=self._sessions(trace))
 
     def _blocks(self) -> SharedBlocks | None:
         ids = np.frombuffer(self._ids, dtype=np.int64).copy()
@@ -160,7 +160,7 @@ class Sharing:
         return SharedBlocks(self._block_tokens, ids, offsets) if len(ids) else None
 
     def _no_chain(self, ids: Ints, offsets: Ints) -> Flags:
-        """The rows in which an id stands behind another one than where it stands first."""
+        """The rows in which an id stands behind another id than where it stands first."""
         first = np.zeros(len(ids), dtype=np.bool_)
         first[offsets[:-1][np.diff(offsets) > 0]] = True
         behind = np.where(first, 0, np.roll(ids, 1))
@@ -170,28 +170,21 @@ class Sharing:
         bad = np.zeros(len(offsets) - 1, dtype=np.bool_)
         bad[row_of[wrong]] = True
         if wrong.any():
-            place = int(np.flatnonzero(wrong)[0])
-            row, other = (self._rows[row_of[one]] for one in (place, origin[place]))
-            now, then = (
-                "first" if first[one] else f"after {behind[one]}"
-                for one in (place, int(origin[place]))
-            )
-            shown = f"row {row:,}: {ids[place]} stands {now}, and {then} in row {other:,}"
+            places = int(np.flatnonzero(wrong)[0]), int(origin[wrong][0])
+            row, other = (self._rows[row_of[place]] for place in places)
+            now, then = ("first" if first[place] else f"after {behind[place]}" for place in places)
+            shown = f"row {row:,}: {ids[places[0]]} stands {now}, and {then} in row {other:,}"
             self.unshared.add(NO_CHAIN, shown, int(bad.sum()))
         return bad
 
-    def _sessions(self, trace: Trace, shared: SharedBlocks | None) -> Sessions | None:
+    def _sessions(self, trace: Trace) -> Sessions | None:
         previous = np.frombuffer(self._previous, dtype=np.int64).copy()
         think_s = np.frombuffer(self._think_s, dtype=np.float64).copy()
-        if not (previous >= 0).any():
-            return None
-        turns = Sessions(previous, think_s)
-        arrival_s, whole = trace.arrival_s, trace.prompt_tokens + trace.output_tokens
         linked = np.flatnonzero(previous >= 0)
         before = previous[linked]
-        early = arrival_s[linked] < arrival_s[before]
-        short = trace.prompt_tokens[linked] < whole[before]
-        other = _other_blocks(replace(trace, shared=shared, sessions=turns), linked) & ~short
+        early = trace.arrival_s[linked] < trace.arrival_s[before]
+        short = trace.prompt_tokens[linked] < (trace.prompt_tokens + trace.output_tokens)[before]
+        other = _other_blocks(trace, linked, before) & ~short
         for reason, wrong in ((EARLY, early), (SHORT, short & ~early), (DIFFERENT, other & ~early)):
             if wrong.any():
                 row = int(linked[wrong][0])
@@ -199,17 +192,16 @@ class Sharing:
                 self.unlinked.add(reason, shown, int(wrong.sum()))
         cut = linked[early | short | other]
         previous[cut], think_s[cut] = -1, 0.0
-        return turns if (previous >= 0).any() else None
+        return Sessions(previous, think_s) if (previous >= 0).any() else None
 
     def _shown(self, reason: str, trace: Trace, row: int, before: int) -> str:
         here, there = f"row {self._rows[row]:,}", f"row {self._rows[before]:,}"
         if reason == EARLY:
-            times = [trace.arrival_s[one] - trace.arrival_s.min() for one in (row, before)]
-            return f"{here}: at {times[0]:.6g} s, {there} at {times[1]:.6g} s"
+            here += f": at {trace.arrival_s[row]:.6g} s"
+            there += f" at {trace.arrival_s[before]:.6g} s"
         if reason == SHORT:
-            lengths = trace.prompt_tokens[before], trace.output_tokens[before]
-            own = f"{here}: {trace.prompt_tokens[row]:,} tokens"
-            return f"{own}, {there}: {lengths[0]:,} + {lengths[1]:,}"
+            here += f": {trace.prompt_tokens[row]:,} tokens"
+            there += f": {trace.prompt_tokens[before]:,} + {trace.output_tokens[before]:,}"
         return f"{here}, {there}"
 
 
@@ -219,17 +211,16 @@ def first_places(ids: Ints) -> Ints:
     return np.asarray(firsts[inverse], dtype=np.int64)
 
 
-def _other_blocks(trace: Trace, linked: Ints) -> Flags:
+def _other_blocks(trace: Trace, turns: Ints, before: Ints) -> Flags:
     """Which of these turns do not begin with all whole blocks of the turn before."""
-    shared, sessions = trace.shared, trace.sessions
-    wrong = np.zeros(len(linked), dtype=np.bool_)
-    if shared is None or sessions is None:
+    shared = trace.shared
+    wrong = np.zeros(len(turns), dtype=np.bool_)
+    if shared is None:
         return wrong
-    before = sessions.previous[linked]
     whole = trace.prompt_tokens[before] // shared.block_tokens
     counts = shared.counts
-    known = (whole > 0) & (counts[linked] >= whole) & (counts[before] >= whole)
-    mine, theirs = (shared.offsets[rows][known] + whole[known] - 1 for rows in (linked, before))
+    known = (whole > 0) & (counts[turns] >= whole) & (counts[before] >= whole)
+    mine, theirs = (shared.offsets[rows][known] + whole[known] - 1 for rows in (turns, before))
     wrong[known] = shared.ids[mine] != shared.ids[theirs]
     return wrong
 
@@ -379,15 +370,12 @@ class ReuseCurve:
     hit_tokens: Floats
     blocks: int  # looked up
     prompt_tokens: int  # of all requests, also of those without blocks
-    different_blocks: int
 
     def at(self, capacity_blocks: float) -> tuple[float, float]:
         """The shares of blocks and of prompt tokens that hit at a capacity."""
-        hits = (
-            float(np.interp(capacity_blocks, self.capacity_blocks, found))
-            for found in (self.hit_blocks, self.hit_tokens)
-        )
-        return next(hits) / max(self.blocks, 1), next(hits) / self.prompt_tokens
+        blocks = float(np.interp(capacity_blocks, self.capacity_blocks, self.hit_blocks))
+        tokens = float(np.interp(capacity_blocks, self.capacity_blocks, self.hit_tokens))
+        return blocks / max(self.blocks, 1), tokens / self.prompt_tokens
 
 
 @dataclass(slots=True, frozen=True)
@@ -412,7 +400,7 @@ class PromptReuse:
     reusable_tokens: int  # by such a cache
     reusable_percent: float
     caches: list[CacheHits]  # from one block to the smallest cache that reuses all
-    derived: bool = False
+    derived: bool
 
 
 def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptReuse | None:
@@ -449,8 +437,9 @@ def reuse_curve(trace: Trace) -> ReuseCurve | None:
     if shared is None or not len(shared.ids):
         return None
     _, unit = np.unique(shared.ids, return_inverse=True)
-    starts, rows = _runs(unit, shared.offsets, block_lengths(trace) < shared.block_tokens)
-    tokens = np.add.reduceat(block_lengths(trace), starts)
+    lengths = block_lengths(trace)
+    starts, rows = _runs(unit, shared.offsets, lengths < shared.block_tokens)
+    tokens = np.add.reduceat(lengths, starts)
     size = np.diff(np.append(starts, len(unit)))
     # A request uses its runs from the tail to the head, so that the head is the last to be evicted.
     order = np.lexsort((-starts, rows))
@@ -471,7 +460,6 @@ def reuse_curve(trace: Trace) -> ReuseCurve | None:
         hits[1],
         len(shared.ids),
         int(trace.prompt_tokens.sum()),
-        int(unit.max()) + 1,
     )
 
 
@@ -492,8 +480,8 @@ def _runs(unit: Ints, offsets: Ints, partial: NDArray[np.bool_]) -> tuple[Ints, 
 
 
 def _distances(unit: Ints, size: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """For each repeated use of a unit: the blocks that were used after its previous use and before
-    this request, each counted once; and the places of these repeated uses.
+    """For each repeated use of a unit: how many different blocks were used between its previous use
+    and this request; and the places of these repeated uses.
     """
     count = len(unit)
     order = np.argsort(unit, kind="stable")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,10 +74,10 @@ class Sessions:
     @property
     def first(self) -> NDArray[np.int64]:
         """The row of the first turn of each row's session."""
-        found = np.where(self.previous < 0, np.arange(len(self)), self.previous)
-        while (found != (further := found[found])).any():
-            found = further
-        return found
+        rows = np.where(self.previous < 0, np.arange(len(self)), self.previous)
+        while (rows != (further := rows[rows])).any():
+            rows = further
+        return rows
 
     def take(self, rows: Rows) -> Sessions:
         """The sessions of some rows, in the order of `rows`.
@@ -145,55 +145,9 @@ class Trace:
         )
 
 
-def join(traces: Sequence[Trace]) -> Trace:
-    """The requests of several parts of one trace, one part after another; source, notes and scaling
-    are the first part's.
-
-    Raises `ValueError` for parts with blocks of different sizes.
-    """
-    sizes = [len(trace) for trace in traces]
-    priority = shared = sessions = None
-    if any(trace.priority is not None for trace in traces):
-        priority = np.concatenate([np.array(trace.priorities, np.int64) for trace in traces])
-    known = [trace.shared for trace in traces if trace.shared]
-    if known:
-        if len({each.block_tokens for each in known}) > 1:
-            raise ValueError("the parts have blocks of different sizes")
-        counts = [
-            trace.shared.counts if trace.shared else np.zeros(size, np.int64)
-            for trace, size in zip(traces, sizes, strict=True)
-        ]
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-        ids = np.concatenate([each.ids for each in known])
-        shared = SharedBlocks(known[0].block_tokens, ids, offsets)
-    if any(trace.sessions for trace in traces):
-        turns = [
-            trace.sessions or Sessions(np.full(size, -1, dtype=np.int64), np.zeros(size))
-            for trace, size in zip(traces, sizes, strict=True)
-        ]
-        previous = np.concatenate([each.previous for each in turns])
-        begins = np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each row's part
-        sessions = Sessions(
-            np.where(previous < 0, -1, previous + begins),
-            np.concatenate([each.think_s for each in turns]),
-        )
-    return replace(
-        traces[0],
-        arrival_s=np.concatenate([trace.arrival_s for trace in traces]),
-        prompt_tokens=np.concatenate([trace.prompt_tokens for trace in traces]),
-        output_tokens=np.concatenate([trace.output_tokens for trace in traces]),
-        max_tokens=np.concatenate([trace.max_tokens for trace in traces]),
-        priority=priority,
-        shared=shared,
-        sessions=sessions,
-    )
-
-
 def trace_path(trace: str | os.PathLike[str], *, folders: bool = False) -> Path:
-    """The file of a trace, given as a path or as the bare name of a shipped trace; with `folders`
-    also a folder of sessions.
-
-    Raises `InputError` where neither exists.
+    """The file of a trace, given as a path or as the name of a shipped trace; with `folders` also a
+    folder of sessions. Raises `InputError` where neither exists.
     """
     path = Path(trace)
     text = os.fspath(trace)

@@ -8,6 +8,7 @@ that `llmctl trace inspect` prints. Each change to a trace leaves a note in it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,16 +45,17 @@ def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
         hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
         raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
-    now = mean_rate(trace)
-    if now == 0 and len(trace) == 1:
+    old_rps = mean_rate(trace)
+    if old_rps == 0 and len(trace) == 1:
         raise InputError(
             f"{trace.source}: it has one request, so there is no rate to scale",
             "leave the rate out",
         )
-    if now == 0:
+    if old_rps == 0:
         raise _no_times(trace, "there is no rate to scale")
-    note = f"arrival times scaled by {now / rate_rps:.4g}: {now:.4g} -> {rate_rps:.4g} requests/s"
-    return replace(trace, arrival_s=trace.arrival_s * (now / rate_rps), notes=(*trace.notes, note))
+    factor = old_rps / rate_rps
+    note = f"arrival times scaled by {factor:.4g}: {old_rps:.4g} -> {rate_rps:.4g} requests/s"
+    return replace(trace, arrival_s=trace.arrival_s * factor, notes=(*trace.notes, note))
 
 
 def scale_lengths(
@@ -63,9 +65,8 @@ def scale_lengths(
 
     Outputs get `max_new_tokens`, prompts the rest of `max_model_len`. Each of the two is divided
     by the factor that makes its 99th percentile fit (1 where it fits already) and rounded up; the
-    few lengths that are still too long are clipped. So prompt + `max_new_tokens` never exceeds the
-    context. The result's `scaling` records this in numbers, its last notes in words.
-    `model_context`, the tokens that the model itself takes, is only recorded there.
+    few lengths that are still too long are clipped. The result's `scaling` records this in numbers,
+    with `model_context`, the tokens that the model itself takes; its last notes say it in words.
 
     What prompts share stays shared (`scale_blocks`). A trace with sessions is divided by one
     factor, the greater of the two, since answers become parts of prompts; a turn that still does
@@ -239,29 +240,24 @@ def _span(start_s: float, end_s: float) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Windows:
-    """Windows of one trace. Each list is in order of time; all windows last `seconds`.
+    """Windows of one trace. Each list is in order of time; all windows last `seconds`."""
 
-    `trace` is the whole trace, with a note where the windows do not have the wished length.
-    `longest_s` is the greatest length that leaves gaps between windows.
-    """
-
-    trace: Trace
+    trace: Trace  # whole, with a note where the windows do not have the wished length
     search: list[TraceWindow]
     held_out: list[TraceWindow]
     seconds: float
     wished_s: float | None
-    longest_s: float
+    longest_s: float  # the greatest length that leaves gaps between windows
 
 
 def fit_windows(
     trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0
 ) -> Windows:
-    """Cut windows of the wished length where the trace allows it, else as long as fits with gaps.
+    """Cut windows of the wished length if the trace is long enough and each would hold a request;
+    else, and without a wish, as long as fits with gaps.
 
-    The trace must be long enough, and each window must hold a request. Without a wish, windows are
-    as long as fits with gaps. Raises `InputError` for a wish that is not positive and for a trace
-    with requests that all arrive at once; `EmptyWindowError` where even the longest windows would
-    hold no request.
+    Raises `InputError` for a wish that is not positive and for a trace with requests that all
+    arrive at once; `EmptyWindowError` where even the longest windows would hold no request.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:
@@ -332,10 +328,7 @@ def split_windows(
         for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
     ]
     turns = np.diff((np.arange(count + 1) * search + rng.integers(count)) // count) > 0
-    return (
-        [window for window, searched in zip(windows, turns, strict=True) if searched],
-        [window for window, searched in zip(windows, turns, strict=True) if not searched],
-    )
+    return list(compress(windows, turns)), list(compress(windows, ~turns))
 
 
 @dataclass(slots=True, frozen=True)

@@ -59,9 +59,8 @@ def to_ms(seconds: float) -> float:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write `trace` to `path` atomically, without its notes.
-
-    Raises `InputError` where the path cannot be written.
+    """Write `trace` to `path` atomically, without its notes. Raises `InputError` where it cannot be
+    written.
     """
     shared, count = trace.shared, len(trace)
     block = shared.block_tokens if shared else MOONCAKE_BLOCK
@@ -111,10 +110,8 @@ def ms_or_none(seconds: float) -> float | None:
 
 class TraceLog:
     """Appends lines to `path`. At `max_bytes` it renames the file to `path`.1, replacing an older
-    one, and begins a new file.
-
-    Raises `InputError` where `path` cannot be written, and where it holds something else than a
-    trace.
+    one, and begins a new file. Raises `InputError` where `path` cannot be written, or holds
+    something else than a trace.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
@@ -125,13 +122,12 @@ class TraceLog:
         self._offset_s = time.time() - time.monotonic()
         self._torn = False  # the last line has no line end
         try:
-            first = b""
             if self._path.is_file():
                 with self._path.open("rb") as file:
                     first = file.readline(1 << 12)
-            if first and not (first.startswith(b"{") and b'"timestamp"' in first):
-                name = self._path.name  # lines would spoil what it holds
-                raise InputError(f"{name}: exists and is not a trace", "choose another file")
+                if first and not (first.startswith(b"{") and b'"timestamp"' in first):
+                    name = self._path.name  # lines would spoil what it holds
+                    raise InputError(f"{name}: exists and is not a trace", "choose another file")
             self._open()
         except OSError as error:
             raise InputError(
