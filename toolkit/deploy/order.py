@@ -33,6 +33,7 @@ from toolkit.files.tuning import broken
 from toolkit.traces.types import Trace
 
 T = TypeVar("T")
+SECONDS, MEBIBYTES = "{} s", "{:,} MiB"  # forms of `explain_value`
 USER_ID = 10001  # of the user of our images, in all containers
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
 ALLOW_BROKEN = "--allow-broken-limits"
@@ -123,9 +124,16 @@ class ExplainedValue:
     source: str
 
 
-def explain_value(key: str, sourced: Sourced[T], shown: str | None = None) -> ExplainedValue:
-    """The line of EXPLAIN.md about a value; `shown` replaces the value's text."""
-    return ExplainedValue(key, str(sourced.value) if shown is None else shown, sourced.source)
+def explain_value(key: str, sourced: Sourced[T], form: str = "{}") -> ExplainedValue:
+    """The line of EXPLAIN.md about a value: formatted by `form`, the items of a list, or 'none'."""
+    match sourced.value:
+        case None:
+            text = "none"
+        case list(items):
+            text = ", ".join(items)
+        case value:
+            text = form.format(value)
+    return ExplainedValue(key, text, sourced.source)
 
 
 @dataclass(slots=True, frozen=True)

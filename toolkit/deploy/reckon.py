@@ -21,7 +21,7 @@ import numpy as np
 from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import Recipe, TuneSpec
+from toolkit.files.recipe import DTYPE_BYTES, Recipe, TuneSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
@@ -43,7 +43,6 @@ LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and 
 LOAD_FACTOR, MIN_MEASURED_STARTUP_S = 3, 300
 NO_FILES = "the model's weights are random: it has no files"
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
-VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Host memory of `serve` itself, and of a worker process before it loads a model:
 # docs/how-to/deploy.md
 FRONT_MIB = 768
@@ -95,7 +94,7 @@ def startup_s(order: Order) -> Sourced[int]:
     if known and len(known) == len(measured):
         load_s = max(known)
         download_s = 0
-        if from_hub(order.plan.recipe):
+        if order.plan.recipe.model.from_hub:
             download_s = math.ceil(weights / SLOW_BYTES_PER_S)
         loading_s = max(LOAD_FACTOR * load_s, MIN_MEASURED_STARTUP_S)
         source = f"fit: loading took {load_s:g} s; {LOAD_FACTOR} times that"
@@ -106,7 +105,7 @@ def startup_s(order: Order) -> Sourced[int]:
         return Sourced(60 * math.ceil((loading_s + download_s) / 60), source)
     bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
     if bound <= MIN_STARTUP_S:
-        parts = "download, disk, weights" if from_hub(order.plan.recipe) else "disk, weights"
+        parts = "download, disk, weights" if order.plan.recipe.model.from_hub else "disk, weights"
         source = f"a bound: the time of loading was not measured ({parts})"
         return Sourced(MIN_STARTUP_S, source)
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
@@ -117,7 +116,7 @@ def startup_s(order: Order) -> Sourced[int]:
 def weight_bytes(kind: Kind) -> int | None:
     """Bytes of a kind's weights on all GPUs of a worker; None where not known."""
     model, facts = kind.recipe.model, kind.fit.engine
-    return model.weight_bytes or facts.parameters * VALUE_BYTES[model.dtype] or None
+    return model.weight_bytes or facts.parameters * DTYPE_BYTES[model.dtype] or None
 
 
 def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
@@ -211,11 +210,6 @@ def replicas(order: Order) -> Sourced[int]:
         math.ceil(workload.workers_needed / each),
         f"{source}; each has its own scheduler, while one for all was simulated",
     )
-
-
-def from_hub(recipe: Recipe) -> bool:
-    """Whether the model or its tokenizer comes from the hub."""
-    return recipe.model.from_hub
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:

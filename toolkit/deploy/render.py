@@ -165,8 +165,7 @@ def _alerts(
         ]
         return replica_rules(order, own, queues), lines
     threshold = waiting_threshold(order.plan, order.trace)
-    shown = "none" if threshold.value is None else None
-    lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold, shown))
+    lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold))
     return rules(order, own, threshold), lines
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from toolkit.backends import DescribesServer, ServerCommand, backend_of
 from toolkit.deploy.order import (
+    SECONDS,
     ExplainedValue,
     Order,
     Sourced,
@@ -175,15 +176,17 @@ class KindReplicas:
             return found
         return Sourced(found.value, "recipe: engine.tensor_parallel_size, for each replica")
 
-    def devices(self, number: int) -> list[int]:
-        """The GPUs of a replica on a machine that has those of all, from 0."""
+    @cached_property
+    def devices(self) -> list[str]:
+        """The GPUs of each replica, like '0,1', on a machine that has those of all, from 0."""
         first = sum(one.count.value * one.gpus.value for one in self._before)
-        return _share(first, number, self.gpus.value)
+        return _shares(first, self.count.value, self.gpus.value)
 
-    def cpus(self, number: int) -> list[int]:
-        """The CPUs of a replica on such a machine, where the recipe sets its threads; else none."""
+    @cached_property
+    def cpus(self) -> list[str]:
+        """The CPUs of each replica on such a machine; '' where the recipe sets no threads."""
         first = sum(one.count.value * one._threads for one in self._before)
-        return _share(first, number, self._threads)
+        return _shares(first, self.count.value, self._threads)
 
     @property
     def _threads(self) -> int:
@@ -269,14 +272,9 @@ class KindReplicas:
         return self.about([
             explain_value("replicas", self.count),
             explain_value("GPUs of a replica", self.gpus),
-            explain_value("replica: drain", self.drain, f"{self.drain.value} s"),
-            explain_value("replica: load", self.startup, f"{self.startup.value} s"),
+            explain_value("replica: drain", self.drain, SECONDS),
+            explain_value("replica: load", self.startup, SECONDS),
         ])  # fmt: skip
-
-    def explained_queue(self) -> list[ExplainedValue]:
-        """The line about the alert on waiting requests."""
-        shown = "none" if self.threshold.value is None else None
-        return self.about([explain_value("alert LlmctlReplicaQueue", self.threshold, shown)])
 
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about a replica's own flags, where its command is written out."""
@@ -404,7 +402,11 @@ class Replication:
                 "the front's",
                 "replicas ask for no key: only the front and Prometheus reach them",
             ),
-            *(line for kind in self.kinds for line in kind.explained_queue()),
+            *(
+                line
+                for kind in self.kinds
+                for line in kind.about([explain_value("alert LlmctlReplicaQueue", kind.threshold)])
+            ),
         ]
 
     def explained_on_ray(self) -> list[ExplainedValue]:
@@ -425,9 +427,10 @@ class Replication:
         return [line for kind in self.kinds for line in kind.explained_flags()]
 
 
-def _share(first: int, number: int, each: int) -> list[int]:
-    """What part `number` has, where each part has so many from `first` on."""
-    return list(range(first + number * each, first + (number + 1) * each))
+def _shares(first: int, count: int, size: int) -> list[str]:
+    """The numbers from `first` on in `count` shares of `size`, each as '0,1'; '' for none."""
+    starts = [first + number * size for number in range(count)]
+    return [",".join(map(str, range(start, start + size))) for start in starts]
 
 
 def at(urls: Sequence[str]) -> list[str]:

@@ -20,7 +20,6 @@ from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, expla
 from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
-from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
 from toolkit.routing.routers import VllmRouter
@@ -30,6 +29,7 @@ from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
 UTILIZATION = "recipe: engine.gpu_memory_utilization"
+TENSOR_PARALLEL = "recipe: engine.tensor_parallel_size"
 UNBOUNDED = "no target on the time between tokens bounds a pass"
 MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
@@ -116,19 +116,12 @@ def queued_tokens(order: Order) -> Sourced[int] | None:
     if not targets:
         return None
     key, limit = min(targets.items(), key=lambda target: target[1])
-    rate = prefill_rate(order.plan.fit)
-    return Sourced(
-        max(int(limit * rate.value), 1),
-        f"{key} {limit:g} s x {rate.value:,.0f} tokens/s: {rate.source}",
-    )
-
-
-def prefill_rate(fit: Fit) -> Sourced[float]:
-    """Prompt tokens per second of a prefill of the greatest measured length."""
-    length = fit.prefill.valid.length_max
+    fit = order.plan.fit
+    length, error = fit.prefill.valid.length_max, fit.prefill.error.median_percent
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
-    error = fit.prefill.error.median_percent
-    return Sourced(rate, f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %")
+    measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
+    source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
+    return Sourced(max(int(limit * rate), 1), source)
 
 
 def static_share(order: Order) -> Sourced[float]:
@@ -247,8 +240,8 @@ def _parallel(plan: Plan) -> list[ExplainedValue]:
     engine, count, router = plan.recipe.engine, plan.recipe.workers, plan.replica_router
     lines = []
     if engine.tensor_parallel_size > 1:
-        size, source = str(engine.tensor_parallel_size), "recipe: engine.tensor_parallel_size"
-        lines.append(ExplainedValue("--tensor-parallel-size", size, source))
+        size = str(engine.tensor_parallel_size)
+        lines.append(ExplainedValue("--tensor-parallel-size", size, TENSOR_PARALLEL))
     if count == 1:
         return lines
     if router is None or router.name == VllmRouter.name:
@@ -303,13 +296,14 @@ def _sglang_lines(order: Order) -> list[ExplainedValue]:
     else:
         lines.append(ExplainedValue("chunked-prefill-size", "SGLang's own", UNBOUNDED))
     if waiting.value is None:
-        lines.append(explain_value("max-queued-requests", waiting, "SGLang's own: no limit"))
+        unlimited = "SGLang's own: no limit"
+        lines.append(ExplainedValue("max-queued-requests", unlimited, waiting.source))
     else:
         lines.append(explain_value("--max-queued-requests", waiting))
     lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
     if plan.recipe.engine.tensor_parallel_size > 1:
         size = str(plan.recipe.engine.tensor_parallel_size)
-        lines.append(ExplainedValue("--tp-size", size, "recipe: engine.tensor_parallel_size"))
+        lines.append(ExplainedValue("--tp-size", size, TENSOR_PARALLEL))
     if plan.recipe.workers > 1:
         lines.append(ExplainedValue("--dp-size", str(plan.recipe.workers), "recipe: workers"))
     return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]
@@ -320,7 +314,7 @@ def conservativeness(order: Order) -> Sourced[float]:
     evicted = order.plan.predicted.get("evicted_percent")
     if evicted is None:
         return Sourced(1.0, "SGLang's default: the plan predicts no evictions, or is not tuned")
+    predicted = f"{evicted:.2g} evictions predicted per 100 requests"
     if evicted > OFTEN_EVICTED_PERCENT:
-        often = f"plan: {evicted:.2g} evictions predicted per 100 requests"
-        return Sourced(CONSERVATIVE, f"{often}; SGLang advises 1.3 then")
-    return Sourced(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")
+        return Sourced(CONSERVATIVE, f"plan: {predicted}; SGLang advises 1.3 then")
+    return Sourced(1.0, f"SGLang's default: {predicted}")

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.cluster.places import MachineShare, node_labels
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
+from toolkit.deploy.order import (
+    SECONDS,
+    ExplainedValue,
+    Order,
+    Rendered,
+    Sourced,
+    explain_value,
+    fill,
+)
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 from toolkit.deploy.replicas import Replication
 from toolkit.files.plan import Kind
@@ -90,4 +98,4 @@ def _script(
     """The text of serve.sh, and its --shutdown-timeout."""
     flags = (*flags, ("--shutdown-timeout", drain.value))
     script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)
-    return script, explain_value("serve.sh --shutdown-timeout", drain, f"{drain.value} s")
+    return script, explain_value("serve.sh --shutdown-timeout", drain, SECONDS)

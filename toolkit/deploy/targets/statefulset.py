@@ -15,6 +15,8 @@ from collections.abc import Mapping
 
 from toolkit.deploy.monitoring import WAITING, replica_rules, series
 from toolkit.deploy.order import (
+    MEBIBYTES,
+    SECONDS,
     ExplainedValue,
     Order,
     Rendered,
@@ -27,7 +29,6 @@ from toolkit.deploy.reckon import (
     LIMIT_FACTOR,
     PROPAGATION_S,
     check_podable,
-    from_hub,
     grace_s,
     models_gib,
 )
@@ -63,9 +64,7 @@ kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000
 kubectl delete -k .         # drains; the claims of the models stay
-```
-
-{callers}"""
+```"""
 
 
 def render(order: Order) -> Rendered:
@@ -73,10 +72,9 @@ def render(order: Order) -> Rendered:
     check_podable(order)
     replicas = Replication(order)
     replicas.check_containable()
-    operated, scaled = _operated(replicas)
+    (operated, scaled), mounting = _operated(replicas), _mounting(replicas)
     maps = [common.plan_map(order), {"name": _alive_map(order), "files": [ALIVE_FILE]}]
-    files = common.kustomized(order, _core(replicas), operated, maps, scaled)
-    files |= common.claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
+    files = common.kustomized(order, _core(replicas), operated, maps, mounting, scaled)
     files[f"core/{ALIVE_FILE}"] = replicas.alive
     weights: dict[str, float] = {}  # of a picker's scorers, where the plan's router is llm-d's
     router = order.plan.replica_router
@@ -96,15 +94,9 @@ def render(order: Order) -> Rendered:
             "schedulingProfiles": [profile],
         }
         files[PICKER] = dump_yaml(picker, order.comment())
-    namespace = order.options.namespace
-    status = f"kubectl -n {namespace} rollout status statefulset/"
-    start = START.format(
-        preparation=common.preparation(order),
-        waits="\n".join(f"{status}{kind.name}" for kind in replicas.kinds),
-        namespace=namespace,
-        name=order.name,
-        callers=common.CALLERS,
-    )
+    status = f"kubectl -n {order.options.namespace} rollout status statefulset/"
+    waits = "\n".join(f"{status}{kind.name}" for kind in replicas.kinds)
+    start = common.start_commands(order, START, waits=waits)
     return Rendered(files, _explained(replicas, weights), start, common.FORWARDED)
 
 
@@ -131,7 +123,7 @@ def _core(replicas: Replication) -> dict[str, Object]:
     api = {"apiVersion": f"{group}/v1"}
     core = {
         "deployment.yaml": _front(replicas),
-        "service.yaml": common.service(about, {common.NAME: order.name}),
+        "service.yaml": common.service(order),
         **replica_policies(order, policies),
         "serviceaccount.yaml": {
             "apiVersion": "v1",
@@ -149,13 +141,12 @@ def _core(replicas: Replication) -> dict[str, Object]:
         },
     }
     for kind in replicas.kinds:
-        pods = {common.NAME: kind.name}
         core[kind.file("statefulset", ".yaml")] = _set(kind)
         core[kind.file("service", ".yaml", "replicas")] = common.service(
-            common.metadata(order, _service_name(kind), kind.name), pods, clusterIP="None"
+            order, _service_name(kind), kind.name, clusterIP="None"
         )
         core[kind.file("poddisruptionbudget", ".yaml")] = common.disruption_budget(
-            common.metadata(order, kind.name, kind.name), pods, maxUnavailable=1
+            order, common.selector(order, kind.name), kind.name, maxUnavailable=1
         )
     return core
 
@@ -223,9 +214,7 @@ def _front(replicas: Replication) -> Object:
         [common.plan_volume(order), common.TMP],
         account=order.name,
     )
-    about = {"labels": common.labels(order), "annotations": common.digests(order)}
-    template, strategy = {"metadata": about, "spec": spec}, common.rolling(1, 0)
-    return common.deployment(order, template, strategy, replicas.startup.value)
+    return common.deployment(order, spec, common.rolling(1, 0), replicas.startup.value)
 
 
 def _set(replicas: KindReplicas) -> Object:
@@ -248,22 +237,19 @@ def _set(replicas: KindReplicas) -> Object:
         claim = common.claim({"name": "models"}, "ReadWriteOnce", claimed)
         claims["volumeClaimTemplates"] = [claim]
     about = {"labels": common.labels(order, name), "annotations": annotations}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": common.metadata(order, name, name),
-        "spec": {
-            "replicas": replicas.count.value,
-            "serviceName": _service_name(replicas),
-            "podManagementPolicy": "Parallel",
-            "revisionHistoryLimit": common.REVISIONS,
-            "updateStrategy": {"type": "RollingUpdate"},
-            **kept,
-            "selector": common.selector(order, name),
-            "template": {"metadata": about, "spec": _pod(replicas)},
-            **claims,
-        },
+    spec = {
+        "replicas": replicas.count.value,
+        "serviceName": _service_name(replicas),
+        "podManagementPolicy": "Parallel",
+        "revisionHistoryLimit": common.REVISIONS,
+        "updateStrategy": {"type": "RollingUpdate"},
+        **kept,
+        "selector": common.selector(order, name),
+        "template": {"metadata": about, "spec": _pod(replicas)},
+        **claims,
     }
+    about_set = common.metadata(order, name, name)
+    return common.api_object("apps/v1", "StatefulSet", about_set, spec)
 
 
 def _pod(replicas: KindReplicas) -> Object:
@@ -312,8 +298,8 @@ def _pod(replicas: KindReplicas) -> Object:
     )
     affinity = None
     if devices and not nodes:  # in a fleet only nodes with the kind's GPU
-        alone = bool(order.plan.others)
-        affinity = common.on_products(order, replicas.kind, required=alone)
+        required = bool(order.plan.others)
+        affinity = common.on_products(order, replicas.kind, required=required)
     return common.pod_spec(
         grace_s(replicas.drain, PROPAGATION_S).value,
         container,
@@ -329,7 +315,7 @@ def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
     from the hub, or its size is not known.
     """
     named = replicas.order.options.model_claim
-    return None if named or not from_hub(replicas.kind.recipe) else models_gib([replicas.kind])
+    return None if named or not replicas.kind.recipe.model.from_hub else models_gib([replicas.kind])
 
 
 def _most(kind: KindReplicas) -> Sourced[int]:
@@ -381,7 +367,7 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         token = f"Secret {order.name}, key hf-token"
         why = "optional: gated models need it; it is in no file here"
         lines += [
-            explain_value("volumeClaimTemplates: storage", size, f"{size.value} GiB"),
+            explain_value("volumeClaimTemplates: storage", size, "{} GiB"),
             ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
             ExplainedValue("HF_TOKEN", token, why),
         ]
@@ -400,11 +386,10 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
 
 
 def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
-    grace = grace_s(kind.drain, PROPAGATION_S)
-    health, load, memory = kind.server.health, kind.startup, kind.memory_mib
+    grace, health = grace_s(kind.drain, PROPAGATION_S), kind.server.health
     return [
-        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        explain_value(f"replica: startupProbe on {health}", load, f"{load.value} s"),
+        explain_value("terminationGracePeriodSeconds", grace, SECONDS),
+        explain_value(f"replica: startupProbe on {health}", kind.startup, SECONDS),
         ExplainedValue(f"replica: readinessProbe on {health}", "3 x 5 s", "then no new requests"),
         ExplainedValue(
             f"replica: livenessProbe, {ALIVE_FILE}",
@@ -413,7 +398,7 @@ def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
             f"when asked, though {health} may answer; its requests go on elsewhere",
         ),
         explain_value("replica: cpu", kind.cores),
-        explain_value("replica: memory", memory, f"{memory.value:,} MiB"),
+        explain_value("replica: memory", kind.memory_mib, MEBIBYTES),
     ]
 
 
@@ -423,14 +408,12 @@ def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
     if nodes:
         lines.append(ExplainedValue("nodeSelector", nodes, "fleet: nodes"))
     elif kind.gpus.value:
-        where = products(kind.order, kind.kind)
-        named = "node affinity, required" if kind.order.plan.others else "node affinity"
-        lines.append(explain_value(named, where, ", ".join(where.value)))
-    threshold = kind.threshold
-    if threshold.value is None:
-        return [*lines, explain_value("ScaledObject", threshold, "none")]
+        affinity = "node affinity, required" if kind.order.plan.others else "node affinity"
+        lines.append(explain_value(affinity, products(kind.order, kind.kind)))
+    if kind.threshold.value is None:
+        return [*lines, explain_value("ScaledObject", kind.threshold)]
     return [
         *lines,
-        explain_value(f"ScaledObject threshold of {WAITING}", threshold),
+        explain_value(f"ScaledObject threshold of {WAITING}", kind.threshold),
         explain_value("ScaledObject maxReplicaCount", _most(kind)),
     ]

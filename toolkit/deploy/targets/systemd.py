@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from toolkit.deploy.order import (
     KEY_FOLDER,
+    SECONDS,
     ExplainedValue,
     Order,
     Rendered,
@@ -48,14 +49,14 @@ def render(order: Order) -> Rendered:
     lines = [
         ExplainedValue("ExecStart", order.options.program, program),
         ExplainedValue("ExecStart --host", host, "recipe: serve.host"),
-        explain_value("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
-        explain_value("TimeoutStartSec", startup, f"{startup.value} s"),
+        explain_value("ExecStart --shutdown-timeout", drain, SECONDS),
+        explain_value("TimeoutStopSec", grace, SECONDS),
+        explain_value("TimeoutStartSec", startup, SECONDS),
         ExplainedValue("Type", "notify", waiting),
         ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),
         ExplainedValue("KillMode", "mixed", killing),
         ExplainedValue("LoadCredential", "plan.json, api-key", secret),
-        explain_value("PrivateDevices", devices, "no" if devices.value else "yes"),
+        ExplainedValue("PrivateDevices", "no" if devices.value else "yes", devices.source),
     ]
     files = {f"{order.name}.service": unit}
     return Rendered(files, lines, _start(order, order.name, "service"))
@@ -88,10 +89,10 @@ def render_replicas(order: Order) -> Rendered:
         # the fastest first.
         variables: dict[str, object] = {"PORT": own_port}
         if kind.gpus.value:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, kind.devices(number)))
+            variables["CUDA_VISIBLE_DEVICES"] = kind.devices[number]
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if order.plan.others else {}
-        if kind.cpus(number):
-            variables["CPUS"] = ",".join(map(str, kind.cpus(number)))
+        if kind.cpus[number]:
+            variables["CPUS"] = kind.cpus[number]
         files[f"{kind.label}-{number}.env"] = fill(
             "replica.env", comment=order.comment(), variables=variables
         )
@@ -106,7 +107,7 @@ def _replica(order: Order, replicas: KindReplicas) -> str:
     words = ["serve", PLAN, "--workers", "1", "--host", LOOPBACK]
     words += ["--shutdown-timeout", str(drain.value), *order.allowances]
     command = f"{unit_word(order.options.program)} {_command(words)} --port ${{PORT}}"
-    if replicas.cpus(0):
+    if replicas.cpus[0]:
         command = f"/usr/bin/taskset --cpu-list ${{CPUS}} {command}"
     return fill(
         "replica.service",
@@ -193,8 +194,8 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
         ExplainedValue("ExecStart --host of the front", recipe.serve.host, "recipe: serve.host"),
         ExplainedValue(f"{files}: PORT", f"{first} to {last}", source),
-        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
-        explain_value("TimeoutStartSec", replicas.startup, f"{replicas.startup.value} s"),
+        explain_value("TimeoutStopSec", grace, SECONDS),
+        explain_value("TimeoutStartSec", replicas.startup, SECONDS),
         ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
         ExplainedValue(
             "replica that hangs",
@@ -223,17 +224,16 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         why = "of one kind of plan.json, for its replicas; the front reads plan.json"
         lines.append(ExplainedValue("plan-KIND.json", "a plan", why))
     for kind in replicas.kinds:
-        file, own, numbers = f"{kind.label}-N.env", [], range(kind.count.value)
+        file, own = f"{kind.label}-N.env", []
         if kind.gpus.value:
-            shares = "; ".join(",".join(map(str, kind.devices(number))) for number in numbers)
-            own.append(explain_value(f"{file}: CUDA_VISIBLE_DEVICES", kind.gpus, shares))
+            shares, source = "; ".join(kind.devices), kind.gpus.source
+            own.append(ExplainedValue(f"{file}: CUDA_VISIBLE_DEVICES", shares, source))
         if kind.gpus.value and order.plan.others:
             why = "as nvidia-smi numbers them; correct the numbers where the fleet's order is "
             own.append(ExplainedValue(f"{file}: CUDA_DEVICE_ORDER", "PCI_BUS_ID", f"{why}another"))
-        if kind.cpus(0):
-            shares = "; ".join(",".join(map(str, kind.cpus(number))) for number in numbers)
+        if kind.cpus[0]:
             why = "recipe: engine.threads for each; give a replica two more where the machine has "
-            own.append(ExplainedValue(f"{file}: CPUS", shares, f"{why}them"))
+            own.append(ExplainedValue(f"{file}: CPUS", "; ".join(kind.cpus), f"{why}them"))
         lines += kind.about(own)
     return lines
 
