@@ -173,17 +173,11 @@ def check_kv_bytes(model: ModelSpec) -> None:
 
     Nothing is checked where either is not given.
     """
-    config, claimed = model.config, model.kv_bytes_per_token
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads", heads)
-    hidden = config.get("hidden_size")
-    derived = None
-    if isinstance(hidden, int) and isinstance(heads, int) and heads:
-        derived = hidden // heads
-    head_dim = config.get("head_dim", derived)
-    if claimed is None or not (
-        isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)
-    ):
+    claimed, hidden = model.kv_bytes_per_token, model.size("hidden_size")
+    layers, heads = model.size("num_hidden_layers"), model.size("num_attention_heads")
+    kv_heads = model.size("num_key_value_heads", heads)
+    head_dim = model.size("head_dim", hidden // heads if hidden and heads else None)
+    if claimed is None or layers is None or kv_heads is None or head_dim is None:
         return
     element = DTYPE_BYTES[model.dtype]
     right = 2 * layers * kv_heads * head_dim * element

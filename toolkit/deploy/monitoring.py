@@ -71,9 +71,7 @@ def job(order: Order, *, monitored: bool, of: str = "") -> str:
 
 
 def series(order: Order, *, monitored: bool, of: str = "") -> str:
-    """The label matchers that select only the deployment's own series, or those of the pods named
-    `of`.
-    """
+    """The label matchers of the deployment's own series, or of those of the pods named `of`."""
     own = f'job="{job(order, monitored=monitored, of=of)}"'
     return f'namespace="{order.options.namespace}",{own}' if monitored else own
 

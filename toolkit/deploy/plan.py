@@ -428,9 +428,7 @@ def _explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, st
 
 
 def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -> Explained:
-    """Explain the router before replicas of a server, its parameters, the replicas' number, and the
-    flags of a fleet's further kinds.
-    """
+    """Explain the router of a server's replicas, their number, and the flags of further kinds."""
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:
         source = choice.source

@@ -241,9 +241,7 @@ def check_plan_size(text: str, holder: str) -> None:
 
 
 def default_trace(recipe: Recipe) -> str:
-    """The trace that is used where none is given: the recipe's if it exists here, else a shipped
-    one.
-    """
+    """The trace where none is given: the recipe's if it exists here, else a shipped one."""
     try:
         trace_path(recipe.tune.trace)
     except InputError:

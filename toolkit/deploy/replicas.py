@@ -99,9 +99,7 @@ class KindReplicas:
         return f"{name}-{self.label}"
 
     def file(self, stem: str, suffix: str, several: str = "") -> str:
-        """The name of a file about this kind: `stem`, with the kind's label in a fleet, else with
-        `several`.
-        """
+        """The name of a file about this kind: in a fleet it has the label, else `several`."""
         label = self.label if self.order.plan.others else several
         return f"{stem}-{label}{suffix}" if label else f"{stem}{suffix}"
 
@@ -217,9 +215,7 @@ class KindReplicas:
 
     @cached_property
     def drain(self) -> Sourced[int]:
-        """Seconds that a replica's running requests get: the time of the longest, by targets,
-        predictions and laws.
-        """
+        """Seconds for a replica's running requests to end, by targets, predictions and laws."""
         most = self.own.plan.fit.decode.valid.batch_size_max
         return self._drain(min(rows(self.own).value, most))
 

@@ -1,9 +1,9 @@
 """fleet.yaml: kinds of workers behind one scheduler, which serve one model on different hardware.
 
 A fleet names recipes, their fits, and the number of workers of each. The first recipe also sets
-what is served and how: name, targets, policy, tuning and server. All recipes have the same
-`model`; otherwise requests could not move between workers, and clients would get one model or
-another. This module reads the file, then merges and checks the loaded kinds.
+what is served and how: name, targets, policy, tuning and server. All recipes have the same `model`,
+so that requests can move between workers. This module reads the file, then merges and checks the
+loaded kinds.
 """
 
 from __future__ import annotations
@@ -91,23 +91,18 @@ class CountRange:
 
 @dataclass(frozen=True, slots=True)
 class KindSource:
-    """One kind of a fleet file: the files of its recipe and fit, its workers and machines; where
-    the file gives them, the ends of the range of `tune --workers auto` and its price.
-    """
+    """One kind of a fleet file, and the files of its recipe and its fit."""
 
+    member: Member
     recipe: Path
     fit: Path
-    workers: int | None
-    nodes: Labels
-    min_workers: int | None = None
-    max_workers: int | None = None
-    usd_per_hour: float | None = None
 
     def priced(self, recipe: Recipe) -> Recipe:
         """The recipe with this kind's price, if it has one."""
-        if self.usd_per_hour is None:
+        price = self.member.usd_per_hour
+        if price is None:
             return recipe
-        hardware = recipe.hardware.model_copy(update={"usd_per_hour": self.usd_per_hour})
+        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
         return recipe.model_copy(update={"hardware": hardware})
 
 
@@ -140,15 +135,7 @@ def fleet_sources(path: AnyPath) -> list[KindSource]:
         return local if local.is_file() else name
 
     return [
-        KindSource(
-            recipe_path(resolved(member.recipe)),
-            fit_path(resolved(member.fit)),
-            member.workers,
-            member.nodes,
-            member.min_workers,
-            member.max_workers,
-            member.usd_per_hour,
-        )
+        KindSource(member, recipe_path(resolved(member.recipe)), fit_path(resolved(member.fit)))
         for member in content.fleet
     ]
 
@@ -158,11 +145,11 @@ def inputs_of(path: AnyPath, sources: Sequence[KindSource]) -> dict[str, Path]:
 
     The roles are `recipe` and `fit` for the first kind, then `recipe.2`, `fit.2`, ...
     """
-    found = {"fleet": Path(path)}
+    inputs = {"fleet": Path(path)}
     for number, source in enumerate(sources, start=1):
         suffix = f".{number}" if number > 1 else ""
-        found |= {f"recipe{suffix}": source.recipe, f"fit{suffix}": source.fit}
-    return found
+        inputs |= {f"recipe{suffix}": source.recipe, f"fit{suffix}": source.fit}
+    return inputs
 
 
 def ranges_of(kinds: Sequence[Kind], sources: Sequence[tuple[str, KindSource]]) -> list[CountRange]:
@@ -170,14 +157,14 @@ def ranges_of(kinds: Sequence[Kind], sources: Sequence[tuple[str, KindSource]]) 
 
     `sources` are the members, each with its recipe's name.
     """
-    found = []
+    ranges = []
     for number, kind in enumerate(kinds):
-        of_kind = [source for name, source in sources if name == kind.recipe.name]
-        least = sum(source.min_workers or 0 for source in of_kind)
-        tops = [source.max_workers for source in of_kind]
-        top = MAX_WORKERS if None in tops else sum(top or 0 for top in tops)
-        found.append(CountRange(max(least, int(number == 0)), top))
-    return found
+        members = [source.member for name, source in sources if name == kind.recipe.name]
+        least = sum(member.min_workers or 0 for member in members)
+        most = [member.max_workers for member in members]
+        limit = MAX_WORKERS if None in most else sum(count or 0 for count in most)
+        ranges.append(CountRange(max(least, int(number == 0)), limit))
+    return ranges
 
 
 def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
@@ -209,30 +196,29 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
     workers = sum(kind.workers for kind in kinds)
     if workers > MAX_WORKERS:
         raise InputError(f"the fleet has {workers:,} workers; {WORKERS_LIMIT}", MORE_WORKERS)
-    found: list[Kind] = []
+    different: list[Kind] = []
     for kind in kinds:
-        key = (kind.recipe, kind.fit, kind.nodes)
-        for number, other in enumerate(found):
-            if key == (other.recipe, other.fit, other.nodes):
+        for number, other in enumerate(different):
+            if kind == other.model_copy(update={"workers": kind.workers}):
                 both = other.workers + kind.workers
-                found[number] = other.model_copy(update={"workers": both})
+                different[number] = other.model_copy(update={"workers": both})
                 break
         else:
-            found.append(kind)
-    for number, kind in enumerate(found):
-        if len(found) > 1:
-            _check_server(found[0], kind)
-        for other in found[:number]:
+            different.append(kind)
+    for number, kind in enumerate(different):
+        if len(different) > 1:
+            _check_server(different[0], kind)
+        for other in different[:number]:
             _check_pair(other, kind)
-    return found
+    return different
 
 
 def _check_server(first: Kind, kind: Kind) -> None:
     """Raise `InputError` for a kind that cannot be beside the first: all are workers of llmctl's
     scheduler, or all are servers with schedulers of their own and laws of their passes.
     """
-    names = [each.recipe.name for each in (first, kind)]
-    engines = [each.recipe.engine.name for each in (first, kind)]
+    names = [one.recipe.name for one in (first, kind)]
+    engines = [one.recipe.engine.name for one in (first, kind)]
     servers = [traits_of(engine).server for engine in engines]
     if servers[0] != servers[1]:
         server = servers.index(True)
@@ -257,21 +243,15 @@ def _check_pair(first: Kind, second: Kind) -> None:
         raise InputError(
             f"two kinds of workers are called '{names[0]}'", "give their recipes different names"
         )
-    specs = [
-        {f"model.{key}": value for key, value in kind.recipe.model.model_dump().items()}
-        for kind in (first, second)
-    ]
+    specs = [kind.recipe.model.model_dump() for kind in (first, second)]
     facts = [kind.fit.engine.model_dump() for kind in (first, second)]
-    different = [(key, specs) for key in specs[0] if specs[0][key] != specs[1][key]]
-    different += [
-        (key, facts)
-        for key in SAME_FACTS
-        if facts[0][key] and facts[1][key] and facts[0][key] != facts[1][key]
-    ]
-    if different:
-        key, values = different[0]
-        raise InputError(
-            f"a fleet serves one model: {key} is {values[0][key]!r} in '{names[0]}' and "
-            f"{values[1][key]!r} in '{names[1]}'",
-            "make the recipes' `model` sections equal; profile and fit what has changed",
-        )
+    pairs = [(f"model.{key}", specs[0][key], specs[1][key]) for key in specs[0]]
+    # A fact that an engine does not report is not compared.
+    pairs += [(key, facts[0][key], facts[1][key]) for key in SAME_FACTS if facts[0][key]]
+    for key, one, other in pairs:
+        if one != other and (other or key not in SAME_FACTS):
+            raise InputError(
+                f"a fleet serves one model: {key} is {one!r} in '{names[0]}' and "
+                f"{other!r} in '{names[1]}'",
+                "make the recipes' `model` sections equal; profile and fit what has changed",
+            )

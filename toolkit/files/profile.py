@@ -180,9 +180,6 @@ class FailedPoint(Strict):
     reason: str
 
 
-SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
-
-
 class EngineFacts(Strict):
     """What the engine resolved when it loaded: the numbers that a simulation needs."""
 
@@ -232,9 +229,7 @@ class EngineFacts(Strict):
 
     @property
     def is_server(self) -> bool:
-        """Whether the engine is a server: it queues requests, batches freely, and has no memory
-        edge.
-        """
+        """Whether the engine queues requests, batches freely, and has no memory edge."""
         return traits_of(self.engine).server
 
 

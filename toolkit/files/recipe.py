@@ -82,6 +82,7 @@ def sla_problem(key: str, limit: float) -> str:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
 class VllmSpec(Strict):
@@ -151,6 +152,17 @@ class ModelSpec(Strict):
         description="parameters * bytes per value; lets `doctor` reckon the memory before "
         "anything is loaded",
     )
+
+    def size(self, key: str, default: int | None = None) -> int | None:
+        """The integer `key` of the config; None where it is another value."""
+        value = self.config.get(key, default)
+        return value if isinstance(value, int) else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens from 0 to below this are in the vocabulary."""
+        size = self.size("vocab_size")
+        return SAFE_VOCABULARY if size is None else size
 
     @property
     def from_hub(self) -> bool:
@@ -492,8 +504,8 @@ class Recipe(Strict):
                 raise ValueError(f"profile.{key}: {longest} is too long; {limit}")
         size = self.engine.tensor_parallel_size
         for key in ("num_attention_heads", "num_key_value_heads"):
-            heads = self.model.config.get(key)
-            if isinstance(heads, int) and heads % size:
+            heads = self.model.size(key)
+            if heads is not None and heads % size:
                 raise ValueError(
                     f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
                     f"{heads}"

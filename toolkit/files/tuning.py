@@ -285,9 +285,7 @@ class Sensitivity(Strict):
 
 
 class PolicyResult(Strict):
-    """The best trial of one searched policy (behind one router), evaluated on the held-out
-    windows.
-    """
+    """The best trial of one policy (behind one router), evaluated on the held-out windows."""
 
     policy: str
     trials: int

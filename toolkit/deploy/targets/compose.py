@@ -128,9 +128,7 @@ def _ours(
     devices: Service | None = None,
     replicas: Sequence[str] = (),
 ) -> Service:
-    """The service of llmctl: a server with its workers, or the front before these services, which
-    loads no model.
-    """
+    """The service of a server with its workers, or of the front, which loads no model."""
     environment = {"HOME": "/tmp"} if replicas else _environment(order)
     asks = ASKS.format(port=PORT, path="/ready")
     # It starts after the replicas, and stops before them.

@@ -109,9 +109,7 @@ def chunk(order: Order, running: int) -> Sourced[int] | None:
 
 
 def queued_tokens(order: Order) -> Sourced[int] | None:
-    """Prompt tokens that may wait for their first token: target TTFT x prefill rate, as vLLM
-    documents it. None without such a target.
-    """
+    """Prompt tokens that may wait: target TTFT x prefill rate, as in vLLM; None without one."""
     targets = ttft_targets(order.plan.recipe)
     if not targets:
         return None

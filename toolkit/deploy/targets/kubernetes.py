@@ -63,9 +63,7 @@ def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Ob
 
 
 def cluster_policy(order: Order, cluster: Mapping[str, str], members: Mapping[str, str]) -> Object:
-    """For the pods of a Ray cluster: only the deployment's `members` may connect, since every
-    connection to Ray can run code.
-    """
+    """Only the deployment's `members` may connect to Ray's pods: a connection can run code."""
     ours, ways_out = [_pods(members)], [*_egress(order), {"to": [_pods(members)]}]
     pods = {"matchLabels": dict(cluster)}
     return _policy(order, f"{order.name}-ray", pods, [{"from": ours}], ways_out)
@@ -259,9 +257,7 @@ def _pod(order: Order) -> Object:
 
 
 def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
-    """The lines of EXPLAIN.md but those about the autoscaler. `mounting` is the number of pods that
-    may mount the volume of models at once.
-    """
+    """The lines of EXPLAIN.md but the autoscaler's; `mounting` pods mount the models at once."""
     drain, gpus = reckon.drain_s(order), reckon.gpus(order.plan.recipe)
     grace = reckon.grace_s(drain, reckon.PROPAGATION_S)
     affinity = explain_value("node affinity", products(order, order.plan.kinds[0]))

@@ -127,9 +127,7 @@ def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
 
 
 def labels(order: Order, name: str = "") -> dict[str, str]:
-    """The labels of all objects of a deployment; `name` is that of pods which are not the order's
-    own.
-    """
+    """The labels of an object about the pods named `name`, by default the order's own."""
     return {NAME: name or order.name, "app.kubernetes.io/managed-by": "llmctl"}
 
 
@@ -167,9 +165,7 @@ def pod_spec(
 
 
 def before_stop(*command: str) -> Object:
-    """The lifecycle of a container that runs `command` before it gets SIGTERM, within the grace
-    period.
-    """
+    """The lifecycle of a container that runs `command` before it gets SIGTERM."""
     return {"preStop": {"exec": {"command": list(command)}}}
 
 
@@ -247,9 +243,7 @@ def on_products(order: Order, kind: Kind, *, required: bool = False) -> Object:
 
 
 def metadata(order: Order, name: str = "", pods: str = "") -> Object:
-    """The metadata of an object; by default it has the deployment's name. `pods` is as for
-    `labels`.
-    """
+    """The metadata of an object about the pods named `pods`; see `labels`."""
     name, namespace = name or order.name, order.options.namespace
     return {"name": name, "namespace": namespace, "labels": labels(order, pods)}
 
@@ -266,9 +260,7 @@ def selector(order: Order, name: str = "") -> Object:
 
 
 def service(order: Order, name: str = "", pods: str = "", **fields: str) -> Object:
-    """A Service for the pods named `pods`, both by default with the deployment's name. `fields` are
-    further keys of its spec.
-    """
+    """A Service for the pods named `pods`; `fields` are further keys of its spec."""
     port = {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP"}
     selected = {NAME: pods or order.name}
     spec = {"type": "ClusterIP", **fields, "selector": selected, "ports": [port]}
@@ -276,9 +268,7 @@ def service(order: Order, name: str = "", pods: str = "", **fields: str) -> Obje
 
 
 def disruption_budget(order: Order, pods: Object, name: str = "", **bound: int) -> Object:
-    """A PodDisruptionBudget for the pods that the selector `pods` selects. Broken pods are evicted
-    anyway.
-    """
+    """A PodDisruptionBudget for these pods. Broken pods are evicted anyway."""
     spec = {**bound, "selector": pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
     return api_object("policy/v1", "PodDisruptionBudget", metadata(order, name, name), spec)
 

@@ -43,9 +43,7 @@ def render_local(order: Order) -> Rendered:
 
 
 def render_ray(order: Order) -> Rendered:
-    """Render serve.sh for a Ray cluster. `InputError` if two kinds of machines in a fleet have the
-    same labels.
-    """
+    """Render serve.sh for a Ray cluster. `InputError` for kinds of machines with equal labels."""
     script, drain = _script(order, drain_s(order), RAY)
     lines, plan = [JOINED, drain], order.plan
     if not plan.others:
@@ -62,9 +60,7 @@ def render_ray(order: Order) -> Rendered:
 
 
 def render_ray_replicas(order: Order) -> Rendered:
-    """Render serve.sh for a front with servers on a Ray cluster. `InputError` as for
-    `render_ray`.
-    """
+    """Render serve.sh for a front with servers on a Ray cluster. Raises as `render_ray`."""
     replicas, kinds = Replication(order), order.plan.kinds
     labels = node_labels(kinds)
     counts = [kind.count.value for kind in replicas.kinds]
