@@ -254,7 +254,7 @@ def replaced(
         }
     update: dict[str, object] = {"policy": policy, "workers": workers, "others": others}
     if not same:
-        limits = [limit.unpredicted() for limit in plan.limits]
+        limits = [limit.judged(None, kept=None) for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
         explained = {key: explained[key] for key in explained if not key.startswith(PREDICTED)}
         explained[LIMITS] = _explain_limits(limits, why)

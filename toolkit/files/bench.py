@@ -37,8 +37,7 @@ class Warmup(Strict):
         default=0.0, description="what each arriving request adds to every slice that runs then"
     )
     front: Front | None = Field(
-        default=None,
-        description="added to every predicted latency; none: the server also had other clients",
+        default=None, description="added to every predicted latency; none: it had other clients"
     )
 
 
@@ -111,8 +110,7 @@ class CacheUse(Strict):
         default=None, description="share of the prompt tokens; none: not predicted"
     )
     blind: bool = Field(
-        default=False,
-        description="prompts share tokens, and the prediction computes every prompt whole",
+        default=False, description="prompts share tokens, but the prediction computes all of them"
     )
 
     @property
@@ -153,13 +151,11 @@ class BenchReport(Envelope):
         default=None, description="the plan's; none: made without a plan, or by an older llmctl"
     )
     request_rate_rps: float | None = Field(
-        default=None,
-        description="mean rate of the whole scaled trace; none: its requests arrive all at once",
+        default=None, description="mean of the whole scaled trace; none: all arrive at once"
     )
     lengths: Literal["hidden", "given"] = Field(
-        description="'given': each request had exactly its output length as max_tokens, so the "
-        "scheduler knew the lengths as limits, unlike with real traffic; the prediction simulates "
-        "the same"
+        description="'given': max_tokens was the output's length, so the scheduler knew it, unlike "
+        "with real traffic; the prediction simulates the same"
     )
     trace_notes: list[str]
     interrupted: bool
@@ -189,8 +185,7 @@ class BenchReport(Envelope):
         default=None, description="as in `warmup`, from the replay itself"
     )
     predicted_in_hindsight: dict[str, float] = Field(
-        default={},
-        description="with the replay's own slowdown and front, so the rest is the laws' error",
+        default={}, description="with the replay's own slowdown and front: the laws' error is left"
     )
     scheduling: Scheduling | None = Field(
         description="the server's scheduling time during the replay; only llmctl servers report it"
@@ -215,32 +210,26 @@ class WindowResult(Strict):
     requests: int
     failed: int
     refused: int = Field(
-        default=0,
-        description="of the failed: refused for load (HTTP 429 or 503); the prediction serves "
-        "every request",
+        default=0, description="of the failed: for load (HTTP 429, 503), which is not predicted"
     )
     slowdown: float = Field(
         description="measured over fitted batch time, just before the window; 1: not known"
     )
     arrival_cost_s: float = Field(
-        default=0.0,
-        description="what each arriving request added to every slice that ran then, just before",
+        default=0.0, description="what each arrival added to every slice that ran, just before"
     )
     front_first_s: float = Field(
-        default=0.0,
-        description="delay of first tokens from the server's driver to clients, just before",
+        default=0.0, description="delay of first tokens from the driver to clients, just before"
     )
     front_last_s: float = Field(default=0.0, description="the same delay of last tokens")
     measured: dict[str, float]
     predicted: dict[str, float]
     slowdown_meanwhile: float | None = Field(
-        default=None,
-        description="as `slowdown`, from the window's own batches, afterwards; none: not known",
+        default=None, description="as `slowdown`, from the window's own batches; none: not known"
     )
     cache: CacheUse | None = Field(default=None, description="as in bench.json")
     predicted_in_hindsight: dict[str, float] = Field(
-        default={},
-        description="with that and the window's own front, so the rest is the laws' error",
+        default={}, description="with that and the window's own front: the laws' error is left"
     )
 
 
@@ -258,9 +247,7 @@ class RequestError(Strict):
     """A latency compared request by request; errors in percent of the measured values."""
 
     latency: str
-    median_percent: float = Field(
-        description="with its sign: half of the requests were predicted lower"
-    )
+    median_percent: float = Field(description="signed: half of the requests were predicted lower")
     median_absolute_percent: float
     p90_absolute_percent: float
     requests: int

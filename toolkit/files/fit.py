@@ -104,8 +104,7 @@ class SwapFit(Strict):
     in_bytes_per_s: float
     host_bytes: int = Field(description="host memory for caches, per worker")
     overlaps: bool = Field(
-        default=True,
-        description="transfers run in parallel with compute; on a CPU the computing thread copies",
+        default=True, description="transfers run beside compute; on a CPU the thread copies"
     )
     error: HeldOutError | None = Field(
         default=None, description="none: the link was stated, not measured"

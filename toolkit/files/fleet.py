@@ -40,21 +40,16 @@ class Member(Strict):
     )
     min_workers: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="the fewest that `tune --workers auto` tries; None: 1 of the first kind, 0 of "
-        "the others",
+        description="fewest of `tune --workers auto`; None: 1 of the first kind, else 0",
     )
     max_workers: Workers | None = Field(
         default=None, description="the most that it tries; None: 256, of all kinds together"
     )
     nodes: Labels = Field(
-        default={},
-        description="labels of the cluster machines it runs on; none: Ray's own, or the recipe's "
-        "name",
+        default={}, description="its machines' labels; none: Ray's own, or the recipe's name"
     )
     usd_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="price of one worker's devices for an hour; None: hardware.usd_per_hour of the "
-        "recipe",
+        default=None, description="price of one worker's devices for an hour; None: its recipe's"
     )
 
     @model_validator(mode="after")

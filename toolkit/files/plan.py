@@ -76,13 +76,11 @@ class Plan(Envelope):
         default=[], description="of a fleet: the kinds of workers besides the first"
     )
     nodes: Labels = Field(
-        default={},
-        description="of a fleet: labels of the first kind's machines; omitted where empty",
+        default={}, description="of a fleet: labels of the first kind's machines; else omitted"
     )
     replica_router: RouterSpec | None = Field(
         default=None,
-        description="of several replicas of a server: the router before them and all its "
-        "parameters; omitted elsewhere",
+        description="before several replicas of a server, with all its parameters; else omitted",
     )
 
     @property

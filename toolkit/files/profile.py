@@ -152,8 +152,7 @@ class HitPoint(Strict):
     new_s: list[float] = Field(description="of prompts that no cache holds, every repeat")
     again_s: list[float] = Field(description="of the same prompts directly afterwards")
     cached_tokens: int | None = Field(
-        description="of the repeated prompt from the cache, by the server's usage; none: it does "
-        "not say"
+        description="of the repeated prompt from the cache, by its usage; none: it does not say"
     )
 
 
@@ -217,9 +216,7 @@ class EngineFacts(Strict):
         default=[], description="of a server: the parts of OpenAI's API that it lacks"
     )
     deepspeed: str = Field(
-        default="",
-        description="what init_inference did to the model: 'kernel injection' or 'pass-through', "
-        "and why",
+        default="", description="init_inference: 'kernel injection' or 'pass-through', and why"
     )
     joining: Literal["embed", "shape"] | None = Field(
         default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,

@@ -46,13 +46,9 @@ class Limit(Strict):
             raise ValueError(f"{self.name}: 'predicted' and 'kept' belong together")
         return self
 
-    def judged(self, predicted: float | None, *, kept: bool) -> Limit:
-        """The same limit with a prediction; None where no request is served, which breaks it."""
+    def judged(self, predicted: float | None, *, kept: bool | None) -> Limit:
+        """The same limit with a prediction, None if nothing is served; both None: without one."""
         return self.model_copy(update={"predicted": predicted, "kept": kept})
-
-    def unpredicted(self) -> Limit:
-        """The same limit without a prediction."""
-        return self.model_copy(update={"predicted": None, "kept": None})
 
     def allowed(self) -> str:
         """The limit in words: 'at most 1.5 s'."""
@@ -86,14 +82,14 @@ def recipe_limits(recipe: Recipe) -> list[Limit]:
         EVICTED: spec.max_evicted_percent,
         REFUSED: spec.max_refused_percent,
     }
-    found = [
+    limits = [
         Limit(name=key, bound="at most", limit=limit)
         for key, limit in most.items()
         if limit is not None
     ]
     if spec.min_attainment_percent is not None:
-        found.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
-    return found
+        limits.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
+    return limits
 
 
 def broken(limits: Sequence[Limit]) -> list[Limit]:
@@ -103,13 +99,9 @@ def broken(limits: Sequence[Limit]) -> list[Limit]:
 
 def breaks(limits: Sequence[Limit]) -> str:
     """The broken limits as the end of a sentence: 'break 1 of 3 limits: ...'; '' for none."""
-    found = broken(limits)
-    if not found:
-        return ""
-    values = ", ".join(
-        f"{limit.name} is {limit.prediction()} ({limit.allowed()})" for limit in found
-    )
-    return f"break {len(found)} of {len(limits)} limit{'s' * (len(limits) > 1)}: {values}"
+    values = [f"{one.name} is {one.prediction()} ({one.allowed()})" for one in broken(limits)]
+    count = f"{len(values)} of {len(limits)} limit{'s' * (len(limits) > 1)}"
+    return f"break {count}: {', '.join(values)}" if values else ""
 
 
 class ScaledLengths(Strict):
@@ -135,8 +127,7 @@ class Scaling(Strict):
     max_model_len: int
     max_new_tokens: int
     model_context: int | None = Field(
-        default=None,
-        description="model.config.max_position_embeddings of the recipe; none: not known",
+        default=None, description="the model's max_position_embeddings; none: not known"
     )
     prompts: ScaledLengths
     outputs: ScaledLengths
@@ -240,10 +231,10 @@ class Outcome(Strict):
     @property
     def every_parameter(self) -> dict[str, ParameterValue]:
         """The parameters; those of a fleet's further kinds of servers as `kind.flag`."""
-        found = dict(self.parameters)
+        every = dict(self.parameters)
         for kind, flags in self.kind_parameters.items():
-            found |= {f"{kind}.{name}": value for name, value in flags.items()}
-        return found
+            every |= {f"{kind}.{name}": value for name, value in flags.items()}
+        return every
 
     def same_settings(self, other: Outcome) -> bool:
         """Whether both have the same settings."""
@@ -293,12 +284,10 @@ class PolicyResult(Strict):
     held_out: Outcome
     feasible: bool = Field(description="whether it keeps every limit, held out")
     importance: dict[str, float] = Field(
-        description="parameter to its share of the difference between the best trials and the "
-        "others (PED-ANOVA); may be empty"
+        description="parameter to its share of the best trials' lead (PED-ANOVA); may be empty"
     )
     refusal: str | None = Field(
-        description="why the recipe's engine cannot serve it, so its figures are a guess by that "
-        "engine's laws; None where it can"
+        description="why the engine cannot serve it, so its figures are a guess; None: it can"
     )
     engines: list[str] = Field(default=[], description="the engines that can serve it")
 
@@ -323,17 +312,13 @@ class Uncertainty(Strict):
     gain_percent: Interval | None = Field(
         description="None where the defaults have no goodput in a draw"
     )
-    better_percent: float = Field(
-        description="share of the draws in which the best beats the defaults"
-    )
+    better_percent: float = Field(description="share of the draws in which the best wins")
 
 
 class SizingRow(Strict):
     """Settings with a number of workers on all windows, and the limit with the greatest ratio."""
 
-    settings: str = Field(
-        description="'recipe', or 'tuned for N' by a search with N workers, and the router"
-    )
+    settings: str = Field(description="'recipe', or 'tuned for N' workers, and the router")
     workers: int
     counts: list[int] = Field(default=[], description="of a fleet: how many of each kind")
     feasible: bool
@@ -386,9 +371,7 @@ class Sibling(Strict):
 
     recipe: str
     engine: str
-    analytic: bool = Field(
-        description="whether its fit was calculated from data sheets, not measured"
-    )
+    analytic: bool = Field(description="its fit comes from data sheets, not measurements")
     workers: int = Field(description="as many as the tuned recipe has; 1 for a server")
     held_out: Outcome
     usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
@@ -406,21 +389,17 @@ class Alternatives(Strict):
 
     feasible: bool = Field(description="whether the recommended settings keep all limits, held out")
     up_to_rps: float | None = Field(
-        description="highest rate found at which they keep all limits, at most their rate on a "
-        "backlog; None: no such rate"
+        description="highest rate found that keeps all limits, at most a backlog's; None: none"
     )
     best_of_all: str | None = Field(
-        description="the best searched policy, where the recipe's engine cannot run it; None: "
-        "nothing is better"
+        description="the best searched policy, if the engine cannot run it; None: nothing is better"
     )
     policies: list[Outcome] = Field(
-        description="where limits are broken: policies of this engine that were not searched and "
-        "keep them"
+        description="where limits are broken: policies of this engine, not searched, that keep them"
     )
     siblings: list[Sibling]
     workers: int | None = Field(
-        description="where limits are broken and no sibling keeps them: the number of workers that "
-        "does, with the best settings"
+        description="where limits are broken, also by siblings: how many workers keep them"
     )
 
 
@@ -439,9 +418,7 @@ class Cost(Strict):
     usd_per_million_cached: float | None = Field(
         description="prompt tokens found in the cache; None: none are, or no law of passes"
     )
-    usd_per_million_out: float | None = Field(
-        description="output tokens; None: the fit has no law of passes"
-    )
+    usd_per_million_out: float | None = Field(description="output tokens; None: no law of passes")
 
 
 class TuningWindow(Strict):
@@ -501,9 +478,7 @@ class Tuning(Envelope):
     keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     sensitivity: list[Sensitivity]
     usage: dict[str, float] = Field(
-        default={},
-        description="of the recommended settings, held out: the used share of each limit; above 1 "
-        "it is broken",
+        default={}, description="of the recommended: used share of each limit; above 1 it is broken"
     )
     policies: list[PolicyResult] = Field(
         default=[], description="the recipe's own first; of replicas, one for each router"
@@ -515,17 +490,14 @@ class Tuning(Envelope):
     )
     latency_metric: str = Field(default="e2e_p95_s", description="the second axis of `front`")
     front: list[int] = Field(
-        default=[],
-        description="trials that no other beats in both goodput and latency, by rising latency",
+        default=[], description="trials that none beats in goodput and latency, by rising latency"
     )
     uncertainty: Uncertainty | None = None
     sizing: Sizing | None = Field(
         default=None, description="where the number of workers was requested"
     )
     engines: list[str] = Field(
-        default=[],
-        description="the recipe's and, in a fleet, the others'; the recommendation is the best "
-        "policy that they run",
+        default=[], description="of all kinds; the recommendation is the best policy that they run"
     )
     alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
     cost: Cost | None = Field(
