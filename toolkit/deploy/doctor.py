@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -85,21 +84,20 @@ def model_cache() -> Path:
 
 def _check_packages() -> Check:
     """Whether each package that llmctl needs is installed, in a version that it takes."""
-    needed, problems = 0, []
-    for each in map(Requirement, metadata.requires(DISTRIBUTION) or []):
-        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
-            continue
-        needed += 1
+    requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    needed = [one for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})]
+    problems = []
+    for package in needed:
         try:
-            version = metadata.version(each.name)
+            version = metadata.version(package.name)
         except metadata.PackageNotFoundError:
-            problems.append(f"{each.name}{each.specifier} is not installed")
+            problems.append(f"{package.name}{package.specifier} is not installed")
             continue
-        if not each.specifier.contains(version, prereleases=True):
-            problems.append(f"{each.name} is {version}, needs {each.specifier}")
+        if not package.specifier.contains(version, prereleases=True):
+            problems.append(f"{package.name} is {version}, needs {package.specifier}")
     if problems:
         return Check("packages", "missing", "; ".join(problems), "install with: make setup")
-    return Check("packages", "ok", f"all {needed} within their ranges")
+    return Check("packages", "ok", f"all {len(needed)} within their ranges")
 
 
 def _check_devices(devices: Devices) -> Check:
@@ -151,11 +149,11 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
     if recipe is None:
         shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
         names = [
-            each.name
-            for each in shipped
-            if each.engine.name == "vllm"
-            and each.hardware.device == "cuda"
-            and any(_is_wanted(gpu, each.hardware) for gpu in devices.gpus)
+            one.name
+            for one in shipped
+            if one.engine.name == "vllm"
+            and one.hardware.device == "cuda"
+            and any(_is_wanted(gpu, one.hardware) for gpu in devices.gpus)
         ]
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
         remedy = f"llmctl doctor RECIPE says what is missing{guide}"
@@ -294,8 +292,3 @@ def _check_capacity(recipe: Recipe) -> Check:
             remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"
             return Check("memory", "missing", found, remedy)
     return Check("memory", "ok", found)
-
-
-def missing(checks: Sequence[Check]) -> list[Check]:
-    """The checks that failed: the recipe cannot be used here."""
-    return [check for check in checks if check.status == "missing"]

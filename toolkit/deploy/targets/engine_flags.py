@@ -31,6 +31,7 @@ SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
 UTILIZATION = "recipe: engine.gpu_memory_utilization"
 TENSOR_PARALLEL = "recipe: engine.tensor_parallel_size"
 UNBOUNDED = "no target on the time between tokens bounds a pass"
+NO_TARGET = "the recipe has no TTFT target"
 MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 # SGLang's tuning guide advises this conservativeness where requests are often evicted.
@@ -206,29 +207,34 @@ def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
 
 
 def _vllm_lines(order: Order) -> list[ExplainedValue]:
-    plan = order.plan
-    running, drain, queued = rows(order), drain_s(order), queued_tokens(order)
-    prompt = chunk(order, running.value)
-    longest = str(plan.fit.engine.max_model_len)
+    plan, running = order.plan, rows(order)
     lines = [
-        ExplainedValue("--max-model-len", longest, "fit: engine.max_model_len"),
+        explain_value("--max-model-len", _longest(order)),
         explain_value("--max-num-seqs", running),
     ]
     if plan.recipe.hardware.device == "cuda":
         share = f"{plan.recipe.engine.gpu_memory_utilization:g}"
         lines.append(ExplainedValue("--gpu-memory-utilization", share, UTILIZATION))
-    if prompt is not None:
-        tokens = str(prompt.value + running.value)
-        source = f"{prompt.source}; and a token for each of {running.value} rows"
-        lines.append(ExplainedValue("--max-num-batched-tokens", tokens, source))
-    else:
-        lines.append(ExplainedValue("max-num-batched-tokens", "vLLM's own", UNBOUNDED))
-    if queued is not None:
-        lines.append(explain_value("--max-num-queued-tokens", queued))
-    else:
-        why = "the recipe has no TTFT target"
-        lines.append(ExplainedValue("max-num-queued-tokens", "no limit", why))
-    return [*lines, *_parallel(plan), explain_value("--shutdown-timeout", drain)]
+    tokens = chunk(order, running.value)
+    if tokens is not None:
+        source = f"{tokens.source}; and a token for each of {running.value} rows"
+        tokens = Sourced(tokens.value + running.value, source)
+    return [
+        *lines,
+        _flag("--max-num-batched-tokens", tokens, "vLLM's own", UNBOUNDED),
+        _flag("--max-num-queued-tokens", queued_tokens(order), "no limit", NO_TARGET),
+        *_parallel(plan),
+        explain_value("--shutdown-timeout", drain_s(order)),
+    ]
+
+
+def _longest(order: Order) -> Sourced[int]:
+    return Sourced(order.plan.fit.engine.max_model_len, "fit: engine.max_model_len")
+
+
+def _flag(flag: str, value: Sourced[int] | None, own: str, why: str) -> ExplainedValue:
+    """A flag with its value, or what the engine does without the flag, and why it has none."""
+    return explain_value(flag, value) if value else ExplainedValue(flag.lstrip("-"), own, why)
 
 
 def _parallel(plan: Plan) -> list[ExplainedValue]:
@@ -281,24 +287,19 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
 
 def _sglang_lines(order: Order) -> list[ExplainedValue]:
     plan, running = order.plan, rows(order)
-    prompt, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
-    longest = str(plan.fit.engine.max_model_len)
+    tokens, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
+    most = None if waiting.value is None else Sourced(waiting.value, waiting.source)
     lines = [
-        ExplainedValue("--context-length", longest, "fit: engine.max_model_len"),
+        explain_value("--context-length", _longest(order)),
         explain_value("--max-running-requests", running),
     ]
     if plan.recipe.hardware.device == "cuda":
         lines.append(explain_value("--mem-fraction-static", static_share(order)))
-    if prompt is not None:
-        lines.append(explain_value("--chunked-prefill-size", prompt))
-    else:
-        lines.append(ExplainedValue("chunked-prefill-size", "SGLang's own", UNBOUNDED))
-    if waiting.value is None:
-        unlimited = "SGLang's own: no limit"
-        lines.append(ExplainedValue("max-queued-requests", unlimited, waiting.source))
-    else:
-        lines.append(explain_value("--max-queued-requests", waiting))
-    lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
+    lines += [
+        _flag("--chunked-prefill-size", tokens, "SGLang's own", UNBOUNDED),
+        _flag("--max-queued-requests", most, "SGLang's own: no limit", waiting.source),
+        explain_value("--schedule-conservativeness", conservativeness(order)),
+    ]
     if plan.recipe.engine.tensor_parallel_size > 1:
         size = str(plan.recipe.engine.tensor_parallel_size)
         lines.append(ExplainedValue("--tp-size", size, TENSOR_PARALLEL))

@@ -46,16 +46,16 @@ def render_ray(order: Order) -> Rendered:
     """Render serve.sh for a Ray cluster. `InputError` for kinds of machines with equal labels."""
     script, drain = _script(order, drain_s(order), RAY)
     lines, plan = [JOINED, drain], order.plan
-    if not plan.others:
-        workers = str(plan.workers)
+    if plan.others:
+        for kind, labels in zip(plan.kinds, node_labels(plan.kinds), strict=True):
+            lines.append(_actors(kind, labels, kind.workers))
+    else:
+        spread = "plan: workers, spread over the machines"
         lines += [
-            ExplainedValue("actors", workers, "plan: workers, spread over the machines"),
+            ExplainedValue("actors", str(plan.workers), spread),
             explain_value("GPUs of all actors", gpus(plan.recipe)),
             explain_value("CPUs of actors and front", cpus(plan.recipe)),
         ]
-        return Rendered({"serve.sh": script}, lines, START_RAY)
-    for kind, labels in zip(plan.kinds, node_labels(plan.kinds), strict=True):
-        lines.append(_actors(kind, labels, kind.workers))
     return Rendered({"serve.sh": script}, lines, START_RAY)
 
 
@@ -67,16 +67,10 @@ def render_ray_replicas(order: Order) -> Rendered:
     number = [("--workers", counts[0])] if sum(counts) != order.plan.workers else []
     script, drain = _script(order, replicas.drain, RAY, *number)
     lines = [JOINED, *replicas.explained_on_ray(), drain]
-    lines += [_actors(*each) for each in zip(kinds, labels, counts, strict=True)]
-    variables = {kind.server.python_variable for kind in replicas.kinds} - {""}
-    lines += [
-        ExplainedValue(
-            f"{name} where Ray is started",
-            "on each machine",
-            "the Python that has the engine there; not llmctl's own, which Ray's actors run",
-        )
-        for name in variables
-    ]
+    lines += map(_actors, kinds, labels, counts)
+    python = "the Python that has the engine there; not llmctl's own, which Ray's actors run"
+    for name in {kind.server.python_variable for kind in replicas.kinds} - {""}:
+        lines.append(ExplainedValue(f"{name} where Ray is started", "on each machine", python))
     return Rendered({"serve.sh": script}, lines, START_RAY)
 
 

@@ -110,16 +110,9 @@ def _core(replicas: Replication) -> dict[str, Object]:
         kind.file("networkpolicy", ".yaml", "replicas"): kind.name for kind in replicas.kinds
     }
     about = common.metadata(order)
-    rule = {
-        "apiGroups": ["discovery.k8s.io"],
-        "resources": ["endpointslices"],
-        "verbs": ["get", "list", "watch"],
-    }
-    account = {
-        "kind": "ServiceAccount",
-        "name": order.name,
-        "namespace": order.options.namespace,
-    }
+    verbs = ["get", "list", "watch"]
+    rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": verbs}
+    account = {"kind": "ServiceAccount", "name": order.name, "namespace": order.options.namespace}
     api = {"apiVersion": f"{group}/v1"}
     core = {
         "deployment.yaml": _front(replicas),
@@ -334,32 +327,24 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
     order, kinds = replicas.order, replicas.kinds
     addresses = " ".join(kind.at(_address(kind)) for kind in kinds)
     services = "the headless Service" if len(kinds) == 1 else "each kind's headless Service"
+    slices = f"the EndpointSlices of {services}: a replica that ends is left at once"
+    verbs, role = (
+        "get, list, watch endpointslices",
+        "the front's only permission, in its own namespace",
+    )
+    alone = "a front knows only what it routed; it starts in seconds"
+    helpers = "its loop and its helpers; the memory of the front of llmctl's own engines"
+    parallel = "replicas do not wait for each other"
     lines = [
         *replicas.explained(),
-        ExplainedValue(
-            "front: --replicas",
-            addresses,
-            f"the EndpointSlices of {services}: a replica that ends is left at once",
-        ),
-        ExplainedValue(
-            "Role",
-            "get, list, watch endpointslices",
-            "the front's only permission, in its own namespace",
-        ),
+        ExplainedValue("front: --replicas", addresses, slices),
+        ExplainedValue("Role", verbs, role),
         explain_value("front: image", replicas.front_image),
-        ExplainedValue(
-            "front: replicas", "1", "a front knows only what it routed; it starts in seconds"
-        ),
+        ExplainedValue("front: replicas", "1", alone),
         *replicas.explained_flags(),
         *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
-        ExplainedValue(
-            "front: cpu, memory",
-            f"{FRONT_CORES}, {FRONT_MIB} MiB",
-            "its loop and its helpers; the memory of the front of llmctl's own engines",
-        ),
-        ExplainedValue(
-            "StatefulSet podManagementPolicy", "Parallel", "replicas do not wait for each other"
-        ),
+        ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {FRONT_MIB} MiB", helpers),
+        ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
     ]
     size = models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:

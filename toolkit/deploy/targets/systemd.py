@@ -189,7 +189,15 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
     files = "KIND-N.env" if order.plan.others else "replica-N.env"
     source = f"the ports after the front's, {first - 1}, which is the recipe's serve.port"
     restarts = f"{BACK_OFF_S} s, growing to {LONGEST_BACK_OFF_S} s in {BACK_OFF_STEPS} steps"
+    hung = (
+        "recipe: serve.hang_s; llmctl ends with an error, and the unit is started again, if its "
+        "server does not answer /health for so long, or if its figures in /metrics stand still for "
+        "so long and it then generates no token for as long"
+    )
+    blocked = "seconds that the front's loop, or the llmctl that watches a replica, may block"
     order_of = "the front starts after the replicas' loads, and stops before the replicas"
+    user, shared = user_name(order.name), "one dynamic user, for the shared folder of models"
+    secret = "read by root; the key is the front's alone"
     lines = [
         ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
         ExplainedValue("ExecStart --host of the front", recipe.serve.host, "recipe: serve.host"),
@@ -197,25 +205,11 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         explain_value("TimeoutStopSec", grace, SECONDS),
         explain_value("TimeoutStartSec", replicas.startup, SECONDS),
         ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
-        ExplainedValue(
-            "replica that hangs",
-            f"{recipe.serve.hang_s:g} s",
-            "recipe: serve.hang_s; llmctl ends with an error, and the unit is started again, if "
-            "its server does not answer /health for so long, or if its figures in /metrics stand "
-            "still for so long and it then generates no token for as long",
-        ),
-        ExplainedValue(
-            "WatchdogSec",
-            str(WATCHDOG_S),
-            "seconds that the front's loop, or the llmctl that watches a replica, may block",
-        ),
+        ExplainedValue("replica that hangs", f"{recipe.serve.hang_s:g} s", hung),
+        ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),
         ExplainedValue(f"{order.name}.target", "Requires, Wants, PartOf", order_of),
-        ExplainedValue(
-            "User", user_name(order.name), "one dynamic user, for the shared folder of models"
-        ),
-        ExplainedValue(
-            "LoadCredential", "plan.json, api-key", "read by root; the key is the front's alone"
-        ),
+        ExplainedValue("User", user, shared),
+        ExplainedValue("LoadCredential", "plan.json, api-key", secret),
     ]
     if variable := replicas.kinds[0].server.python_variable:
         where = "--replica-python: the Python of the engine's environment on that machine"
