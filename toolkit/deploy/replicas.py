@@ -28,7 +28,6 @@ from toolkit.deploy.order import (
     object_name,
 )
 from toolkit.deploy.reckon import (
-    LIMIT_FACTOR,
     drain_s,
     gpus,
     startup_s,
@@ -207,11 +206,6 @@ class KindReplicas:
         worker = worker_memory_mib(self.alone.plan.kinds[0])
         source = f"{SERVER_MIB} MiB for its processes, and for its worker {worker.source}"
         return Sourced(SERVER_MIB + worker.value, source)
-
-    @cached_property
-    def memory_limit_mib(self) -> Sourced[int]:
-        """Host memory in MiB at which a replica's container is killed."""
-        return Sourced(LIMIT_FACTOR * self.memory_mib.value, f"{LIMIT_FACTOR} times the request")
 
     @cached_property
     def drain(self) -> Sourced[int]:

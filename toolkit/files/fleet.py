@@ -22,7 +22,7 @@ from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Recipe, Workers
 from toolkit.files.shipped import AnyPath, recipe_path
-from toolkit.files.strict import Strict, load_yaml, validate
+from toolkit.files.strict import Strict, load_yaml, optional, validate
 from toolkit.files.tuning import Tuning
 
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
@@ -35,21 +35,18 @@ class Member(Strict):
         description="a file, relative to this file's folder, or the name of a shipped recipe"
     )
     fit: str = Field(description="the fit of that recipe, given in the same way")
-    workers: Workers | None = Field(
-        default=None, description="of this kind; None: as many as the recipe says"
+    workers: Workers | None = optional("of this kind; None: as many as the recipe says")
+    min_workers: Annotated[int, Field(ge=0)] | None = optional(
+        "the fewest that `tune --workers auto` tries; None: 1 of the first kind, 0 of the others"
     )
-    min_workers: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="fewest of `tune --workers auto`; None: 1 of the first kind, else 0",
-    )
-    max_workers: Workers | None = Field(
-        default=None, description="the most that it tries; None: 256, of all kinds together"
+    max_workers: Workers | None = optional(
+        "the most that it tries; None: 256, of all kinds together"
     )
     nodes: Labels = Field(
-        default={}, description="its machines' labels; none: Ray's own, or the recipe's name"
+        {}, description="its machines' labels; none: Ray's own, or the recipe's name"
     )
-    usd_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="price of one worker's devices for an hour; None: its recipe's"
+    usd_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = optional(
+        "price of one worker's devices for an hour; None: hardware.usd_per_hour of the recipe"
     )
 
     @model_validator(mode="after")

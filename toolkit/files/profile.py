@@ -15,7 +15,7 @@ from pydantic import Field
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 
 # the sections of a recipe that measurements depend on
 MEASURED_SECTIONS = ("model", "hardware", "engine", "workers", "profile")
@@ -116,7 +116,7 @@ class StepPoint(Strict):
     prefills: int
     prefill_tokens: int
     prefill_attended: float
-    prefill_cached: int = Field(default=0, description="0 in older profiles: not recorded")
+    prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one"
@@ -197,26 +197,20 @@ class EngineFacts(Strict):
     prefill_emits_token: bool = Field(
         description="True: a slice of S tokens is a prefill and S - 1 decode iterations"
     )
-    max_rows: int | None = Field(
-        default=None, description="requests that run at once; None: memory alone limits"
-    )
-    torch: str = Field(default="", description="its version, where the engine uses it here")
-    processor: str = Field(default="", description="the CPU's name, where the engine runs on one")
-    config_sha256: str = Field(
-        default="", description="of the model's config, whichever version saved it"
-    )
+    max_rows: int | None = optional("requests that run at once; None: memory alone limits")
+    torch: str = Field("", description="its version, where the engine uses it here")
+    processor: str = Field("", description="the CPU's name, where the engine runs on one")
+    config_sha256: str = Field("", description="of the model's config, whichever version saved it")
     tensor_parallel_size: int = Field(
-        default=1, description="processes that share a worker's model; bytes are of each"
+        1, description="processes that share a worker's model; bytes are of each"
     )
-    analytic: str = Field(default="", description="the assumptions, where nothing was measured")
-    load_s: float | None = Field(
-        default=None, description="seconds until the engine was loaded; none: it was not measured"
+    analytic: str = Field("", description="the assumptions, where nothing was measured")
+    load_s: float | None = optional(
+        "seconds until the engine was loaded; none: it was not measured"
     )
-    lacks: list[str] = Field(
-        default=[], description="of a server: the parts of OpenAI's API that it lacks"
-    )
+    lacks: list[str] = Field([], description="of a server: the parts of OpenAI's API that it lacks")
     deepspeed: str = Field(
-        default="", description="init_inference: 'kernel injection' or 'pass-through', and why"
+        "", description="init_inference: 'kernel injection' or 'pass-through', and why"
     )
     joining: Literal["embed", "shape"] | None = Field(
         default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,
@@ -245,14 +239,10 @@ class Profile(Envelope):
     slices: list[SlicePoint]
     memory: list[MemoryPoint]
     failed: list[FailedPoint] = Field(default_factory=list)
-    rounds: RoundsProfile | None = Field(
-        default=None, description="none: the engine does not keep rows between batches"
-    )
-    steps: StepsProfile | None = Field(
-        default=None, description="none: the engine's passes were not measured one by one"
-    )
+    rounds: RoundsProfile | None = optional("none: the engine does not keep rows between batches")
+    steps: StepsProfile | None = optional("none: the engine's passes were not measured one by one")
     hits: list[HitPoint] = Field(
-        default=[], description="of a server that is profiled from outside, by prompt length"
+        [], description="of a server that is profiled from outside, by prompt length"
     )
 
 

@@ -56,6 +56,11 @@ class Strict(BaseModel):
     )
 
 
+def optional(description: str) -> Any:
+    """A field that is None where it is not given."""
+    return Field(None, description=description)
+
+
 class Environment(Strict):
     """The machine and the versions that a file was made with, without host names and paths."""
 

@@ -13,7 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe, RouterSpec
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.units import number
 
 OOM = "oom_percent"
@@ -35,10 +35,8 @@ class Limit(Strict):
     name: str = Field(description="the metric; the end of its name is the unit")
     bound: Literal["at most", "at least"]
     limit: float
-    predicted: float | None = Field(
-        default=None, description="held out; None: not predicted, or no request is served"
-    )
-    kept: bool | None = Field(default=None, description="None: not predicted")
+    predicted: float | None = optional("held out; None: not predicted, or no request is served")
+    kept: bool | None = optional("None: not predicted")
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Limit:
@@ -126,9 +124,7 @@ class Scaling(Strict):
     requests: int
     max_model_len: int
     max_new_tokens: int
-    model_context: int | None = Field(
-        default=None, description="the model's max_position_embeddings; none: not known"
-    )
+    model_context: int | None = optional("the model's max_position_embeddings; none: not known")
     prompts: ScaledLengths
     outputs: ScaledLengths
 
@@ -206,11 +202,11 @@ class Outcome(Strict):
     policy: str
     parameters: dict[str, ParameterValue]
     metrics: dict[str, float]
-    replica_router: RouterSpec | None = Field(
-        default=None, description="before several replicas of a server; none elsewhere"
+    replica_router: RouterSpec | None = optional(
+        "before several replicas of a server; none elsewhere"
     )
     kind_parameters: dict[str, dict[str, ParameterValue]] = Field(
-        default={},
+        {},
         description="of a fleet of servers: those of each kind after the first, by its recipe's "
         "name; omitted elsewhere, and in older files, where they are the recipe's",
     )
@@ -289,7 +285,7 @@ class PolicyResult(Strict):
     refusal: str | None = Field(
         description="why the engine cannot serve it, so its figures are a guess; None: it can"
     )
-    engines: list[str] = Field(default=[], description="the engines that can serve it")
+    engines: list[str] = Field([], description="the engines that can serve it")
 
 
 class Interval(Strict):
@@ -320,7 +316,7 @@ class SizingRow(Strict):
 
     settings: str = Field(description="'recipe', or 'tuned for N' workers, and the router")
     workers: int
-    counts: list[int] = Field(default=[], description="of a fleet: how many of each kind")
+    counts: list[int] = Field([], description="of a fleet: how many of each kind")
     feasible: bool
     goodput_rps: float
     attainment_percent: float
@@ -346,9 +342,9 @@ class Sizing(Strict):
     """
 
     workers: int
-    kinds: list[SizedKind] = Field(default=[], description="of a fleet of servers")
+    kinds: list[SizedKind] = Field([], description="of a fleet of servers")
     excluded: int = Field(
-        default=0, description="of a fleet: cheaper counts that cannot do the work, by the laws"
+        0, description="of a fleet: cheaper counts that cannot do the work, by the laws"
     )
     settings: str
     one_more_keeps: bool | None = Field(
@@ -379,8 +375,8 @@ class Sibling(Strict):
     up_to_rps: float | None = Field(
         description="highest rate found at which it keeps all limits; None: no such rate"
     )
-    usd_per_hour: float | None = Field(
-        default=None, description="of all its workers, at its recipe's price or the tuned one's"
+    usd_per_hour: float | None = optional(
+        "of all its workers, at its recipe's price or the tuned one's"
     )
 
 
@@ -457,7 +453,7 @@ class Tuning(Envelope):
         description="mean rate that the trace was scaled to, or its own"
     )
     trace_notes: list[str] = Field(description="changes to the trace")
-    scaling: Scaling | None = Field(default=None, description="how its lengths were scaled")
+    scaling: Scaling | None = optional("how its lengths were scaled")
     window_length: WindowLength | None = None
     search_windows: list[TuningWindow]
     held_out_windows: list[TuningWindow]
@@ -478,31 +474,26 @@ class Tuning(Envelope):
     keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     sensitivity: list[Sensitivity]
     usage: dict[str, float] = Field(
-        default={}, description="of the recommended: used share of each limit; above 1 it is broken"
+        {}, description="of the recommended: used share of each limit; above 1 it is broken"
     )
     policies: list[PolicyResult] = Field(
-        default=[], description="the recipe's own first; of replicas, one for each router"
+        [], description="the recipe's own first; of replicas, one for each router"
     )
-    in_turn: Outcome | None = Field(
-        default=None,
-        description="of replicas: the best settings with requests to each replica in turn, held "
-        "out; the best ones are these where a router gains nothing",
+    in_turn: Outcome | None = optional(
+        "of replicas: the best settings with requests to each replica in turn, held out; the best "
+        "ones are these where a router gains nothing"
     )
-    latency_metric: str = Field(default="e2e_p95_s", description="the second axis of `front`")
+    latency_metric: str = Field("e2e_p95_s", description="the second axis of `front`")
     front: list[int] = Field(
-        default=[], description="trials that none beats in goodput and latency, by rising latency"
+        [], description="trials that no other beats in both goodput and latency, by rising latency"
     )
     uncertainty: Uncertainty | None = None
-    sizing: Sizing | None = Field(
-        default=None, description="where the number of workers was requested"
-    )
+    sizing: Sizing | None = optional("where the number of workers was requested")
     engines: list[str] = Field(
-        default=[], description="of all kinds; the recommendation is the best policy that they run"
+        [], description="of all kinds; the recommendation is the best policy that they run"
     )
-    alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
-    cost: Cost | None = Field(
-        default=None, description="where the recipe has a price, and requests are served"
-    )
+    alternatives: Alternatives | None = optional("none for a fleet")
+    cost: Cost | None = optional("where the recipe has a price, and requests are served")
 
     @property
     def recommended(self) -> Outcome:

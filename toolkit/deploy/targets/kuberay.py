@@ -355,13 +355,13 @@ def _explained(cluster: RayDeployment, mounting: Sourced[int]) -> list[Explained
 def _explain_cluster(cluster: RayDeployment) -> list[ExplainedValue]:
     workers = "workers: terminationGracePeriodSeconds"
     version = "what the image has installed; KubeRay chooses its probes by it"
-    token = (
-        f"Secret {cluster.order.name}, key {TOKEN_KEY}: every connection to Ray's ports needs it"
-    )
+    secret = f"Secret {cluster.order.name}, key {TOKEN_KEY}"
+    token = f"{secret}: every connection to Ray's ports needs it"
     recreate = "all pods have one image: another image replaces all of Ray's pods and the front"
     lingers = "its raylet stays until no actor runs on it, so that the front can drain"
     no_work = "no work runs on it; without the head there is no cluster"
     measured = "Ray 2.60's head: 610 MiB when idle, and room for its records"
+    stays = "the head stays until all connected nodes have left"
     return [
         explain_value("image", cluster.image),
         ExplainedValue("rayVersion", RAY, version),
@@ -374,9 +374,7 @@ def _explain_cluster(cluster: RayDeployment) -> list[ExplainedValue]:
         ExplainedValue("head: dashboard-host", "127.0.0.1", "only for kubectl port-forward"),
         ExplainedValue("head: memory", f"{HEAD_MIB:,} MiB", measured),
         explain_value("head: terminationGracePeriodSeconds", cluster.head_grace_s, SECONDS),
-        ExplainedValue(
-            "head: preStop", "linger head", "the head stays until all connected nodes have left"
-        ),
+        ExplainedValue("head: preStop", "linger head", stays),
     ]
 
 
@@ -419,22 +417,22 @@ class RayWorkerGroup:
         return Sourced(reckon.LIMIT_FACTOR * self.memory.value + extra.value, source)
 
     @property
-    def set_here(self) -> dict[str, str]:
-        """The labels that Ray does not set itself."""
-        return {key: value for key, value in self.labels.items() if not key.startswith(RAY_LABELS)}
-
-    @property
     def machines(self) -> dict[str, str]:
         """The labels of its machines (Kubernetes' nodes) that the fleet names."""
-        nodes = self.kind.nodes
-        return {key: value for key, value in nodes.items() if not key.startswith(RAY_LABELS)}
+        return _without_rays(self.kind.nodes)
+
+
+def _without_rays(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that Ray does not set itself."""
+    return {key: value for key, value in labels.items() if not key.startswith(RAY_LABELS)}
 
 
 def _worker_group(cluster: RayDeployment, group: RayWorkerGroup) -> Object:
     """The worker group of the RayCluster."""
     order, count, share, kind = cluster.order, group.count.value, group.share, group.kind
     # KubeRay refuses labels among the parameters.
-    labelled = {"labels": group.set_here} if group.set_here else {}
+    labels = _without_rays(group.labels)
+    labelled = {"labels": labels} if labels else {}
     affinity = None
     if share.gpus and not group.machines:
         required = not kind.fit.engine.analytic and not group.alone

@@ -267,7 +267,7 @@ def _pod(replicas: KindReplicas) -> Object:
     if recipe.engine.tensor_parallel_size > 1:
         mounts.append(common.SHARED_MOUNT)
         volumes.append(common.SHARED)
-    memory, limit = replicas.memory_mib.value, replicas.memory_limit_mib.value
+    memory = replicas.memory_mib.value
     container = common.container(
         "replica",
         replicas.image.value,
@@ -276,7 +276,7 @@ def _pod(replicas: KindReplicas) -> Object:
         args=replicas.arguments(ANY, common.PORT),
         ports=[common.HTTP],
         env=[*common.loading_environment(order), *common.variables(variables)],
-        resources=common.asked(replicas.cores.value, memory, limit, devices),
+        resources=common.asked(replicas.cores.value, memory, LIMIT_FACTOR * memory, devices),
         startupProbe=common.probe(server.health, 5, replicas.startup.value // 5),
         readinessProbe=common.probe(server.health, 5, 3),
         livenessProbe={
