@@ -234,10 +234,9 @@ class Order:
 
     def comment(self) -> str:
         """The stamp as a comment for the head of a file."""
+        head = "Rendered by llmctl; EXPLAIN.md says where each value comes from."
         lines = [f"{role}.json sha256 {digest}" for role, digest in self.stamp().items()]
-        return "\n".join(
-            ["Rendered by llmctl; EXPLAIN.md says where each value comes from.", *lines]
-        )
+        return "\n".join([head, *lines])
 
 
 @dataclass(slots=True, frozen=True)

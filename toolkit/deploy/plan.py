@@ -287,19 +287,18 @@ def _from_user(given: PlannedPolicy, kinds: Sequence[Kind], tuning: Tuning | Non
     )
     if tuning is None:
         return chosen
+
+    def settings(choice: Choice) -> tuple[PlannedPolicy, list[Kind]]:
+        """The policy and the further kinds, with all their parameters."""
+        further = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
+        return _whole(choice.policy, choice.parameters), further
+
     tuned = _from_tuning(tuning, recipe, RECIPE)
-    same = _whole(chosen.policy, own) == _whole(tuned.policy, tuned.parameters)
-    if not same or any(
-        _with_flags(kind, of_kind) != _with_flags(kind, tuned.kinds.get(kind.recipe.name, {}))
-        for kind, of_kind in zip(others, flags, strict=True)
-    ):
+    if settings(chosen) != settings(tuned):
         return chosen
+    sources, kind_sources = chosen.sources, chosen.kind_sources
     return replace(
-        tuned,
-        parameters=own,
-        source=BY_POLICY,
-        sources=chosen.sources,
-        kind_sources=chosen.kind_sources,
+        tuned, parameters=own, source=BY_POLICY, sources=sources, kind_sources=kind_sources
     )
 
 
@@ -384,9 +383,9 @@ def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, se
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
     """The first trial with the policy and parameters of `outcome`."""
+    wanted = outcome.policy, outcome.every_parameter
     for trial in tuning.trials:
-        tried = trial.outcome
-        if (tried.policy, tried.every_parameter) == (outcome.policy, outcome.every_parameter):
+        if (trial.outcome.policy, trial.outcome.every_parameter) == wanted:
             return f"trial {trial.number}"
     return "the best"
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.backends import DescribesServer, ServerCommand, backend_of
+from toolkit.deploy import reckon
 from toolkit.deploy.order import (
     SECONDS,
     ExplainedValue,
@@ -26,13 +27,6 @@ from toolkit.deploy.order import (
     explain_value,
     llmctl_image,
     object_name,
-)
-from toolkit.deploy.reckon import (
-    drain_s,
-    gpus,
-    startup_s,
-    waiting_threshold,
-    worker_memory_mib,
 )
 from toolkit.deploy.targets.engine_flags import check_servable_elsewhere, rows
 from toolkit.errors import InputError
@@ -168,7 +162,7 @@ class KindReplicas:
     @cached_property
     def gpus(self) -> Sourced[int]:
         """GPUs of one replica; 0 on CPUs."""
-        found = gpus(self.alone.plan.recipe)
+        found = reckon.gpus(self.alone.plan.recipe)
         if not found.value:
             return found
         return Sourced(found.value, "recipe: engine.tensor_parallel_size, for each replica")
@@ -203,7 +197,7 @@ class KindReplicas:
     @cached_property
     def memory_mib(self) -> Sourced[int]:
         """Host memory of a replica in MiB: also on GPUs the weights pass through it once."""
-        worker = worker_memory_mib(self.alone.plan.kinds[0])
+        worker = reckon.worker_memory_mib(self.alone.plan.kinds[0])
         source = f"{SERVER_MIB} MiB for its processes, and for its worker {worker.source}"
         return Sourced(SERVER_MIB + worker.value, source)
 
@@ -219,7 +213,7 @@ class KindReplicas:
         return self._drain(self.own.plan.fit.decode.valid.batch_size_max)
 
     def _drain(self, running: int) -> Sourced[int]:
-        plan, found = self.own.plan, drain_s(self.own)
+        plan, found = self.own.plan, reckon.drain_s(self.own)
         laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
         tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
@@ -231,7 +225,7 @@ class KindReplicas:
     @cached_property
     def startup(self) -> Sourced[int]:
         """Seconds that a replica's load may take."""
-        return startup_s(self.own)
+        return reckon.startup_s(self.own)
 
     @property
     def hang_s(self) -> int:
@@ -247,7 +241,7 @@ class KindReplicas:
     @cached_property
     def threshold(self) -> Sourced[int | None]:
         """Requests that may wait for one replica."""
-        return waiting_threshold(self.alone.plan, self.order.trace)
+        return reckon.waiting_threshold(self.alone.plan, self.order.trace)
 
     @cached_property
     def image(self) -> Sourced[str]:
@@ -379,19 +373,13 @@ class Replication:
     def explained(self) -> list[ExplainedValue]:
         """The lines of EXPLAIN.md that all targets have."""
         longest = "as a replica's" if len(self.kinds) == 1 else "the longest of the kinds'"
+        first = f"{longest}; it ends first, so its requests still have their replicas"
+        keys = "replicas ask for no key: only the front and Prometheus reach them"
         return [
             *(line for kind in self.kinds for line in kind.explained_first()),
-            ExplainedValue(
-                "front: drain",
-                f"{self.drain.value} s",
-                f"{longest}; it ends first, so its requests still have their replicas",
-            ),
+            ExplainedValue("front: drain", f"{self.drain.value} s", first),
             explain_value("front: router", self.router),
-            ExplainedValue(
-                "keys",
-                "the front's",
-                "replicas ask for no key: only the front and Prometheus reach them",
-            ),
+            ExplainedValue("keys", "the front's", keys),
             *(
                 line
                 for kind in self.kinds

@@ -48,6 +48,7 @@ def render(order: Order) -> Rendered:
     command += ["--shutdown-timeout", str(drain.value), *order.allowances]
     reserved = _reserved({"count": devices.value}) if devices.value else {}
     services = {"llmctl": _ours(order, command, image.value, drain, reserved)}
+    waits = "--wait waits for it; Docker restarts nothing when it fails"
     lines = [
         explain_value("image", image),
         explain_value("command --shutdown-timeout", drain, SECONDS),
@@ -55,11 +56,7 @@ def render(order: Order) -> Rendered:
         explain_value("healthcheck.start_period", startup, SECONDS),
         explain_value("deploy.resources.reservations.devices.count", devices),
         *_explained(order),
-        ExplainedValue(
-            "healthcheck on /ready",
-            "3 x 10 s",
-            "--wait waits for it; Docker restarts nothing when it fails",
-        ),
+        ExplainedValue("healthcheck on /ready", "3 x 10 s", waits),
         *_explained_token(order),
     ]
     return Rendered({"compose.yaml": _file(order, services)}, lines, _start(order))

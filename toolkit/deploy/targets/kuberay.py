@@ -43,14 +43,8 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.replicas import KindReplicas, Replication
+from toolkit.deploy.targets import kubernetes
 from toolkit.deploy.targets import objects as common
-from toolkit.deploy.targets.kubernetes import (
-    cluster_policy,
-    monitors,
-    network_policy,
-    pod_monitor,
-    prometheus_rule,
-)
 from toolkit.deploy.targets.objects import Object
 from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.engine_traits import traits_of
@@ -115,8 +109,8 @@ def render(order: Order) -> Rendered:
         "raycluster.yaml": spec,
         "deployment.yaml": _front(cluster, spec),
         "service.yaml": common.service(order),
-        "networkpolicy.yaml": network_policy(order, ours),
-        "networkpolicy-ray.yaml": cluster_policy(order, rays, ours),
+        "networkpolicy.yaml": kubernetes.network_policy(order, ours),
+        "networkpolicy-ray.yaml": kubernetes.cluster_policy(order, rays, ours),
     }
     if count > 1:
         # It disrupts one worker at a time. It is a number of pods that stay, because a RayCluster
@@ -313,15 +307,15 @@ def _operated(cluster: RayDeployment) -> dict[str, Object]:
     """
     order, servers = cluster.order, cluster.servers
     if servers is None:
-        return monitors(order, reckon.waiting_threshold(order.plan, order.trace))
+        return kubernetes.monitors(order, reckon.waiting_threshold(order.plan, order.trace))
     alone = servers.kinds if len(servers.kinds) == 1 else []
     name = alone[0].name if alone else f"{order.name}-replicas"
     queues = [(series(order, monitored=True, of=kind.name), kind.threshold) for kind in alone]
     rules = replica_rules(order, series(order, monitored=True), queues)
     return {
-        "podmonitor.yaml": pod_monitor(order),
-        "podmonitor-replicas.yaml": pod_monitor(order, page=REPLICA_METRICS, name=name),
-        "prometheusrule.yaml": prometheus_rule(order, rules),
+        "podmonitor.yaml": kubernetes.pod_monitor(order),
+        "podmonitor-replicas.yaml": kubernetes.pod_monitor(order, page=REPLICA_METRICS, name=name),
+        "prometheusrule.yaml": kubernetes.prometheus_rule(order, rules),
     }
 
 

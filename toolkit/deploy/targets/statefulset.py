@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.deploy import reckon
 from toolkit.deploy.monitoring import WAITING, replica_rules, series
 from toolkit.deploy.order import (
     MEBIBYTES,
@@ -24,24 +25,10 @@ from toolkit.deploy.order import (
     explain_value,
     products,
 )
-from toolkit.deploy.reckon import (
-    FRONT_MIB,
-    LIMIT_FACTOR,
-    PROPAGATION_S,
-    check_podable,
-    grace_s,
-    models_gib,
-)
 from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
 from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
+from toolkit.deploy.targets import kubernetes
 from toolkit.deploy.targets import objects as common
-from toolkit.deploy.targets.kubernetes import (
-    max_replicas,
-    pod_monitor,
-    prometheus_rule,
-    replica_policies,
-    scaled_object,
-)
 from toolkit.deploy.targets.objects import Object
 from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter, router_defaults
@@ -69,7 +56,7 @@ kubectl delete -k .         # drains; the claims of the models stay
 
 def render(order: Order) -> Rendered:
     """Render core/ and the objects that need operators, each with a kustomization.yaml."""
-    check_podable(order)
+    reckon.check_podable(order)
     replicas = Replication(order)
     replicas.check_containable()
     (operated, scaled), mounting = _operated(replicas), _mounting(replicas)
@@ -117,7 +104,7 @@ def _core(replicas: Replication) -> dict[str, Object]:
     core = {
         "deployment.yaml": _front(replicas),
         "service.yaml": common.service(order),
-        **replica_policies(order, policies),
+        **kubernetes.replica_policies(order, policies),
         "serviceaccount.yaml": {
             "apiVersion": "v1",
             "kind": "ServiceAccount",
@@ -147,16 +134,17 @@ def _core(replicas: Replication) -> dict[str, Object]:
 def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str, str]]]:
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
-    found = {"podmonitor.yaml": pod_monitor(order)}
+    found = {"podmonitor.yaml": kubernetes.pod_monitor(order)}
     scaled, queues = [], []
     for kind in replicas.kinds:
-        found[kind.file("podmonitor", ".yaml", "replicas")] = pod_monitor(order, kind.name)
+        monitor = kubernetes.pod_monitor(order, kind.name)
+        found[kind.file("podmonitor", ".yaml", "replicas")] = monitor
         behind, threshold = series(order, monitored=True, of=kind.name), kind.threshold
         queues.append((behind, threshold))
         if threshold.value is None:
             continue
         scaled.append(("StatefulSet", kind.name))
-        found[kind.file("scaledobject", ".yaml")] = scaled_object(
+        found[kind.file("scaledobject", ".yaml")] = kubernetes.scaled_object(
             order,
             {"kind": "StatefulSet", "name": kind.name},
             f"{WAITING}{{{behind}}}",
@@ -165,7 +153,7 @@ def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str,
             kind.name if order.plan.others else "",
         )
     rules = replica_rules(order, series(order, monitored=True), queues)
-    return found | {"prometheusrule.yaml": prometheus_rule(order, rules)}, scaled
+    return found | {"prometheusrule.yaml": kubernetes.prometheus_rule(order, rules)}, scaled
 
 
 def _address(replicas: KindReplicas) -> str:
@@ -187,9 +175,9 @@ def _front(replicas: Replication) -> Object:
     """
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
-    notice = ("--shutdown-notice", str(PROPAGATION_S))
+    notice = ("--shutdown-notice", str(reckon.PROPAGATION_S))
     folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
-    key = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY)
+    key, memory = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY), reckon.FRONT_MIB
     container = common.container(
         "llmctl",
         replicas.front_image.value,
@@ -198,11 +186,11 @@ def _front(replicas: Replication) -> Object:
         args=replicas.front(common.PLAN_FILE, where, ANY, common.PORT, *notice),
         ports=[common.HTTP],
         env=[key, *common.variables(folders)],
-        resources=common.asked(FRONT_CORES, FRONT_MIB, LIMIT_FACTOR * FRONT_MIB),
+        resources=common.asked(FRONT_CORES, memory, reckon.LIMIT_FACTOR * memory),
         **common.probes(order),
     )
     spec = common.pod_spec(
-        grace_s(replicas.drain, PROPAGATION_S).value,
+        reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         [common.plan_volume(order), common.TMP],
         account=order.name,
@@ -276,7 +264,7 @@ def _pod(replicas: KindReplicas) -> Object:
         args=replicas.arguments(ANY, common.PORT),
         ports=[common.HTTP],
         env=[*common.loading_environment(order), *common.variables(variables)],
-        resources=common.asked(replicas.cores.value, memory, LIMIT_FACTOR * memory, devices),
+        resources=common.asked(replicas.cores.value, memory, reckon.LIMIT_FACTOR * memory, devices),
         startupProbe=common.probe(server.health, 5, replicas.startup.value // 5),
         readinessProbe=common.probe(server.health, 5, 3),
         livenessProbe={
@@ -287,14 +275,14 @@ def _pod(replicas: KindReplicas) -> Object:
             "terminationGracePeriodSeconds": common.PROBE_S,
         },
         # Until the front has left it; a request that comes later is refused and goes elsewhere.
-        lifecycle=common.before_stop("sleep", str(PROPAGATION_S)),
+        lifecycle=common.before_stop("sleep", str(reckon.PROPAGATION_S)),
     )
     affinity = None
     if devices and not nodes:  # in a fleet only nodes with the kind's GPU
         required = bool(order.plan.others)
         affinity = common.on_products(order, replicas.kind, required=required)
     return common.pod_spec(
-        grace_s(replicas.drain, PROPAGATION_S).value,
+        reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         volumes,
         affinity=affinity,
@@ -307,14 +295,15 @@ def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
     """GiB that each replica claims for its model; None where a claim is named, the model is not
     from the hub, or its size is not known.
     """
-    named = replicas.order.options.model_claim
-    return None if named or not replicas.kind.recipe.model.from_hub else models_gib([replicas.kind])
+    if replicas.order.options.model_claim or not replicas.kind.recipe.model.from_hub:
+        return None
+    return reckon.models_gib([replicas.kind])
 
 
 def _most(kind: KindReplicas) -> Sourced[int]:
     """The greatest number of a kind's replicas."""
     scaled = kind.threshold.value is not None
-    return max_replicas(kind.order, kind.count.value) if scaled else kind.count
+    return kubernetes.max_replicas(kind.order, kind.count.value) if scaled else kind.count
 
 
 def _mounting(replicas: Replication) -> Sourced[int]:
@@ -343,10 +332,10 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         ExplainedValue("front: replicas", "1", alone),
         *replicas.explained_flags(),
         *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
-        ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {FRONT_MIB} MiB", helpers),
+        ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
         ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
     ]
-    size = models_gib(order.plan.kinds)
+    size = reckon.models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:
         kept = "of the default storage class, one for each replica; it stays when the replica goes"
         token = f"Secret {order.name}, key hf-token"
@@ -371,7 +360,7 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
 
 
 def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
-    grace, health = grace_s(kind.drain, PROPAGATION_S), kind.server.health
+    grace, health = reckon.grace_s(kind.drain, reckon.PROPAGATION_S), kind.server.health
     return [
         explain_value("terminationGracePeriodSeconds", grace, SECONDS),
         explain_value(f"replica: startupProbe on {health}", kind.startup, SECONDS),
