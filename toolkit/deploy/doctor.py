@@ -121,7 +121,7 @@ def _check_devices(devices: Devices) -> Check:
 
 def _writable(folder: Path) -> tuple[Path, int | None]:
     """The folder or its nearest parent that exists, and its free bytes; None: no right to write."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     return existing, free if os.access(existing, os.W_OK) else None
 

@@ -102,11 +102,11 @@ def make_plan(
     kinds = [own, *others]
     total = sum(kind.workers for kind in kinds)
     if tuning is not None:
-        found: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
+        pairs: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
         # with a sizing, and for replicas of a server, the tuning says how many run
         if tuning.sizing is None and not server:
-            found["workers"] = (tuning.workers, total)
-        _refuse_different("tuning", found, "tune it again")
+            pairs["workers"] = (tuning.workers, total)
+        _refuse_different("tuning", pairs, "tune it again")
     choice = _choice(given, kinds, tuning)
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
@@ -202,12 +202,10 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
 
 def _refuse_different(file: str, pairs: Pairs, remedy: str) -> None:
     """Raise `InputError` for the first key with different values in the file and the recipe."""
-    for key, (found, wanted) in pairs.items():
-        if found != wanted:
-            raise InputError(
-                f"the {file} is not of this recipe: {key} is {found}, the recipe has {wanted}",
-                remedy,
-            )
+    for key, (value, of_recipe) in pairs.items():
+        if value != of_recipe:
+            problem = f"{key} is {value}, the recipe has {of_recipe}"
+            raise InputError(f"the {file} is not of this recipe: {problem}", remedy)
 
 
 def refuse_broken(plan: Plan, which: str) -> None:
@@ -235,10 +233,10 @@ def replaced(
         changes: the parameters that --set changed, in a fleet of servers perhaps of one kind, as
             `settings_of_kinds` takes them.
     """
-    sized = plan.workload.workers_needed if plan.workload else None
     own, *given = settings_of_kinds(changes, plan.kinds)
     others = [_with_flags(kind, flags) for kind, flags in zip(plan.others, given, strict=True)]
-    same = (policy, others) == (plan.policy, plan.others) and workers in (plan.workers, sized)
+    planned = workers in (plan.workers, plan.workers_needed)
+    same = planned and (policy, others) == (plan.policy, plan.others)
     before = plan.explained if policy.name == plan.policy.name else {}
     sources = {name: before[name].source for name in policy.parameters if name in before}
     sources |= dict.fromkeys(own, BY_SET)
@@ -361,7 +359,7 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
     start = known | own
     same = [trial.outcome for trial in tuning.trials if trial.outcome.policy == outcome.policy]
-    tried = _values_of([each.parameters for each in same])
+    tried = _values_of([one.parameters for one in same])
     sources = {}
     for name, value in outcome.parameters.items():
         varied = len(tried.get(name, ())) > 1
@@ -374,11 +372,10 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
 
 def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, set[object]]:
     """The values that each parameter has."""
-    found: dict[str, set[object]] = {}
-    for parameters_of_one in settings:
-        for name, value in parameters_of_one.items():
-            found.setdefault(name, set()).add(value)
-    return found
+    values: dict[str, set[object]] = {}
+    for name, value in (item for one in settings for item in one.items()):
+        values.setdefault(name, set()).add(value)
+    return values
 
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:

@@ -135,8 +135,8 @@ def gpus(recipe: Recipe) -> Sourced[int]:
     """GPUs of one server; 0 where the recipe runs on CPUs."""
     if recipe.hardware.device == "cpu":
         return Sourced(0, "the recipe's hardware.device is cpu")
-    each = recipe.engine.tensor_parallel_size
-    return Sourced(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
+    size = recipe.engine.tensor_parallel_size
+    return Sourced(recipe.workers * size, f"recipe: {recipe.workers} workers, {size} GPU for each")
 
 
 def cpus(recipe: Recipe) -> Sourced[int]:
@@ -148,9 +148,9 @@ def cpus(recipe: Recipe) -> Sourced[int]:
 
 def memory_mib(order: Order) -> Sourced[int]:
     """Host memory in MiB that a server with all its workers requests."""
-    each, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
-    source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {each.source}"
-    return Sourced(FRONT_MIB + workers * each.value, source)
+    worker, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
+    source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {worker.source}"
+    return Sourced(FRONT_MIB + workers * worker.value, source)
 
 
 def worker_memory_mib(kind: Kind) -> Sourced[int]:
@@ -191,16 +191,14 @@ def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
 
 def replicas(order: Order) -> Sourced[int]:
     """The number of replicas, each with all the plan's workers."""
-    workload, each = order.plan.workload, order.plan.workers
+    needed, workers = order.plan.workers_needed, order.plan.workers
     if order.options.replicas:
         return Sourced(order.options.replicas, "--replicas")
-    if workload is None or workload.workers_needed is None:
+    if needed is None:
         return Sourced(1, "the default; for more: --replicas, or tune with --workers auto")
-    source = f"tuned: {workload.workers_needed} workers keep all limits, {each} in each replica"
-    return Sourced(
-        math.ceil(workload.workers_needed / each),
-        f"{source}; each has its own scheduler, while one for all was simulated",
-    )
+    simulated = "each has its own scheduler, while one for all was simulated"
+    source = f"tuned: {needed} workers keep all limits, {workers} in each replica; {simulated}"
+    return Sourced(math.ceil(needed / workers), source)
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
@@ -281,12 +279,12 @@ _ANSWERS: dict[tuple[str, tuple[str, ...], bytes], tuple[int, int]] = {}
 def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tuple[int, int]:
     """How many requests at once keep the targets, and how many of those start at once.
 
-    The files of one target ask several times, and each answer takes many simulations, so answers
-    are kept by all that they depend on.
+    Answers are cached by all that they depend on: each takes many simulations, and the files of one
+    target need it several times.
     """
     kinds = tuple(kind.model_dump_json() for kind in plan.kinds)
     columns = lengths.prompt_tokens, lengths.output_tokens, lengths.max_tokens
-    key = plan.policy.model_dump_json(), kinds, b"".join(each.tobytes() for each in columns)
+    key = plan.policy.model_dump_json(), kinds, b"".join(column.tobytes() for column in columns)
     if key in _ANSWERS:
         return _ANSWERS[key]
     policy = make_any(plan.policy.name, plan.policy.parameters)

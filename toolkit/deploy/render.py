@@ -193,7 +193,7 @@ def _explanation(target: str, order: Order, explained: Sequence[ExplainedValue],
         if name in plan.predicted
     ]
     # What the predictions rest on, as the beginning of a sentence.
-    sources = [each.source for key, each in plan.explained.items() if key.startswith(PREDICTED)]
+    sources = [one.source for key, one in plan.explained.items() if key.startswith(PREDICTED)]
     predicted_on = sources[0].capitalize() if sources else ""
     if plan.workload is not None:
         rate = f"{plan.workload.request_rate_rps:.4g} requests/s"

@@ -121,13 +121,9 @@ class KindReplicas:
 
     def arguments(self, host: str, port: int) -> list[str]:
         """The words after the program: the model's flags, the address and the drain."""
-        server = self.server
-        words = [word for flag, _ in server.flags for word in flag]
-        return [
-            *words,
-            *("--host", host, "--port", str(port)),
-            *(server.drain, str(self.drain.value)),
-        ]
+        words = [word for flag, _ in self.server.flags for word in flag]
+        words += ["--host", host, "--port", str(port)]
+        return [*words, self.server.drain, str(self.drain.value)]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -142,16 +138,14 @@ class KindReplicas:
         """The number of replicas."""
         options, plan = self.order.options, self.order.plan
         if plan.others:
-            tuned = plan.workload is not None and plan.workload.workers_needed is not None
-            source = (
-                "tuned: these counts keep all limits" if tuned else "fleet: workers of this kind"
-            )
+            source = "fleet: workers of this kind"
+            if plan.workers_needed is not None:
+                source = "tuned: these counts keep all limits"
             return Sourced(self.kind.workers, source)
         if options.replicas:
             return Sourced(options.replicas, "--replicas")
-        needed = plan.workload.workers_needed if plan.workload else None
-        if needed is not None:
-            return Sourced(needed, "tuned: the fewest that keep all limits")
+        if plan.workers_needed is not None:
+            return Sourced(plan.workers_needed, "tuned: the fewest that keep all limits")
         return Sourced(plan.workers, "plan: workers; for more: --replicas, or tune with --workers")
 
     @property
@@ -162,10 +156,10 @@ class KindReplicas:
     @cached_property
     def gpus(self) -> Sourced[int]:
         """GPUs of one replica; 0 on CPUs."""
-        found = reckon.gpus(self.alone.plan.recipe)
-        if not found.value:
-            return found
-        return Sourced(found.value, "recipe: engine.tensor_parallel_size, for each replica")
+        gpus = reckon.gpus(self.alone.plan.recipe)
+        if not gpus.value:
+            return gpus
+        return Sourced(gpus.value, "recipe: engine.tensor_parallel_size, for each replica")
 
     @cached_property
     def devices(self) -> list[str]:
@@ -191,8 +185,8 @@ class KindReplicas:
     def cores(self) -> Sourced[int]:
         """CPU cores that a replica requests."""
         engine = self.kind.recipe.engine
-        each = (engine.threads or 1) * engine.tensor_parallel_size
-        return Sourced(2 + each, f"its API server, its scheduler, and {each} for its workers")
+        threads = (engine.threads or 1) * engine.tensor_parallel_size
+        return Sourced(2 + threads, f"its API server, its scheduler, and {threads} for its workers")
 
     @cached_property
     def memory_mib(self) -> Sourced[int]:
@@ -213,12 +207,12 @@ class KindReplicas:
         return self._drain(self.own.plan.fit.decode.valid.batch_size_max)
 
     def _drain(self, running: int) -> Sourced[int]:
-        plan, found = self.own.plan, reckon.drain_s(self.own)
+        plan, drain = self.own.plan, reckon.drain_s(self.own)
         laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
         tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
-        if longest_s <= found.value:
-            return found
+        if longest_s <= drain.value:
+            return drain
         among = f"{tokens:,} tokens (serve.max_new_tokens) among {running} requests"
         return Sourced(math.ceil(longest_s), f"fit: {among} take {longest_s:.3g} s, rounded up")
 
@@ -262,12 +256,12 @@ class KindReplicas:
 
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about a replica's own flags, where its command is written out."""
-        found = []
+        lines = []
         for flag, source in self.server.flags:
             name = flag[0] if flag[0].startswith("-") else "flags"
             values = flag[1:] if flag[0].startswith("-") else flag
-            found.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
-        return self.about([*found, explain_value("replica: image", self.image)])
+            lines.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
+        return self.about([*lines, explain_value("replica: image", self.image)])
 
 
 @dataclass(frozen=True)

@@ -160,13 +160,13 @@ def ranges_of(kinds: Sequence[Kind], sources: Sequence[tuple[str, KindSource]]) 
 
 
 def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
-    """The kinds with the counts that the tuning found, without those of which it needs none; as
-    they are where it looked for none. `InputError` for a tuning of other kinds.
+    """The kinds with the tuning's counts, without kinds that it leaves out; unchanged where the
+    tuning searched for no counts. `InputError` for a tuning of other kinds.
     """
-    found = tuning.sizing.kinds if tuning and tuning.sizing else []
-    if not found:
+    counts = tuning.sizing.kinds if tuning and tuning.sizing else []
+    if not counts:
         return list(kinds)
-    names, tuned = [kind.recipe.name for kind in kinds], [kind.recipe for kind in found]
+    names, tuned = [kind.recipe.name for kind in kinds], [count.recipe for count in counts]
     if names != tuned:
         raise InputError(
             f"the tuning is not of this fleet: it has {', '.join(tuned)}, the fleet has "
@@ -175,7 +175,7 @@ def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
         )
     return [
         kind.model_copy(update={"workers": count.workers})
-        for kind, count in zip(kinds, found, strict=True)
+        for kind, count in zip(kinds, counts, strict=True)
         if count.workers
     ]
 

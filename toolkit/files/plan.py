@@ -90,6 +90,11 @@ class Plan(Envelope):
         ]
 
     @property
+    def workers_needed(self) -> int | None:
+        """The fewest workers that keep all limits, where the tuning searched for them."""
+        return self.workload.workers_needed if self.workload else None
+
+    @property
     def kind_numbers(self) -> list[int]:
         """The number of the kind of each worker."""
         return [number for number, kind in enumerate(self.kinds) for _ in range(kind.workers)]

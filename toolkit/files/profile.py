@@ -286,15 +286,12 @@ def refuse_foreign(
 
     Where `on_foreign` is given, it gets the message instead.
     """
-    for used in here:
-        found = differences(identity(made), used)
-        if not found:
-            continue
-        message = f"the fit was made with another {', another '.join(found)}"
+    foreign = next(filter(None, (differences(identity(made), used) for used in here)), None)
+    if foreign:
+        message = f"the fit was made with another {', another '.join(foreign)}"
         if on_foreign is None:
             raise ForeignError(message, REMEDY)
         on_foreign(message)
-        return
 
 
 def _same(first: str, second: str) -> bool:

@@ -279,7 +279,7 @@ class EngineSpec(Strict):
                 "give a key in LLMCTL_ENGINE_API_KEY"
             )
         if self.tensor_parallel_size > 1 and not traits.shares_model:
-            able = [f"'{each.name}'" for each in ENGINES.values() if each.shares_model]
+            able = [f"'{other.name}'" for other in ENGINES.values() if other.shares_model]
             raise ValueError(
                 f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of '{name}' "
                 f"is one process; {', '.join(able)} share models"

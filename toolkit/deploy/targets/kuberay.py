@@ -1,9 +1,8 @@
-"""Target `kuberay`: a front as a Deployment, which joins a RayCluster with pods for the workers, or
-for the servers of an engine's own.
+"""Target `kuberay`: a front, and a RayCluster with pods for the workers or an engine's own servers.
 
 The front is a Deployment of one pod that joins the cluster without offering it resources, and
-serves. docs/decisions/ says why it is not a container of the head's pod, and why there is no
-RayJob or RayService.
+serves. docs/decisions/ says why it is not a container of the head's pod, and why there is no RayJob
+or RayService.
 
 The RayCluster has a worker group per kind with a pod per worker, and a head. A plan of one kind has
 one group; its pods prefer the GPU that was measured. In a fleet, each group requires machines of
@@ -214,13 +213,13 @@ class RayDeployment:
     @cached_property
     def count(self) -> Sourced[int]:
         """The number of workers behind the one front: as the tuning found, or the plan's."""
-        workload = self.order.plan.workload
+        plan = self.order.plan
         if self.servers is not None and len(self.servers.kinds) == 1:
             return self.servers.kinds[0].count
-        if workload is None or workload.workers_needed is None:
-            return Sourced(self.order.plan.workers, "plan: workers")
+        if plan.workers_needed is None:
+            return Sourced(plan.workers, "plan: workers")
         source = "tuned: this number of workers under one scheduler keeps all limits"
-        return Sourced(workload.workers_needed, source)
+        return Sourced(plan.workers_needed, source)
 
     @cached_property
     def groups(self) -> list[RayWorkerGroup]:

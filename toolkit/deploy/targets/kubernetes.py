@@ -116,8 +116,8 @@ def _callers(order: Order) -> list[Object]:
 
 def _prometheus(order: Order) -> list[Object]:
     """Prometheus' namespace, from its address in the cluster's DNS; none for other addresses."""
-    found = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
-    return [{"namespaceSelector": {"matchLabels": {NAMESPACE: found[1]}}}] if found else []
+    host = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
+    return [{"namespaceSelector": {"matchLabels": {NAMESPACE: host[1]}}}] if host else []
 
 
 def _egress(order: Order) -> list[Object]:
@@ -145,10 +145,10 @@ def prometheus_rule(order: Order, rules: Object) -> Object:
 
 def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
     """The PodMonitor and the PrometheusRule of a server, by file. `threshold` is as for `rules`."""
-    found = rules(order, series(order, monitored=True), threshold)
+    alerts = rules(order, series(order, monitored=True), threshold)
     return {
         "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": prometheus_rule(order, found),
+        "prometheusrule.yaml": prometheus_rule(order, alerts),
     }
 
 

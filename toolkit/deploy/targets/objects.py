@@ -398,17 +398,14 @@ def kustomized(
     }
     options = {"labels": DASHBOARD_LABEL | labels(order), "disableNameSuffixHash": True}
     board = {"name": f"{order.name}-dashboard", "files": [DASHBOARD], "options": options}
+    inner = {"resources": sorted(core), "configMapGenerator": list(maps)}
     outer = {"resources": ["core", *sorted(operated)], "configMapGenerator": [board]}
     remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
     patches = [{"target": {"kind": kind, "name": name}, "patch": remove} for kind, name in scaled]
     objects: dict[str, Object] = {
         **{f"core/{name}": content for name, content in core.items()},
         **operated,
-        "core/kustomization.yaml": {
-            **head,
-            "resources": sorted(core),
-            "configMapGenerator": list(maps),
-        },
+        "core/kustomization.yaml": head | inner,
         "kustomization.yaml": head | outer | ({"patches": patches} if patches else {}),
     }
     size = reckon.models_gib(order.plan.kinds)

@@ -134,17 +134,17 @@ def _core(replicas: Replication) -> dict[str, Object]:
 def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str, str]]]:
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
-    found = {"podmonitor.yaml": kubernetes.pod_monitor(order)}
+    objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)}
     scaled, queues = [], []
     for kind in replicas.kinds:
         monitor = kubernetes.pod_monitor(order, kind.name)
-        found[kind.file("podmonitor", ".yaml", "replicas")] = monitor
+        objects[kind.file("podmonitor", ".yaml", "replicas")] = monitor
         behind, threshold = series(order, monitored=True, of=kind.name), kind.threshold
         queues.append((behind, threshold))
         if threshold.value is None:
             continue
         scaled.append(("StatefulSet", kind.name))
-        found[kind.file("scaledobject", ".yaml")] = kubernetes.scaled_object(
+        objects[kind.file("scaledobject", ".yaml")] = kubernetes.scaled_object(
             order,
             {"kind": "StatefulSet", "name": kind.name},
             f"{WAITING}{{{behind}}}",
@@ -153,7 +153,7 @@ def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str,
             kind.name if order.plan.others else "",
         )
     rules = replica_rules(order, series(order, monitored=True), queues)
-    return found | {"prometheusrule.yaml": kubernetes.prometheus_rule(order, rules)}, scaled
+    return objects | {"prometheusrule.yaml": kubernetes.prometheus_rule(order, rules)}, scaled
 
 
 def _address(replicas: KindReplicas) -> str:
