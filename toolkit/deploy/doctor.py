@@ -64,12 +64,10 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         disk = Check("disk", "note", f"{size(free)} free in {existing}", remedy)
     else:
         disk = Check("disk", "ok", f"{size(free)} free in {existing}")
-    cache = model_cache()
+    cache, remedy = model_cache(), "set HF_HOME to a folder that can be written"
+    models = Check("model cache", "note", f"{cache} cannot be written", remedy)
     _, free = _writable(cache)
-    if free is None:
-        remedy = "set HF_HOME to a folder that can be written"
-        models = Check("model cache", "note", f"{cache} cannot be written", remedy)
-    else:
+    if free is not None:
         models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
     packages, device = _check_packages(), _check_devices(devices)
     return [python, packages, device, processor, kernels, scheduler, disk, models]

@@ -228,6 +228,10 @@ class Order:
         lines = [f"{role}.json sha256 {digest}" for role, digest in self.stamp().items()]
         return "\n".join([head, *lines])
 
+    def fill(self, template: str, /, **values: object) -> str:
+        """Fill a template with these values, and with the stamp as its `comment`."""
+        return fill(template, comment=self.comment(), **values)
+
 
 @dataclass(slots=True, frozen=True)
 class Rendered:

@@ -49,7 +49,7 @@ USUAL_ERROR, MIN_ERROR = 25, 10
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetTraits:
     """How a plan is rendered for one place, and what its metrics are there.
 
     Args:
@@ -77,22 +77,26 @@ ONE_DEPLOYMENT = (
     "front of them"
 )
 TARGETS = {
-    "local": Target(script.render_local),
-    "systemd": Target(
+    "local": TargetTraits(script.render_local),
+    "systemd": TargetTraits(
         systemd.render,
         systemd.render_replicas,
         one_kind="the unit's sandbox is made for one kind of device",
     ),
-    "compose": Target(
+    "compose": TargetTraits(
         compose.render, compose.render_replicas, one_kind="the service reserves one kind of device"
     ),
-    "kubernetes": Target(
+    "kubernetes": TargetTraits(
         kubernetes.render, statefulset.render, operator=True, one_kind=ONE_DEPLOYMENT
     ),
-    "kuberay": Target(kuberay.render, kuberay.render, operator=True),
-    "ray": Target(script.render_ray, script.render_ray_replicas, together=True),
-    "vllm": Target(engine_flags.render_vllm, metrics="vllm", foreign=True, one_kind=ONE_ENGINE),
-    "sglang": Target(engine_flags.render_sglang, metrics=None, foreign=True, one_kind=ONE_ENGINE),
+    "kuberay": TargetTraits(kuberay.render, kuberay.render, operator=True),
+    "ray": TargetTraits(script.render_ray, script.render_ray_replicas, together=True),
+    "vllm": TargetTraits(
+        engine_flags.render_vllm, metrics="vllm", foreign=True, one_kind=ONE_ENGINE
+    ),
+    "sglang": TargetTraits(
+        engine_flags.render_sglang, metrics=None, foreign=True, one_kind=ONE_ENGINE
+    ),
 }
 RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
 RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
@@ -239,9 +243,8 @@ def _bench_script(order: Order, plan_file: str, url: str) -> str:
     if validation is not None:
         worst = max((abs(metric.worst_percent) for metric in validation.metrics), default=0.0)
         max_error = max(math.ceil(worst), MIN_ERROR)
-    return fill(
+    return order.fill(
         "bench.sh",
-        comment=order.comment(),
         plan_file=plan_file,
         trace=shipped_trace(plan),
         rate=f"{plan.workload.request_rate_rps:g}" if plan.workload else "",

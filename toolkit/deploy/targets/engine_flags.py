@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from toolkit.backends.vllm.command import TRIED, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
@@ -125,15 +125,15 @@ def queued_tokens(order: Order) -> Sourced[int] | None:
 
 def static_share(order: Order) -> Sourced[float]:
     """The share of a device's memory that weights and KV cache take."""
-    plan = order.plan
-    memory, weights = plan.recipe.hardware.memory_gib, plan.recipe.model.weight_bytes
-    if memory and weights and plan.fit.engine.engine not in SERVERS:
-        share = (weights + plan.fit.engine.kv_budget_bytes) / (memory * GIB)
+    recipe, facts = order.plan.recipe, order.plan.fit.engine
+    memory, weights = recipe.hardware.memory_gib, recipe.model.weight_bytes
+    cache = facts.kv_budget_bytes
+    if memory and weights and facts.engine not in SERVERS:
+        share = (weights + cache) / (memory * GIB)
         if 0 < share < 1:
-            cache = plan.fit.engine.kv_budget_bytes
             sizes = f"({weights / GIB:.1f} + {cache / GIB:.1f}) of {memory:g} GiB"
             return Sourced(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
-    return Sourced(plan.recipe.engine.gpu_memory_utilization, UTILIZATION)
+    return Sourced(recipe.engine.gpu_memory_utilization, UTILIZATION)
 
 
 def render_vllm(order: Order) -> Rendered:
@@ -144,9 +144,8 @@ def render_vllm(order: Order) -> Rendered:
     if ours:
         install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
         install += "docs/how-to/vllm.md."
-    script = fill(
+    script = order.fill(
         "engine.sh",
-        comment=order.comment(),
         engine="vLLM",
         key="Set VLLM_API_KEY for a server with a key.",
         key_flag="",
@@ -163,9 +162,8 @@ def render_sglang(order: Order) -> Rendered:
     """Render serve.sh, which starts SGLang. `InputError` where SGLang cannot load the model."""
     lines = [*_model_lines(order, "SGLang"), *_sglang_lines(order)]
     model = order.plan.recipe.model.source
-    script = fill(
+    script = order.fill(
         "engine.sh",
-        comment=order.comment(),
         engine="SGLang",
         key=SGLANG_KEY,
         key_flag='${SGLANG_API_KEY:+--api-key "$SGLANG_API_KEY"}',

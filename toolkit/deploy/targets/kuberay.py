@@ -36,7 +36,6 @@ from toolkit.deploy.order import (
     Rendered,
     Sourced,
     explain_value,
-    fill,
     llmctl_image,
     object_name,
     products,
@@ -132,9 +131,8 @@ def render(order: Order) -> Rendered:
         ("--shutdown-notice", reckon.PROPAGATION_S),
         ("--shutdown-timeout", cluster.drain.value),
     ]
-    files[f"core/{SCRIPT}"] = fill(
+    files[f"core/{SCRIPT}"] = order.fill(
         SCRIPT,
-        comment=order.comment(),
         object_store_bytes=OBJECT_STORE_MIB * MIB,
         flags=flags,
         allowances=order.allowances,
@@ -295,8 +293,8 @@ def _front(cluster: RayDeployment, ray: Object) -> Object:
         common.pod_spec(cluster.grace_s.value, container, volumes),
         {"type": "Recreate"},
         reckon.startup_s(order).value,
-        marks=cluster.member,
-        notes=made_for | STAYS,
+        more_labels=cluster.member,
+        more_annotations=made_for | STAYS,
     )
 
 

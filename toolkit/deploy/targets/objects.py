@@ -347,15 +347,13 @@ def deployment(
     startup_s: int,
     pods: int = 1,
     *,
-    marks: Mapping[str, str] | None = None,
-    notes: Mapping[str, str] | None = None,
+    more_labels: Mapping[str, str] | None = None,
+    more_annotations: Mapping[str, str] | None = None,
 ) -> Object:
-    """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds. Pods
-    have further labels, `marks`, and further annotations, `notes`.
-    """
+    """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds."""
     about = {
-        "labels": labels(order) | dict(marks or {}),
-        "annotations": digests(order) | dict(notes or {}),
+        "labels": labels(order) | dict(more_labels or {}),
+        "annotations": digests(order) | dict(more_annotations or {}),
     }
     spec = {
         "replicas": pods,

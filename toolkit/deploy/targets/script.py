@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.cluster.places import MachineShare, node_labels
-from toolkit.deploy.order import (
-    SECONDS,
-    ExplainedValue,
-    Order,
-    Rendered,
-    Sourced,
-    explain_value,
-    fill,
-)
+from toolkit.deploy.order import SECONDS, ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 from toolkit.deploy.replicas import Replication
 from toolkit.files.plan import Kind
@@ -87,5 +79,5 @@ def _script(
 ) -> tuple[str, ExplainedValue]:
     """The text of serve.sh, and its --shutdown-timeout."""
     flags = (*flags, ("--shutdown-timeout", drain.value))
-    script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)
+    script = order.fill("serve.sh", flags=flags, allowances=order.allowances)
     return script, explain_value("serve.sh --shutdown-timeout", drain, SECONDS)

@@ -17,7 +17,6 @@ from toolkit.deploy.order import (
     Rendered,
     Sourced,
     explain_value,
-    fill,
     unit_word,
 )
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
@@ -75,9 +74,7 @@ def render_replicas(order: Order) -> Rendered:
     key = ("--api-key-file", KEY)
     words = replicas.front(PLAN, where, recipe.serve.host, port, *key)
     units = [f"{kind.name}@{number}.service" for kind, number, _ in servers]
-    target = fill(
-        "replicas.target", comment=order.comment(), name=name, recipe=recipe.name, replicas=units
-    )
+    target = order.fill("replicas.target", name=name, recipe=recipe.name, replicas=units)
     front = _server(order, words, replicas.drain, 0, units)
     files = {f"{name}.target": target, f"{name}.service": front}
     for kind in replicas.kinds:
@@ -93,9 +90,7 @@ def render_replicas(order: Order) -> Rendered:
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if order.plan.others else {}
         if kind.cpus[number]:
             variables["CPUS"] = kind.cpus[number]
-        files[f"{kind.label}-{number}.env"] = fill(
-            "replica.env", comment=order.comment(), variables=variables
-        )
+        files[f"{kind.label}-{number}.env"] = order.fill("replica.env", variables=variables)
     lines = [*replicas.explained(), *_explained_replicas(order, replicas)]
     templates = [f"{kind.name}@" for kind in replicas.kinds]
     return Rendered(files, lines, _start(order, name, "target", templates))
@@ -109,9 +104,8 @@ def _replica(order: Order, replicas: KindReplicas) -> str:
     command = f"{unit_word(order.options.program)} {_command(words)} --port ${{PORT}}"
     if replicas.cpus[0]:
         command = f"/usr/bin/taskset --cpu-list ${{CPUS}} {command}"
-    return fill(
+    return order.fill(
         "replica.service",
-        comment=order.comment(),
         name=order.name,
         unit=replicas.name,
         variables=replicas.label,
@@ -152,9 +146,8 @@ def _server(
     """The unit of a server of llmctl, or of the front before these units."""
     check_plan_size(order.text, "systemd's credentials hold")
     recipe = order.plan.recipe
-    return fill(
+    return order.fill(
         "unit.service",
-        comment=order.comment(),
         name=order.name,
         recipe=recipe.name,
         program=order.options.program,
