@@ -201,8 +201,8 @@ def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
         found = f"{workers} workers on all {cpus} CPUs"
         remedy = "set engine.threads: workers that share CPUs distort each other's times"
         return Check("hardware", "note" if workers > 1 else "ok", found, remedy)
-    each = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
-    found = f"{workers} workers x {each} on {cpus} CPUs"
+    own = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
+    found = f"{workers} workers x {own} on {cpus} CPUs"
     if workers * shares * threads > cpus:
         remedy = "more threads than CPUs: times will vary; use fewer workers or threads"
         return Check("hardware", "note", found, remedy)

@@ -82,9 +82,7 @@ class KindReplicas:
 
     @property
     def name(self) -> str:
-        """The name of its objects, unique to the order's name and the kind's; the front's have the
-        order's.
-        """
+        """The name of its objects, unique to the order's name and the kind's."""
         name, room = self.order.name, MAX_KIND_NAME - len(self.label) - 1
         if len(name) > room and self.order.plan.others:
             tail = hashlib.sha256(name.encode()).hexdigest()[:6]
@@ -358,9 +356,7 @@ class Replication:
         return Sourced(f"{planned.name} {given}".rstrip(), source)
 
     def front(self, plan: str, where: Sequence[str], host: str, port: int, *more: str) -> list[str]:
-        """The words after `llmctl` that start the front. `where` are the options that name its
-        replicas: `at` or `discovered`.
-        """
+        """The words after `llmctl` that start the front; `where` is by `at` or `discovered`."""
         words = ["serve", plan, *where, "--host", host, "--port", str(port), *more]
         return [*words, "--shutdown-timeout", str(self.drain.value), *self.order.allowances]
 

@@ -131,11 +131,9 @@ def render(order: Order) -> Rendered:
         ("--shutdown-notice", reckon.PROPAGATION_S),
         ("--shutdown-timeout", cluster.drain.value),
     ]
+    store_bytes = OBJECT_STORE_MIB * MIB
     files[f"core/{SCRIPT}"] = order.fill(
-        SCRIPT,
-        object_store_bytes=OBJECT_STORE_MIB * MIB,
-        flags=flags,
-        allowances=order.allowances,
+        SCRIPT, object_store_bytes=store_bytes, flags=flags, allowances=order.allowances
     )
     start = common.start_commands(order, START, TOKEN_KEY)
     return Rendered(files, _explained(cluster, mounting), start, common.FORWARDED)

@@ -170,9 +170,7 @@ def _alive_map(order: Order) -> str:
 
 
 def _front(replicas: Replication) -> Object:
-    """The front. It has one pod, since each front knows only the requests that it routed; a second
-    is there only during a rollout.
-    """
+    """The front: one pod but for rollouts, since each knows only the requests that it routed."""
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
     notice = ("--shutdown-notice", str(reckon.PROPAGATION_S))
@@ -292,9 +290,7 @@ def _pod(replicas: KindReplicas) -> Object:
 
 
 def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
-    """GiB that each replica claims for its model; None where a claim is named, the model is not
-    from the hub, or its size is not known.
-    """
+    """GiB that each replica claims; None: a claim is named, no hub's model, or no known size."""
     if replicas.order.options.model_claim or not replicas.kind.recipe.model.from_hub:
         return None
     return reckon.models_gib([replicas.kind])
