@@ -34,7 +34,7 @@ from toolkit.endpoints.target import (
 from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
 from toolkit.engines.protocol import FinishReason, SliceOutput
 from toolkit.errors import EngineError, InputError
-from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts, HitPoint
+from toolkit.files.profile import EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.process import Unmeasurable, visit
@@ -82,7 +82,6 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
                 "give engine.kv_cache_memory_mib and model.kv_bytes_per_token",
             )
         capacity = int(budget * MIB) // per_token
-    vocabulary = model.config.get("vocab_size")
     return EngineFacts(
         engine="openai",
         engine_version=version(target),
@@ -95,7 +94,7 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
         kv_budget_bytes=capacity * (per_token or 1),
         capacity_tokens=capacity,
         max_model_len=min(model.max_model_len, target.max_model_len or model.max_model_len),
-        vocab_size=vocabulary if isinstance(vocabulary, int) else SAFE_VOCABULARY,
+        vocab_size=model.vocab_size,
         prefill_emits_token=True,
         max_rows=max_rows,
         lacks=dialect.lacks,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
 from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.files.plan import Plan
-from toolkit.files.profile import SAFE_VOCABULARY
+from toolkit.files.recipe import SAFE_VOCABULARY
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_lengths, scale_rate
 

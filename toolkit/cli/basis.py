@@ -241,11 +241,8 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     for source in sources:
         recipe = source.priced(open_recipe(source.recipe))
         fit = read_fit(source.fit, source.recipe, force=force)
-        kinds.append(
-            Kind(
-                recipe=recipe, fit=fit, workers=source.workers or recipe.workers, nodes=source.nodes
-            )
-        )
+        workers, nodes = source.member.workers or recipe.workers, source.member.nodes
+        kinds.append(Kind(recipe=recipe, fit=fit, workers=workers, nodes=nodes))
         # servers do not slow each other: their fit is of one
         if kinds[-1].workers != fit.workers and not traits_of(recipe.engine.name).server:
             count, measured = kinds[-1].workers, fit.workers

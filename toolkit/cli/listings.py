@@ -34,7 +34,7 @@ def doctor(
     Prints what is missing and how to add it. A recipe for other hardware is valid (exit 0), except
     with --strict. A wrong recipe is an error (exit 2).
     """
-    from toolkit.deploy.doctor import check_engine, check_machine, check_recipe, missing
+    from toolkit.deploy.doctor import check_engine, check_machine, check_recipe
     from toolkit.engines.devices import find_devices
 
     loaded = open_recipe(recipe) if recipe else None
@@ -43,7 +43,7 @@ def doctor(
     if loaded:
         checks += check_recipe(loaded, devices)
     checks += check_engine(loaded, devices)
-    absent = [check.name for check in missing(checks)]
+    absent = [check.name for check in checks if check.status == "missing"]
 
     def show() -> None:
         rows = [

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -65,12 +64,10 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         disk = Check("disk", "note", f"{size(free)} free in {existing}", remedy)
     else:
         disk = Check("disk", "ok", f"{size(free)} free in {existing}")
-    cache = model_cache()
+    cache, remedy = model_cache(), "set HF_HOME to a folder that can be written"
+    models = Check("model cache", "note", f"{cache} cannot be written", remedy)
     _, free = _writable(cache)
-    if free is None:
-        remedy = "set HF_HOME to a folder that can be written"
-        models = Check("model cache", "note", f"{cache} cannot be written", remedy)
-    else:
+    if free is not None:
         models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
     packages, device = _check_packages(), _check_devices(devices)
     return [python, packages, device, processor, kernels, scheduler, disk, models]
@@ -85,21 +82,20 @@ def model_cache() -> Path:
 
 def _check_packages() -> Check:
     """Whether each package that llmctl needs is installed, in a version that it takes."""
-    needed, problems = 0, []
-    for each in map(Requirement, metadata.requires(DISTRIBUTION) or []):
-        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
-            continue
-        needed += 1
+    requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    needed = [one for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})]
+    problems = []
+    for package in needed:
         try:
-            version = metadata.version(each.name)
+            version = metadata.version(package.name)
         except metadata.PackageNotFoundError:
-            problems.append(f"{each.name}{each.specifier} is not installed")
+            problems.append(f"{package.name}{package.specifier} is not installed")
             continue
-        if not each.specifier.contains(version, prereleases=True):
-            problems.append(f"{each.name} is {version}, needs {each.specifier}")
+        if not package.specifier.contains(version, prereleases=True):
+            problems.append(f"{package.name} is {version}, needs {package.specifier}")
     if problems:
         return Check("packages", "missing", "; ".join(problems), "install with: make setup")
-    return Check("packages", "ok", f"all {needed} within their ranges")
+    return Check("packages", "ok", f"all {len(needed)} within their ranges")
 
 
 def _check_devices(devices: Devices) -> Check:
@@ -123,7 +119,7 @@ def _check_devices(devices: Devices) -> Check:
 
 def _writable(folder: Path) -> tuple[Path, int | None]:
     """The folder or its nearest parent that exists, and its free bytes; None: no right to write."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     return existing, free if os.access(existing, os.W_OK) else None
 
@@ -151,11 +147,11 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
     if recipe is None:
         shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
         names = [
-            each.name
-            for each in shipped
-            if each.engine.name == "vllm"
-            and each.hardware.device == "cuda"
-            and any(_is_wanted(gpu, each.hardware) for gpu in devices.gpus)
+            one.name
+            for one in shipped
+            if one.engine.name == "vllm"
+            and one.hardware.device == "cuda"
+            and any(_is_wanted(gpu, one.hardware) for gpu in devices.gpus)
         ]
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
         remedy = f"llmctl doctor RECIPE says what is missing{guide}"
@@ -173,17 +169,11 @@ def check_kv_bytes(model: ModelSpec) -> None:
 
     Nothing is checked where either is not given.
     """
-    config, claimed = model.config, model.kv_bytes_per_token
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads", heads)
-    hidden = config.get("hidden_size")
-    derived = None
-    if isinstance(hidden, int) and isinstance(heads, int) and heads:
-        derived = hidden // heads
-    head_dim = config.get("head_dim", derived)
-    if claimed is None or not (
-        isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)
-    ):
+    claimed, hidden = model.kv_bytes_per_token, model.size("hidden_size")
+    layers, heads = model.size("num_hidden_layers"), model.size("num_attention_heads")
+    kv_heads = model.size("num_key_value_heads", heads)
+    head_dim = model.size("head_dim", hidden // heads if hidden and heads else None)
+    if claimed is None or layers is None or kv_heads is None or head_dim is None:
         return
     element = DTYPE_BYTES[model.dtype]
     right = 2 * layers * kv_heads * head_dim * element
@@ -211,8 +201,8 @@ def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
         found = f"{workers} workers on all {cpus} CPUs"
         remedy = "set engine.threads: workers that share CPUs distort each other's times"
         return Check("hardware", "note" if workers > 1 else "ok", found, remedy)
-    each = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
-    found = f"{workers} workers x {each} on {cpus} CPUs"
+    own = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
+    found = f"{workers} workers x {own} on {cpus} CPUs"
     if workers * shares * threads > cpus:
         remedy = "more threads than CPUs: times will vary; use fewer workers or threads"
         return Check("hardware", "note", found, remedy)
@@ -300,8 +290,3 @@ def _check_capacity(recipe: Recipe) -> Check:
             remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"
             return Check("memory", "missing", found, remedy)
     return Check("memory", "ok", found)
-
-
-def missing(checks: Sequence[Check]) -> list[Check]:
-    """The checks that failed: the recipe cannot be used here."""
-    return [check for check in checks if check.status == "missing"]

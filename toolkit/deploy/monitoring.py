@@ -71,9 +71,7 @@ def job(order: Order, *, monitored: bool, of: str = "") -> str:
 
 
 def series(order: Order, *, monitored: bool, of: str = "") -> str:
-    """The label matchers that select only the deployment's own series, or those of the pods named
-    `of`.
-    """
+    """The label matchers of the deployment's own series, or of those of the pods named `of`."""
     own = f'job="{job(order, monitored=monitored, of=of)}"'
     return f'namespace="{order.options.namespace}",{own}' if monitored else own
 
@@ -83,9 +81,9 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
 
     One alerts when more than `threshold` requests wait; None: no such rule.
     """
-    found = _health(order, selector)
-    found += [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
-    found.append(_refusing(selector))
+    alerts = _health(order, selector)
+    alerts += [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
+    alerts.append(_refusing(selector))
     if (most := threshold.value) is not None:
         queue = _rule(
             "LlmctlQueue",
@@ -94,8 +92,8 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
             "{{ $value | humanize }} requests wait, and first tokens come too late",
             f"More than {most} waiting break the TTFT target: add replicas, or send less.",
         )
-        found.append(queue)
-    return _file(order, found)
+        alerts.append(queue)
+    return _file(order, alerts)
 
 
 def _health(order: Order, selector: str) -> list[Rule]:
@@ -159,7 +157,7 @@ def replica_rules(
     The targets are checked in the front's histograms, which have the limits as bounds; the queue in
     the replicas' own metric, as the autoscaler does: each kind by its selector and its threshold.
     """
-    found = [
+    alerts = [
         _down(front, "front"),
         _rule(
             "LlmctlNoReplica",
@@ -180,7 +178,7 @@ def replica_rules(
     ]
     for key, limit in order.plan.recipe.sla.items():
         if key.split("_")[0] in FRONT_TARGETS:
-            found.append(_target(key, limit, front))
+            alerts.append(_target(key, limit, front))
     for replicas, threshold in queues:
         if threshold.value is not None:
             queue = _rule(
@@ -190,13 +188,13 @@ def replica_rules(
                 "{{ $value | humanize }} requests wait at each replica: first tokens come too late",
                 f"More than {threshold.value} waiting break the TTFT target: add replicas.",
             )
-            found.append(queue)
-    return _file(order, found)
+            alerts.append(queue)
+    return _file(order, alerts)
 
 
-def _file(order: Order, found: Sequence[Rule]) -> RulesFile:
+def _file(order: Order, alerts: Sequence[Rule]) -> RulesFile:
     """The rules in one group, with the deployment's name as a label."""
-    named = [rule | {"labels": rule["labels"] | {"deployment": order.name}} for rule in found]
+    named = [rule | {"labels": rule["labels"] | {"deployment": order.name}} for rule in alerts]
     return {"groups": [{"name": order.name, "rules": named}]}
 
 

@@ -33,6 +33,7 @@ from toolkit.files.tuning import broken
 from toolkit.traces.types import Trace
 
 T = TypeVar("T")
+SECONDS, MEBIBYTES = "{} s", "{:,} MiB"  # forms of `explain_value`
 USER_ID = 10001  # of the user of our images, in all containers
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
 ALLOW_BROKEN = "--allow-broken-limits"
@@ -77,10 +78,8 @@ def check_image(image: str) -> str:
     """Return a pinned `image`. `InputError` for a wrong name, and for a tag that may move."""
     found = IMAGE.fullmatch(image)
     if found is None:
-        raise InputError(
-            f"{image!r} is not the name of an image",
-            "for example registry.example.com/llmctl:0.1.0",
-        )
+        example = "for example registry.example.com/llmctl:0.1.0"
+        raise InputError(f"{image!r} is not the name of an image", example)
     if not found["digest"] and found["tag"] in (None, "latest"):
         raise InputError(
             f"image {image} is not pinned", "add a version as its tag, or a digest; never 'latest'"
@@ -123,9 +122,16 @@ class ExplainedValue:
     source: str
 
 
-def explain_value(key: str, sourced: Sourced[T], shown: str | None = None) -> ExplainedValue:
-    """The line of EXPLAIN.md about a value; `shown` replaces the value's text."""
-    return ExplainedValue(key, str(sourced.value) if shown is None else shown, sourced.source)
+def explain_value(key: str, sourced: Sourced[T], form: str = "{}") -> ExplainedValue:
+    """The line of EXPLAIN.md about a value: formatted by `form`, the items of a list, or 'none'."""
+    match sourced.value:
+        case None:
+            text = "none"
+        case list(items):
+            text = ", ".join(items)
+        case value:
+            text = form.format(value)
+    return ExplainedValue(key, text, sourced.source)
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,26 +165,18 @@ class Options:
     replica_python: str = "/opt/vllm/bin/python"
 
     def __post_init__(self) -> None:
-        for option, text in (
-            ("--namespace", self.namespace),
-            ("--model-claim", self.model_claim or "none"),
-        ):
-            if not re.fullmatch(DNS_LABEL, text):
-                raise InputError(
-                    f"{option} {text!r}: not a name that Kubernetes takes",
-                    f"names match {DNS_LABEL}",
-                )
+        names = {"--namespace": self.namespace, "--model-claim": self.model_claim or "none"}
+        for option, name in names.items():
+            if not re.fullmatch(DNS_LABEL, name):
+                problem = f"{option} {name!r}: not a name that Kubernetes takes"
+                raise InputError(problem, f"names match {DNS_LABEL}")
         for product in self.gpu_products:
             if not re.fullmatch(VALUE_PATTERN, product):
-                raise InputError(
-                    f"--gpu-product {product!r}: not the value of a label",
-                    "like NVIDIA-H200; no spaces, 63 characters",
-                )
+                problem = f"--gpu-product {product!r}: not the value of a label"
+                raise InputError(problem, "like NVIDIA-H200; no spaces, 63 characters")
         if not re.fullmatch(r"https?://[A-Za-z0-9._:/-]+", self.prometheus):
-            raise InputError(
-                f"--prometheus {self.prometheus!r}: not a plain URL",
-                "like http://prometheus.monitoring.svc:9090",
-            )
+            problem = f"--prometheus {self.prometheus!r}: not a plain URL"
+            raise InputError(problem, "like http://prometheus.monitoring.svc:9090")
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,10 +224,13 @@ class Order:
 
     def comment(self) -> str:
         """The stamp as a comment for the head of a file."""
+        head = "Rendered by llmctl; EXPLAIN.md says where each value comes from."
         lines = [f"{role}.json sha256 {digest}" for role, digest in self.stamp().items()]
-        return "\n".join(
-            ["Rendered by llmctl; EXPLAIN.md says where each value comes from.", *lines]
-        )
+        return "\n".join([head, *lines])
+
+    def fill(self, template: str, /, **values: object) -> str:
+        """Fill a template with these values, and with the stamp as its `comment`."""
+        return fill(template, comment=self.comment(), **values)
 
 
 @dataclass(slots=True, frozen=True)

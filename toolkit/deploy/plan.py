@@ -16,15 +16,8 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
-from toolkit.files.plan import (
-    PREDICTED,
-    Explanation,
-    Kind,
-    Plan,
-    PlannedPolicy,
-    PlannedWorkload,
-)
-from toolkit.files.recipe import ModelSpec, PolicySpec, Recipe, RouterSpec
+from toolkit.files.plan import PREDICTED, Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import (
     Limit,
     Outcome,
@@ -58,9 +51,9 @@ class Choice:
     """A chosen policy with its predictions, and the sources of its values.
 
     `sources` has the source (recipe, tuning or user) of each parameter that was set; the others
-    have the policy's defaults. `limits_source` says what the predictions of the limits rest on, or
-    why there are none. `kinds` and `kind_sources` are the same for the flags of a fleet's further
-    kinds of servers, by their names; other flags are their recipes'.
+    have the policy's defaults. `predicted_on` says what the predictions rest on, or why there are
+    none. `kinds` and `kind_sources` are the same for the flags of a fleet's further kinds of
+    servers, by their names; other flags are their recipes'.
     """
 
     policy: str
@@ -68,9 +61,8 @@ class Choice:
     source: str
     sources: Mapping[str, str]
     limits: Sequence[Limit]
-    limits_source: str
+    predicted_on: str
     predicted: Mapping[str, float] = field(default_factory=dict)
-    predicted_on: str = ""
     router: RouterSpec | None = None
     workers_source: str = RECIPE
     kinds: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
@@ -110,11 +102,11 @@ def make_plan(
     kinds = [own, *others]
     total = sum(kind.workers for kind in kinds)
     if tuning is not None:
-        found: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
+        pairs: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
         # with a sizing, and for replicas of a server, the tuning says how many run
         if tuning.sizing is None and not server:
-            found["workers"] = (tuning.workers, total)
-        _refuse_different("tuning", found, "tune it again")
+            pairs["workers"] = (tuning.workers, total)
+        _refuse_different("tuning", pairs, "tune it again")
     choice = _choice(given, kinds, tuning)
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
@@ -123,7 +115,7 @@ def make_plan(
     kinds = [own, *others]
     policy = _whole(choice.policy, choice.parameters)
     router = choice.router or router_of(recipe, workers=total)
-    explained, workload = _traffic(tuning if choice.predicted else None)
+    explained, workload = _traffic(tuning) if tuning and choice.predicted else ({}, None)
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
@@ -132,7 +124,7 @@ def make_plan(
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=explained | explain(kinds, policy, choice, router),
+        explained=explained | _explain(kinds, policy, choice, router),
         workload=workload,
         others=list(others),
         replica_router=router,
@@ -154,24 +146,20 @@ def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning |
     return Choice(policy.name, policy.parameters, source, given_by, limits, UNTUNED)
 
 
-def _traffic(tuning: Tuning | None) -> tuple[Explained, PlannedWorkload | None]:
+def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
     """The requests that the predictions of `tuning` are about: how they differ from the trace's
     own, where they do much, and the trace and its rate, if it is recorded.
     """
-    if tuning is None:
-        return {}, None
     explained: Explained = {}
-    trace = tuning.inputs.get("trace")
     if tuning.scaling is not None and tuning.scaling.notable:
-        warned = "; ".join(tuning.scaling.warnings())
-        explained["requests"] = Explanation(value=tuning.scaling.divided(), source=warned)
+        warnings = "; ".join(tuning.scaling.warnings())
+        explained["requests"] = _explanation(tuning.scaling.divided(), warnings)
+    trace = tuning.inputs.get("trace")
     if trace is None:
         return explained, None
-    needed = tuning.sizing.workers if tuning.sizing else None
-    rate = tuning.request_rate_rps
-    return explained, PlannedWorkload(
-        trace=trace.name, request_rate_rps=rate, workers_needed=needed
-    )
+    needed, rate = tuning.sizing.workers if tuning.sizing else None, tuning.request_rate_rps
+    workload = PlannedWorkload(trace=trace.name, request_rate_rps=rate, workers_needed=needed)
+    return explained, workload
 
 
 def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
@@ -214,12 +202,10 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
 
 def _refuse_different(file: str, pairs: Pairs, remedy: str) -> None:
     """Raise `InputError` for the first key with different values in the file and the recipe."""
-    for key, (found, wanted) in pairs.items():
-        if found != wanted:
-            raise InputError(
-                f"the {file} is not of this recipe: {key} is {found}, the recipe has {wanted}",
-                remedy,
-            )
+    for key, (value, of_recipe) in pairs.items():
+        if value != of_recipe:
+            problem = f"{key} is {value}, the recipe has {of_recipe}"
+            raise InputError(f"the {file} is not of this recipe: {problem}", remedy)
 
 
 def refuse_broken(plan: Plan, which: str) -> None:
@@ -247,29 +233,29 @@ def replaced(
         changes: the parameters that --set changed, in a fleet of servers perhaps of one kind, as
             `settings_of_kinds` takes them.
     """
-    sized = plan.workload.workers_needed if plan.workload else None
     own, *given = settings_of_kinds(changes, plan.kinds)
     others = [_with_flags(kind, flags) for kind, flags in zip(plan.others, given, strict=True)]
-    same = (policy, others) == (plan.policy, plan.others) and workers in (plan.workers, sized)
+    planned = workers in (plan.workers, plan.workers_needed)
+    same = planned and (policy, others) == (plan.policy, plan.others)
     before = plan.explained if policy.name == plan.policy.name else {}
     sources = {name: before[name].source for name in policy.parameters if name in before}
     sources |= dict.fromkeys(own, BY_SET)
     source = before["policy"].source if "policy" in before and not named else BY_POLICY
-    explained = plan.explained | explain_policy(policy, source, sources)
+    explained = plan.explained | _explain_policy(policy, source, sources)
     if workers != plan.workers:
-        explained["workers"] = Explanation(value=str(workers), source="set by --workers")
+        explained["workers"] = _explanation(workers, "set by --workers")
     if traits_of(plan.recipe.engine.name).server:
         explained |= {
-            f"{kind.recipe.name}: {name}": Explanation(value=_text(value), source=BY_SET)
+            f"{kind.recipe.name}: {name}": _explanation(value, BY_SET)
             for kind, flags in zip(others, given, strict=True)
             for name, value in flags.items()
         }
     update: dict[str, object] = {"policy": policy, "workers": workers, "others": others}
     if not same:
-        limits = [limit.unpredicted() for limit in plan.limits]
+        limits = [limit.judged(None, kept=None) for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
-        explained = {k: each for k, each in explained.items() if not k.startswith(PREDICTED)}
-        explained[LIMITS] = explain_limits(limits, why)
+        explained = {key: explained[key] for key in explained if not key.startswith(PREDICTED)}
+        explained[LIMITS] = _explain_limits(limits, why)
         update |= {"limits": limits, "predicted": {}, "workload": None}
     return plan.model_copy(update=update | {"explained": explained})
 
@@ -295,23 +281,22 @@ def _from_user(given: PlannedPolicy, kinds: Sequence[Kind], tuning: Tuning | Non
         recipe_limits(recipe),
         UNTUNED if tuning is None else OVERRIDDEN,
         kinds=set_by,
-        kind_sources={name: dict.fromkeys(each, BY_SET) for name, each in set_by.items()},
+        kind_sources={name: dict.fromkeys(of_kind, BY_SET) for name, of_kind in set_by.items()},
     )
     if tuning is None:
         return chosen
+
+    def settings(choice: Choice) -> tuple[PlannedPolicy, list[Kind]]:
+        """The policy and the further kinds, with all their parameters."""
+        further = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
+        return _whole(choice.policy, choice.parameters), further
+
     tuned = _from_tuning(tuning, recipe, RECIPE)
-    same = _whole(chosen.policy, own) == _whole(tuned.policy, tuned.parameters)
-    if not same or any(
-        _with_flags(kind, of_kind) != _with_flags(kind, tuned.kinds.get(kind.recipe.name, {}))
-        for kind, of_kind in zip(others, flags, strict=True)
-    ):
+    if settings(chosen) != settings(tuned):
         return chosen
+    sources, kind_sources = chosen.sources, chosen.kind_sources
     return replace(
-        tuned,
-        parameters=own,
-        source=BY_POLICY,
-        sources=chosen.sources,
-        kind_sources=chosen.kind_sources,
+        tuned, parameters=own, source=BY_POLICY, sources=sources, kind_sources=kind_sources
     )
 
 
@@ -356,8 +341,7 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         tuning.limits,
         windows,
         outcome.metrics,
-        windows,
-        router=outcome.replica_router,
+        outcome.replica_router,
         workers_source=workers_source,
         kinds=outcome.kind_parameters,
         kind_sources=of_kinds,
@@ -375,7 +359,7 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
     start = known | own
     same = [trial.outcome for trial in tuning.trials if trial.outcome.policy == outcome.policy]
-    tried = _values_of([each.parameters for each in same])
+    tried = _values_of([one.parameters for one in same])
     sources = {}
     for name, value in outcome.parameters.items():
         varied = len(tried.get(name, ())) > 1
@@ -388,23 +372,22 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
 
 def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, set[object]]:
     """The values that each parameter has."""
-    found: dict[str, set[object]] = {}
-    for parameters_of_one in settings:
-        for name, value in parameters_of_one.items():
-            found.setdefault(name, set()).add(value)
-    return found
+    values: dict[str, set[object]] = {}
+    for name, value in (item for one in settings for item in one.items()):
+        values.setdefault(name, set()).add(value)
+    return values
 
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
     """The first trial with the policy and parameters of `outcome`."""
+    wanted = outcome.policy, outcome.every_parameter
     for trial in tuning.trials:
-        tried = trial.outcome
-        if (tried.policy, tried.every_parameter) == (outcome.policy, outcome.every_parameter):
+        if (trial.outcome.policy, trial.outcome.every_parameter) == wanted:
             return f"trial {trial.number}"
     return "the best"
 
 
-def explain(
+def _explain(
     kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice, router: RouterSpec | None
 ) -> Explained:
     """Explain each value of the plan: policy, parameters, laws, predictions, the router before
@@ -412,43 +395,36 @@ def explain(
 
     The keys of laws of a fleet's further kinds begin with the names of their recipes.
     """
-    recipe, fit = kinds[0].recipe, kinds[0].fit
-    explained = explain_policy(policy, choice.source, choice.sources)
-    explained[LIMITS] = explain_limits(choice.limits, choice.limits_source)
-    explained |= _explain_fit(recipe.workers, fit) | _explain_revision(recipe.model)
-    for kind in kinds[1:]:
-        laws = _explain_fit(kind.recipe.workers, kind.fit)
-        laws |= _explain_revision(kind.recipe.model)
-        explained |= {
-            f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"
-        }
-    if len(kinds) > 1 or kinds[0].workers != recipe.workers:
+    total, planned = sum(kind.workers for kind in kinds), kinds[0].recipe.workers
+    source = "recipe; the fit was measured with the same number"
+    if len(kinds) > 1 or total != planned:
         source = f"fleet: {_counts(kinds)}"
         other = [kind for kind in kinds if kind.fit.workers != kind.workers]
         if other:
             named = ", ".join(f"{kind.recipe.name} with {kind.fit.workers}" for kind in other)
             source += f"; measured together: {named}"
-        total = sum(kind.workers for kind in kinds)
-        explained["workers"] = Explanation(value=str(total), source=source)
+    explained = _explain_policy(policy, choice.source, choice.sources)
+    explained[LIMITS] = _explain_limits(choice.limits, choice.predicted_on)
+    explained["workers"] = _explanation(total, source)
+    for number, kind in enumerate(kinds):
+        prefix = f"{kind.recipe.name}: " if number else ""
+        explained |= {prefix + name: law for name, law in _explain_laws(kind).items()}
     for name, metric in choice.predicted.items():
-        explained[PREDICTED + name] = Explanation(value=_text(metric), source=choice.predicted_on)
+        explained[PREDICTED + name] = _explanation(metric, choice.predicted_on)
     return explained | ({} if router is None else _explain_router(router, kinds, choice))
 
 
-def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
+def _explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
     """Explain a policy and its parameters. Parameters without a source have defaults."""
     default = f"default of policy '{policy.name}'"
-    explained = {"policy": Explanation(value=policy.name, source=source)}
+    explained = {"policy": _explanation(policy.name, source)}
     for name, value in policy.parameters.items():
-        explained[name] = Explanation(value=_text(value), source=sources.get(name, default))
+        explained[name] = _explanation(value, sources.get(name, default))
     return explained
 
 
 def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -> Explained:
-    """Explain the router before replicas of a server, its parameters, the replicas' number, and the
-    flags of a fleet's further kinds.
-    """
-    workers = sum(kind.workers for kind in kinds)
+    """Explain the router of a server's replicas, their number, and the flags of further kinds."""
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:
         source = choice.source
@@ -456,90 +432,79 @@ def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -
     counts = f": {_counts(kinds)}" if kinds[1:] else ""
     why = f"{choice.workers_source}{counts}; the fit is of one replica"
     explained = {
-        "workers": Explanation(value=str(workers), source=why),
-        "replica_router": Explanation(value=router.name, source=source),
+        "workers": _explanation(sum(kind.workers for kind in kinds), why),
+        "replica_router": _explanation(router.name, source),
     }
     for kind in kinds[1:]:
         name, of_recipe = kind.recipe.name, "its recipe, else vLLM's default"
         of_recipe += "; not tuned" * (name not in choice.kind_sources)
         sources = choice.kind_sources.get(name, {})
         for flag, value in kind.recipe.policy.parameters.items():
-            origin = sources.get(flag, of_recipe)
-            explained[f"{name}: {flag}"] = Explanation(value=_text(value), source=origin)
+            explained[f"{name}: {flag}"] = _explanation(value, sources.get(flag, of_recipe))
     for name, value in router.parameters.items():
         origin = source
         if value == known[name]:
             origin = f"default of router '{router.name}'"
         elif name in TARGETS.values():
             origin = "recipe: sla"
-        explained[f"{router.name}.{name}"] = Explanation(value=_text(value), source=origin)
+        explained[f"{router.name}.{name}"] = _explanation(value, origin)
     return explained
 
 
-def explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
+def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
     """Explain whether the limits are predicted to be kept; `source` says what that rests on."""
     if any(limit.kept is None for limit in limits):
-        return Explanation(value="not predicted", source=source)
-    if not broken(limits):
-        return Explanation(value=f"{len(limits)} of {len(limits)} kept", source=source)
-    shown = f"{len(limits) - len(broken(limits))} of {len(limits)} kept"
-    return Explanation(value=shown, source=f"predicted to {breaks(limits)}; {source}")
+        return _explanation("not predicted", source)
+    kept = len(limits) - len(broken(limits))
+    if kept < len(limits):
+        source = f"predicted to {breaks(limits)}; {source}"
+    return _explanation(f"{kept} of {len(limits)} kept", source)
 
 
-def _explain_fit(workers: int, fit: Fit) -> Explained:
+def _explain_laws(kind: Kind) -> Explained:
+    """Explain the laws of a kind's fit, and which revision of its model the hub gives."""
+    fit, model = kind.fit, kind.recipe.model
+    overhead = f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}"
     budget, per_token = fit.engine.kv_budget_bytes, fit.engine.kv_bytes_per_token
     capacity = f"the engine's own count, {budget} bytes of {per_token} per token"
     memory, paper = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}", "SCLS Eq. 9"
     if fit.memory.form == "rules":
         memory, paper = f"{len(fit.memory.rules)} rules", "SCLS Algorithm 2"
-    return {
-        "workers": Explanation(
-            value=str(workers), source="recipe; the fit was measured with the same number"
-        ),
+    slices = f"whole slices on all workers; {_error(fit.overhead.error)}"
+    explained = {
         "prefill law": _explain_law(fit.prefill),
         "decode law": _explain_law(fit.decode),
-        "overhead": Explanation(
-            value=f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}",
-            source=f"whole slices on all workers; {_error(fit.overhead.error)}",
-        ),
-        "memory law": Explanation(value=memory, source=f"probed largest batches ({paper})"),
-        "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
+        "overhead": _explanation(overhead, slices),
+        "memory law": _explanation(memory, f"probed largest batches ({paper})"),
+        "capacity_tokens": _explanation(fit.memory.capacity_tokens, capacity),
     }
-
-
-def _explain_revision(model: ModelSpec) -> Explained:
-    """Explain which revision of the hub is loaded; empty for a model that is not from the hub."""
-    if not model.from_hub:
-        return {}
     source = "recipe: model.revision"
     if not model.pinned:
         which = f"{source} is not a commit: it" if model.revision else "the recipe names none: that"
         remedy = "name the commit's 40 digits as model.revision"
         source = f"NOT PINNED: {which} may be another one at each load; {remedy}"
-    return {
-        "model revision": Explanation(value=model.revision or "the hub's newest", source=source)
-    }
-
-
-def _counts(kinds: Sequence[Kind]) -> str:
-    return ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
+    if model.from_hub:
+        explained["model revision"] = _explanation(model.revision or "the hub's newest", source)
+    return explained
 
 
 def _explain_law(law: LatencyFit) -> Explanation:
     valid = f"valid to batch {law.valid.batch_size_max}, length {law.valid.length_max}"
-    return Explanation(
-        value=law.form, source=f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
-    )
+    source = f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
+    return _explanation(law.form, source)
 
 
 def _error(error: HeldOutError) -> str:
     return f"median error {error.median_percent:.1f} % on {error.points} held-out points"
 
 
-def _text(value: ParameterValue) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _counts(kinds: Sequence[Kind]) -> str:
+    return ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
+
+
+def _explanation(value: ParameterValue, source: str) -> Explanation:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return Explanation(value=text.lower() if isinstance(value, bool) else text, source=source)
 
 
 @dataclass(frozen=True, slots=True)

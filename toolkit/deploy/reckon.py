@@ -21,7 +21,7 @@ import numpy as np
 from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import Recipe, TuneSpec
+from toolkit.files.recipe import DTYPE_BYTES, Recipe, TuneSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
@@ -41,9 +41,7 @@ MIN_STARTUP_S = 1800  # of the first load
 LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
 # Of a measured time of loading: a disk's cache was warm, or other pods load from the same disk.
 LOAD_FACTOR, MIN_MEASURED_STARTUP_S = 3, 300
-NO_FILES = "the model's weights are random: it has no files"
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
-VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Host memory of `serve` itself, and of a worker process before it loads a model:
 # docs/how-to/deploy.md
 FRONT_MIB = 768
@@ -59,20 +57,15 @@ MAX_BACKLOG = 4096  # requests: no server needs a longer queue
 
 def drain_s(order: Order) -> Sourced[int]:
     """Seconds that running requests get to end: the expected time of the longest request."""
-    wanted = {
-        f"the target {key}": limit
-        for key, limit in order.plan.recipe.sla.items()
-        if key.startswith("e2e_")
-    }
-    for key in ("e2e_p99_s", "e2e_max_s"):
-        if key in order.plan.predicted:
-            wanted[f"the predicted {key}"] = order.plan.predicted[key]
-    name, longest = max(wanted.items(), key=lambda item: item[1], default=("", 0.0))
+    targets, predicted = order.plan.recipe.sla, order.plan.predicted
+    times = [(targets[key], f"the target {key}") for key in targets if key.startswith("e2e_")]
+    known = [key for key in ("e2e_p99_s", "e2e_max_s") if key in predicted]
+    times += [(predicted[key], f"the predicted {key}") for key in known]
+    longest, name = max(times, key=lambda time: time[0], default=(0.0, ""))
     if longest <= MIN_DRAIN_S:
         return Sourced(MIN_DRAIN_S, "llmctl's default; no target and no prediction needs more")
-    return Sourced(
-        math.ceil(longest), f"{name} is {longest:.3g} s, rounded up: running requests can end"
-    )
+    source = f"{name} is {longest:.3g} s, rounded up: running requests can end"
+    return Sourced(math.ceil(longest), source)
 
 
 def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
@@ -88,36 +81,35 @@ def startup_s(order: Order) -> Sourced[int]:
     It rests on the time that the profiles measured, else on a bound, which is larger for models
     above 56 GiB.
     """
+    kinds, from_hub = order.plan.kinds, order.plan.recipe.model.from_hub
     speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
-    weights = max((weight_bytes(kind) or 0 for kind in order.plan.kinds), default=0)
-    measured = [kind.fit.engine.load_s for kind in order.plan.kinds]
-    known = [seconds for seconds in measured if seconds is not None]
-    if known and len(known) == len(measured):
-        load_s = max(known)
-        download_s = 0
-        if from_hub(order.plan.recipe):
-            download_s = math.ceil(weights / SLOW_BYTES_PER_S)
-        loading_s = max(LOAD_FACTOR * load_s, MIN_MEASURED_STARTUP_S)
-        source = f"fit: loading took {load_s:g} s; {LOAD_FACTOR} times that"
-        if loading_s > LOAD_FACTOR * load_s:
+    weights = max(weight_bytes(kind) or 0 for kind in kinds)
+    download_s = math.ceil(weights / SLOW_BYTES_PER_S)
+    measured = [seconds for kind in kinds if (seconds := kind.fit.engine.load_s) is not None]
+    if len(measured) == len(kinds):
+        seconds = LOAD_FACTOR * max(measured)
+        source = f"fit: loading took {max(measured):g} s; {LOAD_FACTOR} times that"
+        if seconds < MIN_MEASURED_STARTUP_S:
+            seconds = MIN_MEASURED_STARTUP_S
             source += f", but at least {MIN_MEASURED_STARTUP_S} s"
-        if download_s:
+        if from_hub and download_s:
+            seconds += download_s
             source += f", and the download of {weights / GIB:.3g} GiB of weights at {speed}"
-        return Sourced(60 * math.ceil((loading_s + download_s) / 60), source)
-    bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
+        return Sourced(60 * math.ceil(seconds / 60), source)
+    bound = LOAD_S + download_s
     if bound <= MIN_STARTUP_S:
-        parts = "download, disk, weights" if from_hub(order.plan.recipe) else "disk, weights"
+        parts = "download, disk, weights" if from_hub else "disk, weights"
         source = f"a bound: the time of loading was not measured ({parts})"
         return Sourced(MIN_STARTUP_S, source)
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
-    minutes = -(-bound // 60)
-    return Sourced(60 * minutes, f"a bound: {sizes}; the time of loading was not measured")
+    source = f"a bound: {sizes}; the time of loading was not measured"
+    return Sourced(60 * math.ceil(bound / 60), source)
 
 
 def weight_bytes(kind: Kind) -> int | None:
     """Bytes of a kind's weights on all GPUs of a worker; None where not known."""
     model, facts = kind.recipe.model, kind.fit.engine
-    return model.weight_bytes or facts.parameters * VALUE_BYTES[model.dtype] or None
+    return model.weight_bytes or facts.parameters * DTYPE_BYTES[model.dtype] or None
 
 
 def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
@@ -131,22 +123,20 @@ def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
         if kind.recipe.model.source != "random"
     }
     if not sizes:
-        return Sourced(SPARE_GIB, NO_FILES)
-    known = [size for size in sizes.values() if size]
-    if len(known) < len(sizes):
+        return Sourced(SPARE_GIB, "the model's weights are random: it has no files")
+    if None in sizes.values():
         return None
-    weights = sum(known)
-    room = f"for another revision or dtype, and {SPARE_GIB} GiB"
-    source = f"twice {weights / GIB:.3g} GiB of weights, {room}"
-    return Sourced(math.ceil(2 * weights / GIB) + SPARE_GIB, source)
+    gib = sum(size or 0 for size in sizes.values()) / GIB
+    source = f"twice {gib:.3g} GiB of weights, for another revision or dtype, and {SPARE_GIB} GiB"
+    return Sourced(math.ceil(2 * gib) + SPARE_GIB, source)
 
 
 def gpus(recipe: Recipe) -> Sourced[int]:
     """GPUs of one server; 0 where the recipe runs on CPUs."""
     if recipe.hardware.device == "cpu":
         return Sourced(0, "the recipe's hardware.device is cpu")
-    each = recipe.engine.tensor_parallel_size
-    return Sourced(recipe.workers * each, f"recipe: {recipe.workers} workers, {each} GPU for each")
+    size = recipe.engine.tensor_parallel_size
+    return Sourced(recipe.workers * size, f"recipe: {recipe.workers} workers, {size} GPU for each")
 
 
 def cpus(recipe: Recipe) -> Sourced[int]:
@@ -158,9 +148,9 @@ def cpus(recipe: Recipe) -> Sourced[int]:
 
 def memory_mib(order: Order) -> Sourced[int]:
     """Host memory in MiB that a server with all its workers requests."""
-    each, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
-    source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {each.source}"
-    return Sourced(FRONT_MIB + workers * each.value, source)
+    worker, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
+    source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {worker.source}"
+    return Sourced(FRONT_MIB + workers * worker.value, source)
 
 
 def worker_memory_mib(kind: Kind) -> Sourced[int]:
@@ -201,21 +191,14 @@ def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
 
 def replicas(order: Order) -> Sourced[int]:
     """The number of replicas, each with all the plan's workers."""
-    workload, each = order.plan.workload, order.plan.workers
+    needed, workers = order.plan.workers_needed, order.plan.workers
     if order.options.replicas:
         return Sourced(order.options.replicas, "--replicas")
-    if workload is None or workload.workers_needed is None:
+    if needed is None:
         return Sourced(1, "the default; for more: --replicas, or tune with --workers auto")
-    source = f"tuned: {workload.workers_needed} workers keep all limits, {each} in each replica"
-    return Sourced(
-        math.ceil(workload.workers_needed / each),
-        f"{source}; each has its own scheduler, while one for all was simulated",
-    )
-
-
-def from_hub(recipe: Recipe) -> bool:
-    """Whether the model or its tokenizer comes from the hub."""
-    return recipe.model.from_hub
+    simulated = "each has its own scheduler, while one for all was simulated"
+    source = f"tuned: {needed} workers keep all limits, {workers} in each replica; {simulated}"
+    return Sourced(math.ceil(needed / workers), source)
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
@@ -247,9 +230,7 @@ def check_plan_size(text: str, holder: str) -> None:
 
 
 def default_trace(recipe: Recipe) -> str:
-    """The trace that is used where none is given: the recipe's if it exists here, else a shipped
-    one.
-    """
+    """The trace where none is given: the recipe's if it exists here, else a shipped one."""
     try:
         trace_path(recipe.tune.trace)
     except InputError:
@@ -273,23 +254,22 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     targets = ttft_targets(plan.recipe)
     if not targets:
         return Sourced(None, "the recipe has no TTFT target, which decides how many may wait")
-    lengths_of = f"the lengths of {trace.source}" if trace else ""
     if trace is None:
         default = default_trace(plan.recipe)
-        lengths_of = f"no trace was given, so with the lengths of {Path(default).name}"
+        lengths = f"no trace was given, so with the lengths of {Path(default).name}"
         trace = read_trace(trace_path(default))[0]
+    else:
+        lengths = f"the lengths of {trace.source}"
     served, at_once = _simulated(plan, prepare(trace, plan.recipe), targets)
     kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
-    simulated = f"simulated with the fit, {lengths_of}"
+    simulated, result = f"simulated with the fit, {lengths}", f"{served} at once keep {kept}"
     if not served:
         return Sourced(None, f"{simulated}: not even one request alone keeps {kept}")
     if served <= at_once:
-        none_waits = f"{served} at once keep {kept}, and all start at once: none can wait"
-        return Sourced(None, f"{simulated}: {none_waits}")
-    found = f"{served} at once keep {kept}"
+        return Sourced(None, f"{simulated}: {result}, and all start at once: none can wait")
     if served >= MAX_BACKLOG:
-        found = f"even {MAX_BACKLOG} at once keep {kept}, and more were not tried"
-    source = f"{simulated}: {found}; {at_once} of them start at once and do not wait"
+        result = f"even {MAX_BACKLOG} at once keep {kept}, and more were not tried"
+    source = f"{simulated}: {result}; {at_once} of them start at once and do not wait"
     return Sourced(served - at_once, source)
 
 
@@ -299,12 +279,12 @@ _ANSWERS: dict[tuple[str, tuple[str, ...], bytes], tuple[int, int]] = {}
 def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tuple[int, int]:
     """How many requests at once keep the targets, and how many of those start at once.
 
-    The files of one target ask several times, and each answer takes many simulations, so answers
-    are kept by all that they depend on.
+    Answers are cached by all that they depend on: each takes many simulations, and the files of one
+    target need it several times.
     """
     kinds = tuple(kind.model_dump_json() for kind in plan.kinds)
     columns = lengths.prompt_tokens, lengths.output_tokens, lengths.max_tokens
-    key = plan.policy.model_dump_json(), kinds, b"".join(each.tobytes() for each in columns)
+    key = plan.policy.model_dump_json(), kinds, b"".join(column.tobytes() for column in columns)
     if key in _ANSWERS:
         return _ANSWERS[key]
     policy = make_any(plan.policy.name, plan.policy.parameters)

@@ -14,20 +14,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import toolkit
-from toolkit.deploy.monitoring import (
-    Names,
-    RulesFile,
-    dashboard,
-    job,
-    replica_rules,
-    rules,
-    series,
-)
+from toolkit.deploy.monitoring import Names, RulesFile, dashboard, job, replica_rules, rules, series
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill, inside
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
@@ -44,7 +36,6 @@ from toolkit.deploy.targets import (
 from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
-from toolkit.files.bench import Validation
 from toolkit.files.io import write_file, write_text
 from toolkit.files.plan import PREDICTED, Plan
 from toolkit.files.strict import Strict, dump_yaml, read_bytes, validate
@@ -56,94 +47,112 @@ SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment
 # Percent by which a replay may be off in bench.sh: without a validation, and the least.
 USUAL_ERROR, MIN_ERROR = 25, 10
 
-TARGETS: dict[str, Callable[[Order], Rendered]] = {
-    "local": script.render_local,
-    "systemd": systemd.render,
-    "compose": compose.render,
-    "kubernetes": kubernetes.render,
-    "kuberay": kuberay.render,
-    "ray": script.render_ray,
-    "vllm": engine_flags.render_vllm,
-    "sglang": engine_flags.render_sglang,
+
+@dataclass(frozen=True, slots=True)
+class TargetTraits:
+    """How a plan is rendered for one place, and what its metrics are there.
+
+    Args:
+        of_replicas: renders an engine that is a server of its own: replicas, and a front before
+            them; None: such an engine is rendered as any other.
+        metrics: the names of its metrics; None: they are not known.
+        operator: Prometheus' operator reads its rules from objects.
+        together: Prometheus finds all replicas at the front.
+        foreign: it starts another server, and its flags may come from one measured from outside.
+        one_kind: why it cannot have workers of several kinds; '': it can.
+    """
+
+    render: Callable[[Order], Rendered]
+    of_replicas: Callable[[Order], Rendered] | None = None
+    metrics: Names | None = "llmctl"
+    operator: bool = False
+    together: bool = False
+    foreign: bool = False
+    one_kind: str = ""
+
+
+ONE_ENGINE = "it starts one engine of one kind"
+ONE_DEPLOYMENT = (
+    "the pods of a Deployment are alike, and a Deployment for each kind would need a router in "
+    "front of them"
+)
+TARGETS = {
+    "local": TargetTraits(script.render_local),
+    "systemd": TargetTraits(
+        systemd.render,
+        systemd.render_replicas,
+        one_kind="the unit's sandbox is made for one kind of device",
+    ),
+    "compose": TargetTraits(
+        compose.render, compose.render_replicas, one_kind="the service reserves one kind of device"
+    ),
+    "kubernetes": TargetTraits(
+        kubernetes.render, statefulset.render, operator=True, one_kind=ONE_DEPLOYMENT
+    ),
+    "kuberay": TargetTraits(kuberay.render, kuberay.render, operator=True),
+    "ray": TargetTraits(script.render_ray, script.render_ray_replicas, together=True),
+    "vllm": TargetTraits(
+        engine_flags.render_vllm, metrics="vllm", foreign=True, one_kind=ONE_ENGINE
+    ),
+    "sglang": TargetTraits(
+        engine_flags.render_sglang, metrics=None, foreign=True, one_kind=ONE_ENGINE
+    ),
 }
-# The same targets for an engine that is a server of its own: replicas, and a front before them.
-OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {
-    "systemd": systemd.render_replicas,
-    "compose": compose.render_replicas,
-    "kubernetes": statefulset.render,
-    "kuberay": kuberay.render,
-    "ray": script.render_ray_replicas,
-}
-# Of these, those with replicas that Prometheus finds at the front alone, all kinds together.
-TOGETHER = ("ray",)
-# Targets with llmctl's metrics. Under MONITORED, Prometheus' operator reads rules from objects.
-OURS = ("local", "systemd", "compose", "ray")
-MONITORED = ("kubernetes", "kuberay")
-DASHBOARDS: dict[str, Names] = {
-    **dict[str, Names].fromkeys([*OURS, *MONITORED], "llmctl"),
-    "vllm": "vllm",
-}
-# Targets that start another server. Their flags may come from a server measured from outside.
-FOREIGN = ("vllm", "sglang")
 RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
 RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
 RENDER_FLEET = (
     "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
 )
-ONE_KIND = {  # why a target cannot have workers of several kinds
-    "systemd": "the unit's sandbox is made for one kind of device",
-    "compose": "the service reserves one kind of device",
-    "kubernetes": "the pods of a Deployment are alike, and a Deployment for each kind would need a "
-    "router in front of them",
-    "vllm": "it starts one engine of one kind",
-    "sglang": "it starts one engine of one kind",
-}
 
 
-def render_target(target: str, order: Order) -> dict[str, str]:
-    """All files of `target` by name, in the order in which they are best read.
+def render_target(name: str, order: Order) -> dict[str, str]:
+    """All files of the target `name`, by their names, in the order in which they are best read.
 
     Raises `InputError` for an unknown target, and for a plan that the target cannot serve.
     """
     engine = order.plan.recipe.engine
     traits = traits_of(engine.name)
     own_server = traits.started and traits.server
-    if target not in TARGETS:
-        raise InputError(f"there is no target '{target}'", nearest(target, TARGETS))
-    replicated = own_server and target in OF_REPLICAS
-    if order.plan.others and target in ONE_KIND and not replicated:
+    if name not in TARGETS:
+        raise InputError(f"there is no target '{name}'", nearest(name, TARGETS))
+    target = TARGETS[name]
+    of_replicas = target.of_replicas if own_server else None
+    if order.plan.others and target.one_kind and not of_replicas:
         serving = "servers" if own_server else "workers"
         kinds = ", ".join(kind.recipe.name for kind in order.plan.kinds)
         raise InputError(
-            f"a fleet of {serving} ({kinds}) cannot be rendered for '{target}': {ONE_KIND[target]}",
+            f"a fleet of {serving} ({kinds}) cannot be rendered for '{name}': {target.one_kind}",
             RENDER_SERVERS if own_server else RENDER_FLEET,
         )
-    if not traits.started and target not in FOREIGN:
+    if not traits.started and not target.foreign:
         raise InputError(
-            f"engine '{engine.name}' is a server already, at {engine.url}: '{target}' has nothing "
+            f"engine '{engine.name}' is a server already, at {engine.url}: '{name}' has nothing "
             "to start",
             RENDER_FLAGS,
         )
-    rendered = (OF_REPLICAS if replicated else TARGETS)[target](order)
-    files = dict(sorted(rendered.files.items()))
-    plan_file = next((name for name in files if Path(name).name == "plan.json"), "plan.json")
+    rendered = (of_replicas or target.render)(order)
+    files, lines = dict(sorted(rendered.files.items())), [*rendered.explained]
+    plan_file = next((file for file in files if Path(file).name == "plan.json"), "plan.json")
     files[plan_file] = order.text
-    names: Names | None = traits.metrics if own_server else DASHBOARDS.get(target)
-    behind = Replication(order).kinds if replicated else []
-    if target in OURS and (replicated or names == "llmctl"):
-        alerts, lines = _alerts(order, behind, apart=target not in TOGETHER)
+    metrics: Names | None = traits.metrics if own_server else target.metrics
+    behind = Replication(order).kinds if of_replicas else []
+    labelled = of_replicas is not None or metrics == "llmctl"  # its series have known labels
+    if labelled and not target.operator:
+        alerts, explained = _alerts(order, behind, apart=not target.together)
         files["alerts.yaml"] = dump_yaml(alerts, order.comment())
-        rendered = replace(rendered, explained=[*rendered.explained, *lines])
-    if names is not None:
-        labelled = replicated or names == "llmctl"
+        lines += explained
+    if metrics is not None:
         # Of a fleet: all jobs, for the dashboard can choose one.
         of = behind[0].name if len(behind) == 1 else ""
         alike = labelled and len(behind) < 2
-        label = job(order, monitored=target in MONITORED, of=of) if alike else ""
-        board = dashboard(order.plan.recipe.sla, names, order.name, order.comment(), label)
+        label = job(order, monitored=target.operator, of=of) if alike else ""
+        board = dashboard(order.plan.recipe.sla, metrics, order.name, order.comment(), label)
         files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
-    files["bench.sh"] = bench_script(order, plan_file, rendered.url)
-    return {"EXPLAIN.md": explanation(target, order, rendered)} | files
+    files["bench.sh"] = _bench_script(order, plan_file, rendered.url)
+    because = "the plan is predicted to break limits and was rendered anyway"
+    allowances = [] if target.foreign else order.allowances
+    lines += [ExplainedValue(f"serve {option}", "given", because) for option in allowances]
+    return {"EXPLAIN.md": _explanation(name, order, lines, rendered.start)} | files
 
 
 def _alerts(
@@ -165,12 +174,11 @@ def _alerts(
         ]
         return replica_rules(order, own, queues), lines
     threshold = waiting_threshold(order.plan, order.trace)
-    shown = "none" if threshold.value is None else None
-    lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold, shown))
+    lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold))
     return rules(order, own, threshold), lines
 
 
-def explanation(target: str, order: Order, rendered: Rendered) -> str:
+def _explanation(target: str, order: Order, explained: Sequence[ExplainedValue], start: str) -> str:
     """EXPLAIN.md: every value of the files and the plan, and predictions with their errors."""
     plan, engine, validation = order.plan, order.plan.fit.engine, order.validation
     measured = f"with engine {engine.engine} {engine.engine_version}"
@@ -189,7 +197,7 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         if name in plan.predicted
     ]
     # What the predictions rest on, as the beginning of a sentence.
-    sources = [each.source for key, each in plan.explained.items() if key.startswith(PREDICTED)]
+    sources = [one.source for key, one in plan.explained.items() if key.startswith(PREDICTED)]
     predicted_on = sources[0].capitalize() if sources else ""
     if plan.workload is not None:
         rate = f"{plan.workload.request_rate_rps:.4g} requests/s"
@@ -200,9 +208,6 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
     elif any(limit.kept is None for limit in plan.limits):
         source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
         verdict = f"Not predicted: {source}." if source else "Not predicted."
-    because = "the plan is predicted to break limits and was rendered anyway"
-    given = [] if target in FOREIGN else order.allowances
-    allowances = [ExplainedValue(f"serve {option}", "given", because) for option in given]
     planned = [
         ExplainedValue(key, one.value, one.source)
         for key, one in plan.explained.items()
@@ -215,46 +220,40 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         target=target,
         stamp=order.stamp(),
         basis=basis,
-        start=rendered.start,
+        start=start,
         limits=[
             (limit.name, limit.allowed(), limit.prediction(), KEPT[limit.kept])
             for limit in plan.limits
         ],
         verdict=verdict,
         broken=bool(broken(plan.limits)),
-        explained=[*rendered.explained, *allowances],
+        explained=explained,
         planned=planned,
         predicted=predicted,
         predicted_on=predicted_on,
     )
 
 
-def bench_script(order: Order, plan_file: str, url: str = "") -> str:
+def _bench_script(order: Order, plan_file: str, url: str) -> str:
     """bench.sh: replays the traffic that the plan was tuned for and compares with the predictions.
 
-    The server is at `url`, by default where the recipe has it listen.
+    The server is at `url`; if that is '', where the recipe has it listen.
     """
-    plan = order.plan
-    return fill(
+    plan, validation, max_error = order.plan, order.validation, USUAL_ERROR
+    if validation is not None:
+        worst = max((abs(metric.worst_percent) for metric in validation.metrics), default=0.0)
+        max_error = max(math.ceil(worst), MIN_ERROR)
+    return order.fill(
         "bench.sh",
-        comment=order.comment(),
         plan_file=plan_file,
         trace=shipped_trace(plan),
         rate=f"{plan.workload.request_rate_rps:g}" if plan.workload else "",
         url=url or plan.recipe.engine.url or f"http://127.0.0.1:{plan.recipe.serve.port or 8000}",
-        max_error=max_error(order.validation),
+        max_error=max_error,
         claims=[
             f"{key}: {plan.predicted[key]:.4g} predicted" for key in SHOWN if key in plan.predicted
         ],
     )
-
-
-def max_error(validation: Validation | None) -> int:
-    """Percent by which a replay may be off: the worst error of the validation, else a usual one."""
-    if validation is None:
-        return USUAL_ERROR
-    worst = max((abs(metric.worst_percent) for metric in validation.metrics), default=0.0)
-    return max(math.ceil(worst), MIN_ERROR)
 
 
 def shipped_trace(plan: Plan) -> str:
@@ -302,12 +301,21 @@ def read_manifest(folder: Path) -> Manifest | None:
 def changes(files: Mapping[str, str], folder: Path) -> list[Change]:
     """The changes that `write` would make, also to files that it would remove."""
     manifest = read_manifest(folder)
-    gone = [name for name in manifest.files if name not in files] if manifest else []
-    found = [_change(inside(folder, name), name, content) for name, content in files.items()]
-    found += [
-        _change(inside(folder, name), name, "") for name in gone if inside(folder, name).exists()
-    ]
-    return [change for change in found if change.diff]
+    gone = {name: "" for name in manifest.files if name not in files} if manifest else {}
+    found = []
+    for name, content in (dict(files) | gone).items():
+        path = inside(folder, name)
+        old = read_bytes(path).decode(errors="replace") if path.exists() else ""
+        lines = difflib.unified_diff(
+            old.splitlines(keepends=True),
+            content.splitlines(keepends=True),
+            f"{name} (there)",
+            f"{name} (rendered)",
+        )
+        whole = (ln if ln.endswith("\n") else f"{ln}\n\\ no newline at the end\n" for ln in lines)
+        if diff := "".join(whole):
+            found.append(Change(name, diff))
+    return found
 
 
 def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: bool) -> None:
@@ -358,15 +366,3 @@ def manifest_of(
 def digest(content: bytes) -> str:
     """sha256, in hex."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _change(path: Path, name: str, content: str) -> Change:
-    old = read_bytes(path).decode(errors="replace") if path.exists() else ""
-    lines = difflib.unified_diff(
-        old.splitlines(keepends=True),
-        content.splitlines(keepends=True),
-        f"{name} (there)",
-        f"{name} (rendered)",
-    )
-    whole = (ln if ln.endswith("\n") else f"{ln}\n\\ no newline at the end\n" for ln in lines)
-    return Change(name, "".join(whole))

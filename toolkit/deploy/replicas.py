@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.backends import DescribesServer, ServerCommand, backend_of
+from toolkit.deploy import reckon
 from toolkit.deploy.order import (
+    SECONDS,
     ExplainedValue,
     Order,
     Sourced,
@@ -25,14 +27,6 @@ from toolkit.deploy.order import (
     explain_value,
     llmctl_image,
     object_name,
-)
-from toolkit.deploy.reckon import (
-    LIMIT_FACTOR,
-    drain_s,
-    gpus,
-    startup_s,
-    waiting_threshold,
-    worker_memory_mib,
 )
 from toolkit.deploy.targets.engine_flags import check_servable_elsewhere, rows
 from toolkit.errors import InputError
@@ -88,9 +82,7 @@ class KindReplicas:
 
     @property
     def name(self) -> str:
-        """The name of its objects, unique to the order's name and the kind's; the front's have the
-        order's.
-        """
+        """The name of its objects, unique to the order's name and the kind's."""
         name, room = self.order.name, MAX_KIND_NAME - len(self.label) - 1
         if len(name) > room and self.order.plan.others:
             tail = hashlib.sha256(name.encode()).hexdigest()[:6]
@@ -98,9 +90,7 @@ class KindReplicas:
         return f"{name}-{self.label}"
 
     def file(self, stem: str, suffix: str, several: str = "") -> str:
-        """The name of a file about this kind: `stem`, with the kind's label in a fleet, else with
-        `several`.
-        """
+        """The name of a file about this kind: in a fleet it has the label, else `several`."""
         label = self.label if self.order.plan.others else several
         return f"{stem}-{label}{suffix}" if label else f"{stem}{suffix}"
 
@@ -129,13 +119,9 @@ class KindReplicas:
 
     def arguments(self, host: str, port: int) -> list[str]:
         """The words after the program: the model's flags, the address and the drain."""
-        server = self.server
-        words = [word for flag, _ in server.flags for word in flag]
-        return [
-            *words,
-            *("--host", host, "--port", str(port)),
-            *(server.drain, str(self.drain.value)),
-        ]
+        words = [word for flag, _ in self.server.flags for word in flag]
+        words += ["--host", host, "--port", str(port)]
+        return [*words, self.server.drain, str(self.drain.value)]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -150,16 +136,14 @@ class KindReplicas:
         """The number of replicas."""
         options, plan = self.order.options, self.order.plan
         if plan.others:
-            tuned = plan.workload is not None and plan.workload.workers_needed is not None
-            source = (
-                "tuned: these counts keep all limits" if tuned else "fleet: workers of this kind"
-            )
+            source = "fleet: workers of this kind"
+            if plan.workers_needed is not None:
+                source = "tuned: these counts keep all limits"
             return Sourced(self.kind.workers, source)
         if options.replicas:
             return Sourced(options.replicas, "--replicas")
-        needed = plan.workload.workers_needed if plan.workload else None
-        if needed is not None:
-            return Sourced(needed, "tuned: the fewest that keep all limits")
+        if plan.workers_needed is not None:
+            return Sourced(plan.workers_needed, "tuned: the fewest that keep all limits")
         return Sourced(plan.workers, "plan: workers; for more: --replicas, or tune with --workers")
 
     @property
@@ -170,20 +154,22 @@ class KindReplicas:
     @cached_property
     def gpus(self) -> Sourced[int]:
         """GPUs of one replica; 0 on CPUs."""
-        found = gpus(self.alone.plan.recipe)
-        if not found.value:
-            return found
-        return Sourced(found.value, "recipe: engine.tensor_parallel_size, for each replica")
+        gpus = reckon.gpus(self.alone.plan.recipe)
+        if not gpus.value:
+            return gpus
+        return Sourced(gpus.value, "recipe: engine.tensor_parallel_size, for each replica")
 
-    def devices(self, number: int) -> list[int]:
-        """The GPUs of a replica on a machine that has those of all, from 0."""
+    @cached_property
+    def devices(self) -> list[str]:
+        """The GPUs of each replica, like '0,1', on a machine that has those of all, from 0."""
         first = sum(one.count.value * one.gpus.value for one in self._before)
-        return _share(first, number, self.gpus.value)
+        return _shares(first, self.count.value, self.gpus.value)
 
-    def cpus(self, number: int) -> list[int]:
-        """The CPUs of a replica on such a machine, where the recipe sets its threads; else none."""
+    @cached_property
+    def cpus(self) -> list[str]:
+        """The CPUs of each replica on such a machine; '' where the recipe sets no threads."""
         first = sum(one.count.value * one._threads for one in self._before)
-        return _share(first, number, self._threads)
+        return _shares(first, self.count.value, self._threads)
 
     @property
     def _threads(self) -> int:
@@ -197,26 +183,19 @@ class KindReplicas:
     def cores(self) -> Sourced[int]:
         """CPU cores that a replica requests."""
         engine = self.kind.recipe.engine
-        each = (engine.threads or 1) * engine.tensor_parallel_size
-        return Sourced(2 + each, f"its API server, its scheduler, and {each} for its workers")
+        threads = (engine.threads or 1) * engine.tensor_parallel_size
+        return Sourced(2 + threads, f"its API server, its scheduler, and {threads} for its workers")
 
     @cached_property
     def memory_mib(self) -> Sourced[int]:
         """Host memory of a replica in MiB: also on GPUs the weights pass through it once."""
-        worker = worker_memory_mib(self.alone.plan.kinds[0])
+        worker = reckon.worker_memory_mib(self.alone.plan.kinds[0])
         source = f"{SERVER_MIB} MiB for its processes, and for its worker {worker.source}"
         return Sourced(SERVER_MIB + worker.value, source)
 
     @cached_property
-    def memory_limit_mib(self) -> Sourced[int]:
-        """Host memory in MiB at which a replica's container is killed."""
-        return Sourced(LIMIT_FACTOR * self.memory_mib.value, f"{LIMIT_FACTOR} times the request")
-
-    @cached_property
     def drain(self) -> Sourced[int]:
-        """Seconds that a replica's running requests get: the time of the longest, by targets,
-        predictions and laws.
-        """
+        """Seconds for a replica's running requests to end, by targets, predictions and laws."""
         most = self.own.plan.fit.decode.valid.batch_size_max
         return self._drain(min(rows(self.own).value, most))
 
@@ -226,19 +205,19 @@ class KindReplicas:
         return self._drain(self.own.plan.fit.decode.valid.batch_size_max)
 
     def _drain(self, running: int) -> Sourced[int]:
-        plan, found = self.own.plan, drain_s(self.own)
+        plan, drain = self.own.plan, reckon.drain_s(self.own)
         laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
         tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
-        if longest_s <= found.value:
-            return found
+        if longest_s <= drain.value:
+            return drain
         among = f"{tokens:,} tokens (serve.max_new_tokens) among {running} requests"
         return Sourced(math.ceil(longest_s), f"fit: {among} take {longest_s:.3g} s, rounded up")
 
     @cached_property
     def startup(self) -> Sourced[int]:
         """Seconds that a replica's load may take."""
-        return startup_s(self.own)
+        return reckon.startup_s(self.own)
 
     @property
     def hang_s(self) -> int:
@@ -254,7 +233,7 @@ class KindReplicas:
     @cached_property
     def threshold(self) -> Sourced[int | None]:
         """Requests that may wait for one replica."""
-        return waiting_threshold(self.alone.plan, self.order.trace)
+        return reckon.waiting_threshold(self.alone.plan, self.order.trace)
 
     @cached_property
     def image(self) -> Sourced[str]:
@@ -269,23 +248,18 @@ class KindReplicas:
         return self.about([
             explain_value("replicas", self.count),
             explain_value("GPUs of a replica", self.gpus),
-            explain_value("replica: drain", self.drain, f"{self.drain.value} s"),
-            explain_value("replica: load", self.startup, f"{self.startup.value} s"),
+            explain_value("replica: drain", self.drain, SECONDS),
+            explain_value("replica: load", self.startup, SECONDS),
         ])  # fmt: skip
-
-    def explained_queue(self) -> list[ExplainedValue]:
-        """The line about the alert on waiting requests."""
-        shown = "none" if self.threshold.value is None else None
-        return self.about([explain_value("alert LlmctlReplicaQueue", self.threshold, shown)])
 
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about a replica's own flags, where its command is written out."""
-        found = []
+        lines = []
         for flag, source in self.server.flags:
             name = flag[0] if flag[0].startswith("-") else "flags"
             values = flag[1:] if flag[0].startswith("-") else flag
-            found.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
-        return self.about([*found, explain_value("replica: image", self.image)])
+            lines.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
+        return self.about([*lines, explain_value("replica: image", self.image)])
 
 
 @dataclass(frozen=True)
@@ -382,29 +356,25 @@ class Replication:
         return Sourced(f"{planned.name} {given}".rstrip(), source)
 
     def front(self, plan: str, where: Sequence[str], host: str, port: int, *more: str) -> list[str]:
-        """The words after `llmctl` that start the front. `where` are the options that name its
-        replicas: `at` or `discovered`.
-        """
+        """The words after `llmctl` that start the front; `where` is by `at` or `discovered`."""
         words = ["serve", plan, *where, "--host", host, "--port", str(port), *more]
         return [*words, "--shutdown-timeout", str(self.drain.value), *self.order.allowances]
 
     def explained(self) -> list[ExplainedValue]:
         """The lines of EXPLAIN.md that all targets have."""
         longest = "as a replica's" if len(self.kinds) == 1 else "the longest of the kinds'"
+        first = f"{longest}; it ends first, so its requests still have their replicas"
+        keys = "replicas ask for no key: only the front and Prometheus reach them"
         return [
             *(line for kind in self.kinds for line in kind.explained_first()),
-            ExplainedValue(
-                "front: drain",
-                f"{self.drain.value} s",
-                f"{longest}; it ends first, so its requests still have their replicas",
-            ),
+            ExplainedValue("front: drain", f"{self.drain.value} s", first),
             explain_value("front: router", self.router),
-            ExplainedValue(
-                "keys",
-                "the front's",
-                "replicas ask for no key: only the front and Prometheus reach them",
+            ExplainedValue("keys", "the front's", keys),
+            *(
+                line
+                for kind in self.kinds
+                for line in kind.about([explain_value("alert LlmctlReplicaQueue", kind.threshold)])
             ),
-            *(line for kind in self.kinds for line in kind.explained_queue()),
         ]
 
     def explained_on_ray(self) -> list[ExplainedValue]:
@@ -425,9 +395,10 @@ class Replication:
         return [line for kind in self.kinds for line in kind.explained_flags()]
 
 
-def _share(first: int, number: int, each: int) -> list[int]:
-    """What part `number` has, where each part has so many from `first` on."""
-    return list(range(first + number * each, first + (number + 1) * each))
+def _shares(first: int, count: int, size: int) -> list[str]:
+    """The numbers from `first` on in `count` shares of `size`, each as '0,1'; '' for none."""
+    starts = [first + number * size for number in range(count)]
+    return [",".join(map(str, range(start, start + size))) for start in starts]
 
 
 def at(urls: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from pydantic import Field
 from toolkit.deploy.render import Manifest
 from toolkit.errors import EngineError, InputError
 from toolkit.files.io import write_file
-from toolkit.files.strict import Strict, read_bytes, validate
+from toolkit.files.strict import Strict, optional, read_bytes, validate
 
 Where = Literal["local", "ray", "systemd", "compose"]
 SAME_START_S = 1.0  # start times that differ by less are those of one process
@@ -46,26 +46,15 @@ class Running(Strict):
     model: str
     workers: int
     policy: str
-    pid: int | None = Field(default=None, description="of a server in a process of this machine")
-    started: str | None = Field(
-        default=None, description="the start of that process: the boot, and the tick since it"
+    pid: int | None = optional("of a server in a process of this machine")
+    started: str | None = optional("the start of that process: the boot, and the tick since it")
+    started_s: float | None = optional(
+        "the start of that process in seconds since 1970, by the clock at that time"
     )
-    started_s: float | None = Field(
-        default=None,
-        description="the start of that process in seconds since 1970, by the clock at that time",
-    )
-    folder: str | None = Field(
-        default=None, description="the rendered folder, for systemd and compose"
-    )
-    certificate: str | None = Field(
-        default=None, description="the file of its TLS certificate, if it has one"
-    )
-    breaks: str = Field(
-        default="", description="limits that its plan is predicted to break; '' for none"
-    )
-    ended: dict[str, int] | None = Field(
-        default=None, description="requests by finish reason, once it has ended"
-    )
+    folder: str | None = optional("the rendered folder, for systemd and compose")
+    certificate: str | None = optional("the file of its TLS certificate, if it has one")
+    breaks: str = Field("", description="limits that its plan is predicted to break; '' for none")
+    ended: dict[str, int] | None = optional("requests by finish reason, once it has ended")
 
     @property
     def alive(self) -> bool:

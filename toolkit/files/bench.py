@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 
 SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a validation, in one line
 SAME_RATE = 0.02  # request rates that differ by a smaller share are equal: people round them
@@ -34,12 +34,9 @@ class Warmup(Strict):
         "multiplies every batch time by it"
     )
     arrival_cost_s: float = Field(
-        default=0.0, description="what each arriving request adds to every slice that runs then"
+        0.0, description="what each arriving request adds to every slice that runs then"
     )
-    front: Front | None = Field(
-        default=None,
-        description="added to every predicted latency; none: the server also had other clients",
-    )
+    front: Front | None = optional("added to every predicted latency; none: it had other clients")
 
 
 class Compared(Strict):
@@ -103,16 +100,13 @@ class CacheUse(Strict):
     hit_tokens: int | None = Field(
         description="of these from the cache, by each answer's usage; none: it does not say"
     )
-    counter_queries: float | None = Field(
-        default=None, description="tokens looked up, by the server's counters; none: not reached"
+    counter_queries: float | None = optional(
+        "tokens looked up, by the server's counters; none: not reached"
     )
-    counter_hits: float | None = Field(default=None, description="of these found")
-    predicted_percent: float | None = Field(
-        default=None, description="share of the prompt tokens; none: not predicted"
-    )
+    counter_hits: float | None = optional("of these found")
+    predicted_percent: float | None = optional("share of the prompt tokens; none: not predicted")
     blind: bool = Field(
-        default=False,
-        description="prompts share tokens, and the prediction computes every prompt whole",
+        False, description="prompts share tokens, and the prediction computes every prompt whole"
     )
 
     @property
@@ -149,17 +143,13 @@ class BenchReport(Envelope):
     remake: ClassVar[str] = "llmctl bench --url URL --trace TRACE"
 
     model: str
-    policy: str | None = Field(
-        default=None, description="the plan's; none: made without a plan, or by an older llmctl"
-    )
-    request_rate_rps: float | None = Field(
-        default=None,
-        description="mean rate of the whole scaled trace; none: its requests arrive all at once",
+    policy: str | None = optional("the plan's; none: made without a plan, or by an older llmctl")
+    request_rate_rps: float | None = optional(
+        "mean rate of the whole scaled trace; none: its requests arrive all at once"
     )
     lengths: Literal["hidden", "given"] = Field(
-        description="'given': each request had exactly its output length as max_tokens, so the "
-        "scheduler knew the lengths as limits, unlike with real traffic; the prediction simulates "
-        "the same"
+        description="'given': max_tokens was the output's length, so the scheduler knew it, unlike "
+        "with real traffic; the prediction simulates the same"
     )
     trace_notes: list[str]
     interrupted: bool
@@ -169,7 +159,7 @@ class BenchReport(Envelope):
         description="reason to count; '...' where reasons differ only in numbers"
     )
     refused: int = Field(
-        default=0,
+        0,
         description="of the failures: refused for load (HTTP 429 or 503). They count as missed in "
         "attainment; the prediction serves every request",
     )
@@ -182,15 +172,10 @@ class BenchReport(Envelope):
     replay_slowdown: float | None = Field(
         description="as in `warmup`, from the replay's own batches; known afterwards"
     )
-    replay_arrival_cost_s: float = Field(
-        default=0.0, description="as in `warmup`, from the replay itself"
-    )
-    replay_front: Front | None = Field(
-        default=None, description="as in `warmup`, from the replay itself"
-    )
+    replay_arrival_cost_s: float = Field(0.0, description="as in `warmup`, from the replay itself")
+    replay_front: Front | None = optional("as in `warmup`, from the replay itself")
     predicted_in_hindsight: dict[str, float] = Field(
-        default={},
-        description="with the replay's own slowdown and front, so the rest is the laws' error",
+        {}, description="with the replay's own slowdown and front, so the rest is the laws' error"
     )
     scheduling: Scheduling | None = Field(
         description="the server's scheduling time during the replay; only llmctl servers report it"
@@ -199,11 +184,9 @@ class BenchReport(Envelope):
     predicted: dict[str, float]
     predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's corrections")
     compared: list[Compared]
-    cache: CacheUse | None = Field(
-        default=None, description="none: neither the server nor the prediction has one"
-    )
+    cache: CacheUse | None = optional("none: neither the server nor the prediction has one")
     targets: list[TargetResult] = Field(
-        default=[], description="each target of `sla`; none where nothing was served"
+        [], description="each target of `sla`; none where nothing was served"
     )
 
 
@@ -215,32 +198,26 @@ class WindowResult(Strict):
     requests: int
     failed: int
     refused: int = Field(
-        default=0,
-        description="of the failed: refused for load (HTTP 429 or 503); the prediction serves "
-        "every request",
+        0, description="of the failed: for load (HTTP 429, 503), which is not predicted"
     )
     slowdown: float = Field(
         description="measured over fitted batch time, just before the window; 1: not known"
     )
     arrival_cost_s: float = Field(
-        default=0.0,
-        description="what each arriving request added to every slice that ran then, just before",
+        0.0, description="what each arrival added to every slice that ran, just before"
     )
     front_first_s: float = Field(
-        default=0.0,
-        description="delay of first tokens from the server's driver to clients, just before",
+        0.0, description="delay of first tokens from the server's driver to clients, just before"
     )
-    front_last_s: float = Field(default=0.0, description="the same delay of last tokens")
+    front_last_s: float = Field(0.0, description="the same delay of last tokens")
     measured: dict[str, float]
     predicted: dict[str, float]
-    slowdown_meanwhile: float | None = Field(
-        default=None,
-        description="as `slowdown`, from the window's own batches, afterwards; none: not known",
+    slowdown_meanwhile: float | None = optional(
+        "as `slowdown`, from the window's own batches, afterwards; none: not known"
     )
-    cache: CacheUse | None = Field(default=None, description="as in bench.json")
+    cache: CacheUse | None = optional("as in bench.json")
     predicted_in_hindsight: dict[str, float] = Field(
-        default={},
-        description="with that and the window's own front, so the rest is the laws' error",
+        {}, description="with that and the window's own front, so the rest is the laws' error"
     )
 
 
@@ -258,9 +235,7 @@ class RequestError(Strict):
     """A latency compared request by request; errors in percent of the measured values."""
 
     latency: str
-    median_percent: float = Field(
-        description="with its sign: half of the requests were predicted lower"
-    )
+    median_percent: float = Field(description="signed: half of the requests were predicted lower")
     median_absolute_percent: float
     p90_absolute_percent: float
     requests: int

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 
 
 class Segment(Strict):
@@ -90,10 +90,9 @@ class MemoryFit(Strict):
     zeta: float
     zeta_std: float
     workspace: float = Field(
-        default=0.0,
-        description="memory of a prefill besides the cache: tokens of KV cache per input token",
+        0.0, description="memory of a prefill besides the cache: tokens of KV cache per input token"
     )
-    rules: list[BatchRule] = Field(default=[], description="by length_above, descending")
+    rules: list[BatchRule] = Field([], description="by length_above, descending")
 
 
 class SwapFit(Strict):
@@ -104,12 +103,9 @@ class SwapFit(Strict):
     in_bytes_per_s: float
     host_bytes: int = Field(description="host memory for caches, per worker")
     overlaps: bool = Field(
-        default=True,
-        description="transfers run in parallel with compute; on a CPU the computing thread copies",
+        True, description="transfers run beside compute; on a CPU the thread copies"
     )
-    error: HeldOutError | None = Field(
-        default=None, description="none: the link was stated, not measured"
-    )
+    error: HeldOutError | None = optional("none: the link was stated, not measured")
 
 
 class PartFit(Strict):
@@ -157,7 +153,7 @@ class StepsFit(Strict):
     cached_s: float
     attended_s: float
     behind_s: float = Field(
-        default=0.0, description="per cached token before a chunk; 0 in fits of older profiles"
+        0.0, description="per cached token before a chunk; 0 in fits of older profiles"
     )
     token_s: list[float]
     knots: list[int]
@@ -189,12 +185,8 @@ class Fit(Envelope):
     decode: LatencyFit
     overhead: OverheadFit
     memory: MemoryFit
-    rounds: RoundsFit | None = Field(
-        default=None, description="none: no rounds were measured; the laws of batches hold for them"
+    rounds: RoundsFit | None = optional(
+        "none: no rounds were measured; the laws of batches hold for them"
     )
-    swap: SwapFit | None = Field(
-        default=None, description="none: caches cannot be swapped; evicted rows are recomputed"
-    )
-    steps: StepsFit | None = Field(
-        default=None, description="none: the engine's passes were not measured one by one"
-    )
+    swap: SwapFit | None = optional("none: caches cannot be swapped; evicted rows are recomputed")
+    steps: StepsFit | None = optional("none: the engine's passes were not measured one by one")

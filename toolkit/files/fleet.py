@@ -1,9 +1,9 @@
 """fleet.yaml: kinds of workers behind one scheduler, which serve one model on different hardware.
 
 A fleet names recipes, their fits, and the number of workers of each. The first recipe also sets
-what is served and how: name, targets, policy, tuning and server. All recipes have the same
-`model`; otherwise requests could not move between workers, and clients would get one model or
-another. This module reads the file, then merges and checks the loaded kinds.
+what is served and how: name, targets, policy, tuning and server. All recipes have the same `model`,
+so that requests can move between workers. This module reads the file, then merges and checks the
+loaded kinds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Recipe, Workers
 from toolkit.files.shipped import AnyPath, recipe_path
-from toolkit.files.strict import Strict, load_yaml, validate
+from toolkit.files.strict import Strict, load_yaml, optional, validate
 from toolkit.files.tuning import Tuning
 
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
@@ -35,26 +35,18 @@ class Member(Strict):
         description="a file, relative to this file's folder, or the name of a shipped recipe"
     )
     fit: str = Field(description="the fit of that recipe, given in the same way")
-    workers: Workers | None = Field(
-        default=None, description="of this kind; None: as many as the recipe says"
+    workers: Workers | None = optional("of this kind; None: as many as the recipe says")
+    min_workers: Annotated[int, Field(ge=0)] | None = optional(
+        "the fewest that `tune --workers auto` tries; None: 1 of the first kind, 0 of the others"
     )
-    min_workers: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="the fewest that `tune --workers auto` tries; None: 1 of the first kind, 0 of "
-        "the others",
-    )
-    max_workers: Workers | None = Field(
-        default=None, description="the most that it tries; None: 256, of all kinds together"
+    max_workers: Workers | None = optional(
+        "the most that it tries; None: 256, of all kinds together"
     )
     nodes: Labels = Field(
-        default={},
-        description="labels of the cluster machines it runs on; none: Ray's own, or the recipe's "
-        "name",
+        {}, description="its machines' labels; none: Ray's own, or the recipe's name"
     )
-    usd_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="price of one worker's devices for an hour; None: hardware.usd_per_hour of the "
-        "recipe",
+    usd_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = optional(
+        "price of one worker's devices for an hour; None: hardware.usd_per_hour of the recipe"
     )
 
     @model_validator(mode="after")
@@ -91,23 +83,18 @@ class CountRange:
 
 @dataclass(frozen=True, slots=True)
 class KindSource:
-    """One kind of a fleet file: the files of its recipe and fit, its workers and machines; where
-    the file gives them, the ends of the range of `tune --workers auto` and its price.
-    """
+    """One kind of a fleet file, and the files of its recipe and its fit."""
 
+    member: Member
     recipe: Path
     fit: Path
-    workers: int | None
-    nodes: Labels
-    min_workers: int | None = None
-    max_workers: int | None = None
-    usd_per_hour: float | None = None
 
     def priced(self, recipe: Recipe) -> Recipe:
         """The recipe with this kind's price, if it has one."""
-        if self.usd_per_hour is None:
+        price = self.member.usd_per_hour
+        if price is None:
             return recipe
-        hardware = recipe.hardware.model_copy(update={"usd_per_hour": self.usd_per_hour})
+        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
         return recipe.model_copy(update={"hardware": hardware})
 
 
@@ -140,15 +127,7 @@ def fleet_sources(path: AnyPath) -> list[KindSource]:
         return local if local.is_file() else name
 
     return [
-        KindSource(
-            recipe_path(resolved(member.recipe)),
-            fit_path(resolved(member.fit)),
-            member.workers,
-            member.nodes,
-            member.min_workers,
-            member.max_workers,
-            member.usd_per_hour,
-        )
+        KindSource(member, recipe_path(resolved(member.recipe)), fit_path(resolved(member.fit)))
         for member in content.fleet
     ]
 
@@ -158,11 +137,11 @@ def inputs_of(path: AnyPath, sources: Sequence[KindSource]) -> dict[str, Path]:
 
     The roles are `recipe` and `fit` for the first kind, then `recipe.2`, `fit.2`, ...
     """
-    found = {"fleet": Path(path)}
+    inputs = {"fleet": Path(path)}
     for number, source in enumerate(sources, start=1):
         suffix = f".{number}" if number > 1 else ""
-        found |= {f"recipe{suffix}": source.recipe, f"fit{suffix}": source.fit}
-    return found
+        inputs |= {f"recipe{suffix}": source.recipe, f"fit{suffix}": source.fit}
+    return inputs
 
 
 def ranges_of(kinds: Sequence[Kind], sources: Sequence[tuple[str, KindSource]]) -> list[CountRange]:
@@ -170,24 +149,24 @@ def ranges_of(kinds: Sequence[Kind], sources: Sequence[tuple[str, KindSource]]) 
 
     `sources` are the members, each with its recipe's name.
     """
-    found = []
+    ranges = []
     for number, kind in enumerate(kinds):
-        of_kind = [source for name, source in sources if name == kind.recipe.name]
-        least = sum(source.min_workers or 0 for source in of_kind)
-        tops = [source.max_workers for source in of_kind]
-        top = MAX_WORKERS if None in tops else sum(top or 0 for top in tops)
-        found.append(CountRange(max(least, int(number == 0)), top))
-    return found
+        members = [source.member for name, source in sources if name == kind.recipe.name]
+        least = sum(member.min_workers or 0 for member in members)
+        most = [member.max_workers for member in members]
+        limit = MAX_WORKERS if None in most else sum(count or 0 for count in most)
+        ranges.append(CountRange(max(least, int(number == 0)), limit))
+    return ranges
 
 
 def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
-    """The kinds with the counts that the tuning found, without those of which it needs none; as
-    they are where it looked for none. `InputError` for a tuning of other kinds.
+    """The kinds with the tuning's counts, without kinds that it leaves out; unchanged where the
+    tuning searched for no counts. `InputError` for a tuning of other kinds.
     """
-    found = tuning.sizing.kinds if tuning and tuning.sizing else []
-    if not found:
+    counts = tuning.sizing.kinds if tuning and tuning.sizing else []
+    if not counts:
         return list(kinds)
-    names, tuned = [kind.recipe.name for kind in kinds], [kind.recipe for kind in found]
+    names, tuned = [kind.recipe.name for kind in kinds], [count.recipe for count in counts]
     if names != tuned:
         raise InputError(
             f"the tuning is not of this fleet: it has {', '.join(tuned)}, the fleet has "
@@ -196,7 +175,7 @@ def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
         )
     return [
         kind.model_copy(update={"workers": count.workers})
-        for kind, count in zip(kinds, found, strict=True)
+        for kind, count in zip(kinds, counts, strict=True)
         if count.workers
     ]
 
@@ -209,30 +188,29 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
     workers = sum(kind.workers for kind in kinds)
     if workers > MAX_WORKERS:
         raise InputError(f"the fleet has {workers:,} workers; {WORKERS_LIMIT}", MORE_WORKERS)
-    found: list[Kind] = []
+    different: list[Kind] = []
     for kind in kinds:
-        key = (kind.recipe, kind.fit, kind.nodes)
-        for number, other in enumerate(found):
-            if key == (other.recipe, other.fit, other.nodes):
+        for number, other in enumerate(different):
+            if kind == other.model_copy(update={"workers": kind.workers}):
                 both = other.workers + kind.workers
-                found[number] = other.model_copy(update={"workers": both})
+                different[number] = other.model_copy(update={"workers": both})
                 break
         else:
-            found.append(kind)
-    for number, kind in enumerate(found):
-        if len(found) > 1:
-            _check_server(found[0], kind)
-        for other in found[:number]:
+            different.append(kind)
+    for number, kind in enumerate(different):
+        if len(different) > 1:
+            _check_server(different[0], kind)
+        for other in different[:number]:
             _check_pair(other, kind)
-    return found
+    return different
 
 
 def _check_server(first: Kind, kind: Kind) -> None:
     """Raise `InputError` for a kind that cannot be beside the first: all are workers of llmctl's
     scheduler, or all are servers with schedulers of their own and laws of their passes.
     """
-    names = [each.recipe.name for each in (first, kind)]
-    engines = [each.recipe.engine.name for each in (first, kind)]
+    names = [one.recipe.name for one in (first, kind)]
+    engines = [one.recipe.engine.name for one in (first, kind)]
     servers = [traits_of(engine).server for engine in engines]
     if servers[0] != servers[1]:
         server = servers.index(True)
@@ -257,21 +235,15 @@ def _check_pair(first: Kind, second: Kind) -> None:
         raise InputError(
             f"two kinds of workers are called '{names[0]}'", "give their recipes different names"
         )
-    specs = [
-        {f"model.{key}": value for key, value in kind.recipe.model.model_dump().items()}
-        for kind in (first, second)
-    ]
+    specs = [kind.recipe.model.model_dump() for kind in (first, second)]
     facts = [kind.fit.engine.model_dump() for kind in (first, second)]
-    different = [(key, specs) for key in specs[0] if specs[0][key] != specs[1][key]]
-    different += [
-        (key, facts)
-        for key in SAME_FACTS
-        if facts[0][key] and facts[1][key] and facts[0][key] != facts[1][key]
-    ]
-    if different:
-        key, values = different[0]
-        raise InputError(
-            f"a fleet serves one model: {key} is {values[0][key]!r} in '{names[0]}' and "
-            f"{values[1][key]!r} in '{names[1]}'",
-            "make the recipes' `model` sections equal; profile and fit what has changed",
-        )
+    pairs = [(f"model.{key}", specs[0][key], specs[1][key]) for key in specs[0]]
+    # A fact that an engine does not report is not compared.
+    pairs += [(key, facts[0][key], facts[1][key]) for key in SAME_FACTS if facts[0][key]]
+    for key, one, other in pairs:
+        if one != other and (other or key not in SAME_FACTS):
+            raise InputError(
+                f"a fleet serves one model: {key} is {one!r} in '{names[0]}' and "
+                f"{other!r} in '{names[1]}'",
+                "make the recipes' `model` sections equal; profile and fit what has changed",
+            )

@@ -1,13 +1,9 @@
 """Reading and writing workflow files: strictly, atomically, with digests of their inputs.
 
-Its parts:
-
-* inputs: what a file was made from is recorded when it is written and compared when it is read. A
-  recipe is recorded by the content of each section, so a new latency target makes a tuning stale
-  but not a profile, and a comment makes nothing stale;
-* reading, writing, and the head that all files share;
-* finding fits, also those that ship under the names of their recipes;
-* logs of whole lines.
+What a file was made from is recorded when it is written and compared when it is read. A recipe is
+recorded by the content of each section, so a new latency target makes a tuning stale but not a
+profile, and a comment makes nothing stale. After that come the head that all files share, finding
+fits, also those that ship under the names of their recipes, and logs of whole lines.
 """
 
 from __future__ import annotations
@@ -81,10 +77,8 @@ def record_inputs(inputs: Mapping[str, AnyPath]) -> dict[str, Input]:
     for role, path in inputs.items():
         if role in WORKFLOW_ROLES:
             inherited |= validate(_MadeFrom, read_bytes(Path(path)), Path(path), "").inputs
-        recorded[role] = digest(path)
-        if _is_recipe(role):
-            sections = {"sections": _section_digests(path)}
-            recorded[role] = recorded[role].model_copy(update=sections)
+        sections = _section_digests(path) if _is_recipe(role) else {}
+        recorded[role] = digest(path).model_copy(update={"sections": sections})
     return inherited | recorded
 
 
@@ -122,10 +116,9 @@ def check_input(content: Envelope, file: Path, role: str, source: Path) -> None:
         return
     now = digest(source)
     if now.sha256 != recorded.sha256:
-        same_name = now.name == recorded.name
-        changed = (
-            "has changed since" if same_name else f"is not {recorded.name}, which it was made from"
-        )
+        changed = "has changed since"
+        if now.name != recorded.name:
+            changed = f"is not {recorded.name}, which it was made from"
         digests = f"(sha256 {recorded.sha256[:12]}, now {now.sha256[:12]})"
         raise StaleError(
             f"{file.name} is stale: its {role} {now.name} {changed} {digests}",
@@ -142,8 +135,7 @@ def _check_sections(content: Envelope, file: Path, recorded: Input, source: Path
         return
     remake = content.remeasure or content.remake
     if now["name"] != recorded.sections.get("name"):
-        made_for = getattr(content, "recipe_name", recorded.name)
-        name = load_recipe(source).name
+        made_for, name = getattr(content, "recipe_name", recorded.name), load_recipe(source).name
         raise StaleError(
             f"{file.name} is of recipe '{made_for}', not '{name}'",
             f"make one of '{name}': {remake}",
@@ -260,19 +252,19 @@ def environment(device: str = "cpu", device_memory_bytes: int | None = None) -> 
         platform=platform.platform(),
         processor=processor(),
         cpu_count=os.cpu_count() or 1,
-        packages=dict(_deciding_packages()),
+        packages=_deciding_packages(),
         device=device,
         device_memory_bytes=device_memory_bytes,
     )
 
 
 @cache  # reading a version takes milliseconds
-def _deciding_packages() -> tuple[tuple[str, str], ...]:
-    found = []
+def _deciding_packages() -> dict[str, str]:
+    versions = {}
     for name in DECIDING_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append((name, metadata.version(name)))
-    return tuple(found)
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def usable_cpus() -> int:
@@ -312,13 +304,10 @@ def fit_path(fit: AnyPath) -> Path:
     path, text = Path(fit), os.fspath(fit)
     if path.exists() or path.suffix == ".json" or not re.fullmatch(NAME_PATTERN, text):
         return path
-    shipped = shipped_fit(text)
-    if shipped is None:
-        raise InputError(
-            f"{text}: no such file, and no shipped fit has that name",
-            nearest_shipped(text, shipped_fits()),
-        )
-    return shipped
+    if shipped := shipped_fit(text):
+        return shipped
+    hint = nearest_shipped(text, shipped_fits())
+    raise InputError(f"{text}: no such file, and no shipped fit has that name", hint)
 
 
 def shipped_fits() -> list[str]:
@@ -345,12 +334,10 @@ def find_recipe(fit: Fit, path: Path) -> Recipe | None:
     name = Path(made_from.name).name
     ships = path.resolve().is_relative_to(shipped_profiles().resolve())
     for candidate in [shipped] if ships else [path.parent / name, Path(name), shipped]:
-        if candidate.is_file():
-            try:
+        with contextlib.suppress(InputError):
+            if candidate.is_file():
                 check_input(fit, path, "recipe", candidate)
                 return load_recipe(candidate)
-            except InputError:
-                continue
     return None
 
 
@@ -358,8 +345,7 @@ def shipped_siblings(recipe: Recipe) -> list[Kind]:
     """The shipped recipes for `recipe`'s model and GPU with another engine, with shipped fits."""
     kinds = []
     for path in siblings(recipe):
-        fit = shipped_fit(path.stem)
-        if fit is not None:
+        if fit := shipped_fit(path.stem):
             sibling, laws = load_recipe(path), read_file(Fit, fit, {"recipe": path})
             kinds.append(Kind(recipe=sibling, fit=laws, workers=sibling.workers))
     return kinds

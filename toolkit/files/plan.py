@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from toolkit.engine_traits import traits_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Labels, Recipe, RouterSpec, Workers
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.files.tuning import Limit, ParameterValue
 
 PREDICTED = "predicted "  # how the keys of predicted metrics begin in a plan's explanation
@@ -34,8 +34,8 @@ class PlannedWorkload(Strict):
 
     trace: str = Field(description="file name of the trace; `inputs` has its sha256")
     request_rate_rps: float
-    workers_needed: int | None = Field(
-        default=None, description="the fewest, where the tuning searched for them; of all servers"
+    workers_needed: int | None = optional(
+        "the fewest, where the tuning searched for them; of all servers"
     )
 
 
@@ -46,7 +46,7 @@ class Kind(Strict):
     fit: Fit
     workers: Workers
     nodes: Labels = Field(
-        default={}, description="labels of the cluster machines it runs on; none: Ray's own"
+        {}, description="labels of the cluster machines it runs on; none: Ray's own"
     )
 
 
@@ -71,18 +71,13 @@ class Plan(Envelope):
         description="every limit of the recipe, each with the tuner's prediction"
     )
     explained: dict[str, Explanation]
-    workload: PlannedWorkload | None = Field(default=None, description="none: it was not tuned")
-    others: list[Kind] = Field(
-        default=[], description="of a fleet: the kinds of workers besides the first"
-    )
+    workload: PlannedWorkload | None = optional("none: it was not tuned")
+    others: list[Kind] = Field([], description="of a fleet: the kinds of workers besides the first")
     nodes: Labels = Field(
-        default={},
-        description="of a fleet: labels of the first kind's machines; omitted where empty",
+        {}, description="of a fleet: labels of the first kind's machines; omitted where empty"
     )
-    replica_router: RouterSpec | None = Field(
-        default=None,
-        description="of several replicas of a server: the router before them and all its "
-        "parameters; omitted elsewhere",
+    replica_router: RouterSpec | None = optional(
+        "before several replicas of a server, with all its parameters; else omitted"
     )
 
     @property
@@ -93,6 +88,11 @@ class Plan(Envelope):
             Kind(recipe=self.recipe, fit=self.fit, workers=first, nodes=self.nodes),
             *self.others,
         ]
+
+    @property
+    def workers_needed(self) -> int | None:
+        """The fewest workers that keep all limits, where the tuning searched for them."""
+        return self.workload.workers_needed if self.workload else None
 
     @property
     def kind_numbers(self) -> list[int]:

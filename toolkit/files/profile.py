@@ -15,7 +15,7 @@ from pydantic import Field
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 
 # the sections of a recipe that measurements depend on
 MEASURED_SECTIONS = ("model", "hardware", "engine", "workers", "profile")
@@ -116,7 +116,7 @@ class StepPoint(Strict):
     prefills: int
     prefill_tokens: int
     prefill_attended: float
-    prefill_cached: int = Field(default=0, description="0 in older profiles: not recorded")
+    prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one"
@@ -152,8 +152,7 @@ class HitPoint(Strict):
     new_s: list[float] = Field(description="of prompts that no cache holds, every repeat")
     again_s: list[float] = Field(description="of the same prompts directly afterwards")
     cached_tokens: int | None = Field(
-        description="of the repeated prompt from the cache, by the server's usage; none: it does "
-        "not say"
+        description="of the repeated prompt from the cache, by its usage; none: it does not say"
     )
 
 
@@ -180,9 +179,6 @@ class FailedPoint(Strict):
     reason: str
 
 
-SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
-
-
 class EngineFacts(Strict):
     """What the engine resolved when it loaded: the numbers that a simulation needs."""
 
@@ -201,28 +197,20 @@ class EngineFacts(Strict):
     prefill_emits_token: bool = Field(
         description="True: a slice of S tokens is a prefill and S - 1 decode iterations"
     )
-    max_rows: int | None = Field(
-        default=None, description="requests that run at once; None: memory alone limits"
-    )
-    torch: str = Field(default="", description="its version, where the engine uses it here")
-    processor: str = Field(default="", description="the CPU's name, where the engine runs on one")
-    config_sha256: str = Field(
-        default="", description="of the model's config, whichever version saved it"
-    )
+    max_rows: int | None = optional("requests that run at once; None: memory alone limits")
+    torch: str = Field("", description="its version, where the engine uses it here")
+    processor: str = Field("", description="the CPU's name, where the engine runs on one")
+    config_sha256: str = Field("", description="of the model's config, whichever version saved it")
     tensor_parallel_size: int = Field(
-        default=1, description="processes that share a worker's model; bytes are of each"
+        1, description="processes that share a worker's model; bytes are of each"
     )
-    analytic: str = Field(default="", description="the assumptions, where nothing was measured")
-    load_s: float | None = Field(
-        default=None, description="seconds until the engine was loaded; none: it was not measured"
+    analytic: str = Field("", description="the assumptions, where nothing was measured")
+    load_s: float | None = optional(
+        "seconds until the engine was loaded; none: it was not measured"
     )
-    lacks: list[str] = Field(
-        default=[], description="of a server: the parts of OpenAI's API that it lacks"
-    )
+    lacks: list[str] = Field([], description="of a server: the parts of OpenAI's API that it lacks")
     deepspeed: str = Field(
-        default="",
-        description="what init_inference did to the model: 'kernel injection' or 'pass-through', "
-        "and why",
+        "", description="init_inference: 'kernel injection' or 'pass-through', and why"
     )
     joining: Literal["embed", "shape"] | None = Field(
         default_factory=lambda facts: "embed" if facts["engine"] == "rebatch" else None,
@@ -232,9 +220,7 @@ class EngineFacts(Strict):
 
     @property
     def is_server(self) -> bool:
-        """Whether the engine is a server: it queues requests, batches freely, and has no memory
-        edge.
-        """
+        """Whether the engine queues requests, batches freely, and has no memory edge."""
         return traits_of(self.engine).server
 
 
@@ -253,14 +239,10 @@ class Profile(Envelope):
     slices: list[SlicePoint]
     memory: list[MemoryPoint]
     failed: list[FailedPoint] = Field(default_factory=list)
-    rounds: RoundsProfile | None = Field(
-        default=None, description="none: the engine does not keep rows between batches"
-    )
-    steps: StepsProfile | None = Field(
-        default=None, description="none: the engine's passes were not measured one by one"
-    )
+    rounds: RoundsProfile | None = optional("none: the engine does not keep rows between batches")
+    steps: StepsProfile | None = optional("none: the engine's passes were not measured one by one")
     hits: list[HitPoint] = Field(
-        default=[], description="of a server that is profiled from outside, by prompt length"
+        [], description="of a server that is profiled from outside, by prompt length"
     )
 
 
@@ -304,15 +286,12 @@ def refuse_foreign(
 
     Where `on_foreign` is given, it gets the message instead.
     """
-    for used in here:
-        found = differences(identity(made), used)
-        if not found:
-            continue
-        message = f"the fit was made with another {', another '.join(found)}"
+    foreign = next(filter(None, (differences(identity(made), used) for used in here)), None)
+    if foreign:
+        message = f"the fit was made with another {', another '.join(foreign)}"
         if on_foreign is None:
             raise ForeignError(message, REMEDY)
         on_foreign(message)
-        return
 
 
 def _same(first: str, second: str) -> bool:

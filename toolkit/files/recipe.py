@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
-from toolkit.files.strict import Strict
+from toolkit.files.strict import Strict, optional
 
 METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -82,6 +82,7 @@ def sla_problem(key: str, limit: float) -> str:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
 class VllmSpec(Strict):
@@ -89,24 +90,18 @@ class VllmSpec(Strict):
     decide the rows in a pass, belong to policy `vllm`.
     """
 
-    python: str | None = Field(
-        default=None,
-        description="the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else "
-        "llmctl's own",
+    python: str | None = optional(
+        "the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else llmctl's own"
     )
-    block_size: Positive | None = Field(
-        default=None, description="tokens of a KV block; None: vLLM's default"
-    )
-    num_gpu_blocks_override: Positive | None = Field(
-        default=None,
-        description="KV blocks; vLLM keeps one of them for itself; None: as many as the memory "
-        "holds",
+    block_size: Positive | None = optional("tokens of a KV block; None: vLLM's default")
+    num_gpu_blocks_override: Positive | None = optional(
+        "KV blocks; vLLM keeps one of them for itself; None: as many as the memory holds"
     )
     enforce_eager: bool = Field(
-        default=False, description="no compiled graphs: starts sooner, steps take longer"
+        False, description="no compiled graphs: starts sooner, steps take longer"
     )
     args: list[str] = Field(
-        default=[], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
+        [], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
     )
 
 
@@ -122,35 +117,39 @@ class ModelSpec(Strict):
         description="transformers config keys, `model_type` among them; needed where source is "
         "'random'",
     )
-    revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = Field(
-        default=None,
-        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may move",
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = optional(
+        "of a model on the hub: a commit of 40 hex digits; a branch or a tag may move"
     )
-    trust_remote_code: bool = Field(
-        default=False, description="run Python code that comes with the model"
-    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16", description="of weights and KV cache"
+        "bfloat16", description="of weights and KV cache"
     )
     tokenizer: Literal["model", "bytes"] = Field(
-        default="model",
-        description="'bytes' is the built-in byte-level tokenizer; it needs no download",
+        "model", description="'bytes' is the built-in byte-level tokenizer; it needs no download"
     )
     load_format: Literal["auto", "dummy"] = Field(
-        default="auto",
+        "auto",
         description="'dummy' gives a known model random weights: profiles as well as real ones",
     )
-    seed: Seed = Field(default=0, description="of random weights")
+    seed: Seed = Field(0, description="of random weights")
     max_model_len: Positive = Field(description="longest prompt + output, in tokens")
-    kv_bytes_per_token: Positive | None = Field(
-        default=None,
-        description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model",
+    kv_bytes_per_token: Positive | None = optional(
+        "2 * layers * kv_heads * head_dim * bytes; checked against the loaded model"
     )
-    weight_bytes: Positive | None = Field(
-        default=None,
-        description="parameters * bytes per value; lets `doctor` reckon the memory before "
-        "anything is loaded",
+    weight_bytes: Positive | None = optional(
+        "parameters * bytes per value; lets `doctor` reckon the memory before anything is loaded"
     )
+
+    def size(self, key: str, default: int | None = None) -> int | None:
+        """The integer `key` of the config; None where it is another value."""
+        value = self.config.get(key, default)
+        return value if isinstance(value, int) else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens from 0 to below this are in the vocabulary."""
+        size = self.size("vocab_size")
+        return SAFE_VOCABULARY if size is None else size
 
     @property
     def from_hub(self) -> bool:
@@ -176,18 +175,15 @@ class HardwareSpec(Strict):
 
     device: Literal["cpu", "cuda"] = Field(description="where workers run")
     name: str = Field(description="for readers and for doctor's check, like 'A100-80GB'")
-    memory_gib: PositiveFloat | None = Field(default=None, description="of one device")
-    peak_tflops: PositiveFloat | None = Field(
-        default=None,
-        description="dense, in model.dtype, from the data sheet; for analytic profiles",
+    memory_gib: PositiveFloat | None = optional("of one device")
+    peak_tflops: PositiveFloat | None = optional(
+        "dense, in model.dtype, from the data sheet; for analytic profiles"
     )
-    bandwidth_gb_s: PositiveFloat | None = Field(
-        default=None,
-        description="of the device's memory, from the data sheet; for analytic profiles",
+    bandwidth_gb_s: PositiveFloat | None = optional(
+        "of the device's memory, from the data sheet; for analytic profiles"
     )
-    usd_per_hour: PositiveFloat | None = Field(
-        default=None,
-        description="price of one worker's devices for an hour; for the cost of tokens",
+    usd_per_hour: PositiveFloat | None = optional(
+        "price of one worker's devices for an hour; for the cost of tokens"
     )
 
 
@@ -199,66 +195,56 @@ class EngineSpec(Strict):
     """What runs the model."""
 
     name: EngineName = Field(
-        default="transformers",
-        description="what runs the model; 'vllm' is vLLM's own server, 'openai' a server that runs "
-        "already, 'fake' has no model",
+        "transformers",
+        description="what runs the model; 'vllm' is vLLM's own server, 'openai' a server that "
+        "runs already, 'fake' has no model",
     )
-    url: str | None = Field(
-        default=None, description="openai: the server, like http://127.0.0.1:8000"
+    url: str | None = optional("openai: the server, like http://127.0.0.1:8000")
+    served_model: str | None = optional(
+        "openai: the model's name there; None: the server's first model"
     )
-    served_model: str | None = Field(
-        default=None, description="openai: the model's name there; None: the server's first model"
-    )
-    threads: Positive | None = Field(
-        default=None, description="CPU threads of one worker; None: all"
-    )
+    threads: Positive | None = optional("CPU threads of one worker; None: all")
     tensor_parallel_size: Positive = Field(
-        default=1,
+        1,
         description="processes that share each worker's model, one device each; must divide heads "
         "and KV heads",
     )
-    kv_cache_memory_mib: PositiveFloat | None = Field(
-        default=None,
-        description="KV cache of one worker's process; None on a GPU: from gpu_memory_utilization",
+    kv_cache_memory_mib: PositiveFloat | None = optional(
+        "KV cache of one worker's process; None on a GPU: from gpu_memory_utilization"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="share of a GPU's memory for weights and KV cache"
+        0.9, description="share of a GPU's memory for weights and KV cache"
     )
     share_gpus: bool = Field(
-        default=False,
+        False,
         description="workers may share GPUs where there are too few: each gets an equal part of "
         "gpu_memory_utilization; false: that is refused",
     )
     joining: Literal["embed", "shape"] = Field(
-        default="embed",
+        "embed",
         description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) "
         "within the running batch",
     )
     kv_layout: Literal["slab", "rows"] = Field(
-        default="slab",
+        "slab",
         description="rebatch: one padded slab for all rows, or a slab per row, which is faster on "
         "a CPU",
     )
-    cuda_graphs: bool | None = Field(
-        default=None,
-        description="rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU captured "
-        "as CUDA graphs; None: on a GPU, where they can be captured",
+    cuda_graphs: bool | None = optional(
+        "rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU captured as CUDA "
+        "graphs; None: on a GPU, where they can be captured"
     )
-    swap_memory_mib: PositiveFloat | None = Field(
-        default=None,
-        description="rebatch: host memory of one worker for swapped caches, pinned on a GPU; None: "
-        "no limit on a CPU, and 4096 on a GPU",
+    swap_memory_mib: PositiveFloat | None = optional(
+        "rebatch: host memory of one worker for swapped caches, pinned on a GPU; None: no limit on "
+        "a CPU, and 4096 on a GPU"
     )
-    kernel_injection: bool | None = Field(
-        default=None,
-        description="deepspeed: true: its own kernels, and an error where they do not work; false: "
-        "the model's; None: its own where they work",
+    kernel_injection: bool | None = optional(
+        "deepspeed: true: its own kernels, and an error where they do not work; false: the "
+        "model's; None: its own where they work"
     )
-    vllm: VllmSpec | None = Field(
-        default=None, description="vllm: how to start its server; None: vLLM's defaults"
-    )
+    vllm: VllmSpec | None = optional("vllm: how to start its server; None: vLLM's defaults")
     flush_s: Annotated[float, Field(ge=0)] = Field(
-        default=0.05,
+        0.05,
         description="a worker reports first tokens at once, others at this interval or, where "
         "cores are scarce, a longer one",
     )
@@ -293,7 +279,7 @@ class EngineSpec(Strict):
                 "give a key in LLMCTL_ENGINE_API_KEY"
             )
         if self.tensor_parallel_size > 1 and not traits.shares_model:
-            able = [f"'{each.name}'" for each in ENGINES.values() if each.shares_model]
+            able = [f"'{other.name}'" for other in ENGINES.values() if other.shares_model]
             raise ValueError(
                 f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of '{name}' "
                 f"is one process; {', '.join(able)} share models"
@@ -312,29 +298,26 @@ class ProfileSpec(Strict):
         description="tokens in the cache when one more is decoded, measured at each of "
         "batch_sizes x cached_lengths"
     )
-    slice_tokens: Grid = Field(
-        default=[16, 32], description="slice lengths of the end-to-end samples"
-    )
-    slices: Positive = Field(default=24, description="end-to-end slices, on all workers at once")
+    slice_tokens: Grid = Field([16, 32], description="slice lengths of the end-to-end samples")
+    slices: Positive = Field(24, description="end-to-end slices, on all workers at once")
     sequences: Positive = Field(
-        default=24, description="rebatch: end-to-end sequences of rounds, on all workers at once"
+        24, description="rebatch: end-to-end sequences of rounds, on all workers at once"
     )
-    repeats: Positive = Field(default=5, description="timings of each point; all are kept")
+    repeats: Positive = Field(5, description="timings of each point; all are kept")
     warmups: Annotated[int, Field(ge=0)] = Field(
-        default=1, description="runs before the first timing of a point, not counted"
+        1, description="runs before the first timing of a point, not counted"
     )
     memory_lengths: Grid = Field(description="input lengths at which the memory edge is probed")
     clock: Literal["cpu", "wall"] = Field(
-        default="wall",
-        description="'cpu' is process CPU time: steadier on shared cores with one thread",
+        "wall", description="'cpu' is process CPU time: steadier on shared cores with one thread"
     )
-    seed: Seed = Field(default=0, description="of the tokens and the order of the points")
+    seed: Seed = Field(0, description="of the tokens and the order of the points")
 
 
 class PolicySpec(Strict):
     """The policy that serves without a tuning. It is trial 0 of `llmctl tune`."""
 
-    name: str = Field(default="slice", description="a policy that the engine runs")
+    name: str = Field("slice", description="a policy that the engine runs")
     parameters: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
         description="values of the policy's parameters; the policy's defaults for the others",
@@ -344,7 +327,7 @@ class PolicySpec(Strict):
 class RouterSpec(Strict):
     """A router before replicas of a server, and its parameters."""
 
-    name: str = Field(default="round-robin", description="a router, such as 'by-law'")
+    name: str = Field("round-robin", description="a router, such as 'by-law'")
     parameters: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
         description="values of the router's parameters; the router's defaults for the others",
@@ -354,39 +337,33 @@ class RouterSpec(Strict):
 class TuneSpec(Strict):
     """How to search."""
 
-    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = Field(
-        default=60, description="settings to try"
+    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = Field(60, description="settings to try")
+    seed: Seed = Field(0, description="the same seed gives the same result")
+    windows: Positive = Field(4, description="trace windows used for the search")
+    held_out_windows: Positive = Field(4, description="other windows, used only for the verdict")
+    window_s: PositiveFloat | None = optional(
+        "length of a window in the scaled trace, where the trace allows it; None: as long as all "
+        "fit with gaps"
     )
-    seed: Seed = Field(default=0, description="the same seed gives the same result")
-    windows: Positive = Field(default=4, description="trace windows used for the search")
-    held_out_windows: Positive = Field(
-        default=4, description="other windows, used only for the verdict"
+    request_rate_rps: PositiveFloat | None = optional(
+        "scale arrivals to this mean rate; None: the trace's own"
     )
-    window_s: PositiveFloat | None = Field(
-        default=None,
-        description="length of a window in the scaled trace, where the trace allows it; None: as "
-        "long as all fit with gaps",
-    )
-    request_rate_rps: PositiveFloat | None = Field(
-        default=None, description="scale arrivals to this mean rate; None: the trace's own"
-    )
-    load: PositiveFloat | None = Field(
-        default=None,
-        description="instead of a rate: scale arrivals to this multiple of the greatest rate that "
-        "the untuned policy can serve",
+    load: PositiveFloat | None = optional(
+        "instead of a rate: scale arrivals to this multiple of the greatest rate that the untuned "
+        "policy can serve"
     )
     policies: list[str] = Field(
-        default=["all"],
+        ["all"],
         description="policies to search besides the recipe's own; 'all': every policy that knows "
         "no more than a server does; 'own': no other",
     )
     routers: list[str] = Field(
-        default=["all"],
+        ["all"],
         description="where several replicas of a server run: routers to search besides the "
         "recipe's own; 'all': every router; 'own': no other",
     )
     trace: str = Field(
-        default="chat-small",
+        "chat-small",
         description="the traffic to tune for: the file of a trace, or the name of a shipped trace",
     )
     space: dict[str, Annotated[list[bool | int | float | str], Field(min_length=1)]] = Field(
@@ -396,23 +373,20 @@ class TuneSpec(Strict):
         "parameter that is named here is searched",
     )
     max_oom_percent: Annotated[float, Field(ge=0, le=100)] = Field(
-        default=1.0, description="share of batches that may run out of memory"
+        1.0, description="share of batches that may run out of memory"
     )
-    max_evicted_percent: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="evictions per 100 requests that continuous policies may cause"
+    max_evicted_percent: Annotated[float, Field(ge=0)] | None = optional(
+        "evictions per 100 requests that continuous policies may cause"
     )
-    min_attainment_percent: Annotated[float, Field(ge=0, lt=100)] | None = Field(
-        default=None,
-        description="share of requests that must meet all targets, judged by its lower confidence "
-        "bound",
+    min_attainment_percent: Annotated[float, Field(ge=0, lt=100)] | None = optional(
+        "share of requests that must meet all targets, judged by its lower confidence bound"
     )
-    max_refused_percent: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        default=None,
-        description="share of requests that a front before replicas may refuse by its forecast; "
-        "None: simulated without refusals",
+    max_refused_percent: Annotated[float, Field(ge=0, le=100)] | None = optional(
+        "share of requests that a front before replicas may refuse by its forecast; None: "
+        "simulated without refusals"
     )
     draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
-        default=40,
+        40,
         description="the verdict is repeated with this many draws of the fitted laws; 0: none",
     )
 
@@ -420,34 +394,26 @@ class TuneSpec(Strict):
 class ServeSpec(Strict):
     """The server."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=8000, description="0 takes a free one"
-    )
-    served_model_name: str | None = Field(
-        default=None, description="what clients call the model; None: the recipe's name"
-    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="0 takes a free one")
+    served_model_name: str | None = optional("what clients call the model; None: the recipe's name")
     max_new_tokens: Positive = Field(
-        default=256, description="default of a request's limit, and its upper bound"
+        256, description="default of a request's limit, and its upper bound"
     )
-    max_waiting: Positive = Field(
-        default=4096, description="requests waiting before new ones get 503"
-    )
+    max_waiting: Positive = Field(4096, description="requests waiting before new ones get 503")
     hang_s: PositiveFloat = Field(
-        default=30.0,
+        30.0,
         description="a worker is killed that reports nothing for this long and 10 times its "
         "batch's estimate, or that loads or is idle without a sign of work for 4 times this long",
     )
-    request_timeout_s: PositiveFloat | None = Field(
-        default=None,
-        description="default of a request's deadline, and its upper bound; None: no deadline",
+    request_timeout_s: PositiveFloat | None = optional(
+        "default of a request's deadline, and its upper bound; None: no deadline"
     )
     load_timeout_s: PositiveFloat = Field(
-        default=3600.0,
-        description="the first load of a worker takes at most this long, downloads included",
+        3600.0, description="the first load of a worker takes at most this long, downloads included"
     )
     admission: Literal["targets", "queue"] = Field(
-        default="targets",
+        "targets",
         description="'queue': new requests get 503 at max_waiting; 'targets': also while they "
         "would miss the recipe's targets for TTFT or E2E",
     )
@@ -456,19 +422,19 @@ class ServeSpec(Strict):
 class Recipe(Strict):
     """recipe.yaml."""
 
-    schema_version: Literal[1] = Field(default=1, description="of this format")
+    schema_version: Literal[1] = Field(1, description="of this format")
     name: Name = Field(description="lower-case letters, digits, `.`, `_` and `-`; at most 64")
-    description: str = Field(default="", description="one line for readers")
+    description: str = Field("", description="one line for readers")
     model: ModelSpec
     hardware: HardwareSpec
     engine: EngineSpec = EngineSpec()
     workers: Workers = Field(
-        default=1,
+        1,
         description="engine instances, each a process with a model and a device of its own; of a "
         "server: its replicas, behind replica_router",
     )
     replica_router: RouterSpec = Field(
-        default=RouterSpec(), description="chooses the replica of a server for each request"
+        RouterSpec(), description="chooses the replica of a server for each request"
     )
     profile: ProfileSpec
     sla: dict[str, PositiveFloat] = Field(
@@ -492,8 +458,8 @@ class Recipe(Strict):
                 raise ValueError(f"profile.{key}: {longest} is too long; {limit}")
         size = self.engine.tensor_parallel_size
         for key in ("num_attention_heads", "num_key_value_heads"):
-            heads = self.model.config.get(key)
-            if isinstance(heads, int) and heads % size:
+            heads = self.model.size(key)
+            if heads is not None and heads % size:
                 raise ValueError(
                     f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
                     f"{heads}"

@@ -67,18 +67,14 @@ def recipe_path(recipe: AnyPath) -> Path:
         return path
     text = os.fspath(recipe)
     if text and path.exists():
-        raise InputError(
-            f"{text}: {'a folder' if path.is_dir() else 'a device or pipe'}, not a recipe"
-        )
+        kind = "a folder" if path.is_dir() else "a device or pipe"
+        raise InputError(f"{text}: {kind}, not a recipe")
     if os.sep in text or path.suffix in (".yaml", ".yml"):
-        raise InputError(
-            f"{text}: no such file",
-            f"shipped recipes have bare names; {nearest_shipped(path.stem, shipped_names())}",
-        )
+        hint = nearest_shipped(path.stem, shipped_names())
+        raise InputError(f"{text}: no such file", f"shipped recipes have bare names; {hint}")
     if not re.fullmatch(NAME_PATTERN, text):
-        raise InputError(
-            f"{text!r}: neither a file nor a recipe's name", f"names match {NAME_PATTERN}"
-        )
+        problem = f"{text!r}: neither a file nor a recipe's name"
+        raise InputError(problem, f"names match {NAME_PATTERN}")
     shipped = shipped_recipes() / f"{text}.yaml"
     if not shipped.is_file():
         raise InputError(f"{text}: no such recipe", nearest_shipped(text, shipped_names()))
@@ -91,9 +87,7 @@ def shipped_names() -> list[str]:
 
 
 def nearest_shipped(name: str, known: Collection[str]) -> str:
-    """A hint for a `name` that is not among `known`: its new name, the nearest known name, or where
-    all are listed.
-    """
+    """A hint for an unknown `name`: its new name, the nearest, or where all are listed."""
     bare = name.removesuffix(FORMER_SUFFIX)
     if bare != name and bare in known:
         return f"it is called '{bare}' now: bare names are the recipes for vLLM"
@@ -109,21 +103,17 @@ def siblings(recipe: Recipe) -> list[Path]:
     if recipe.hardware.device == "cpu":
         return []
 
-    def key(any_recipe: Recipe) -> tuple[str, str, str, str, int]:
-        model, hardware = any_recipe.model, any_recipe.hardware
-        parallel = any_recipe.engine.tensor_parallel_size
+    def key(one: Recipe) -> tuple[str, str, str, str, int]:
+        model, hardware = one.model, one.hardware
+        parallel = one.engine.tensor_parallel_size
         return model.source, model.dtype, hardware.device, hardware.name, parallel
 
-    found = []
-    for path in sorted(shipped_recipes().glob("*.yaml")):
-        shipped = load_recipe(path)
-        if (
-            shipped.engine.name != recipe.engine.name
-            and key(shipped) == key(recipe)
-            and shipped.model.max_model_len >= recipe.model.max_model_len
-        ):
-            found.append(path)
-    return found
+    def is_sibling(other: Recipe) -> bool:
+        longer = other.model.max_model_len >= recipe.model.max_model_len
+        return longer and other.engine.name != recipe.engine.name and key(other) == key(recipe)
+
+    paths = sorted(shipped_recipes().glob("*.yaml"))
+    return [path for path in paths if is_sibling(load_recipe(path))]
 
 
 def load_recipe(path: AnyPath) -> Recipe:
@@ -136,10 +126,8 @@ def load_recipe(path: AnyPath) -> Recipe:
     data = load_yaml(file)
     if not isinstance(data, dict):
         shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
-        raise InputError(
-            f"{file.name}: {shown}, not a mapping",
-            "a recipe starts with `name:`; see docs/reference/recipe.md",
-        )
+        hint = "a recipe starts with `name:`; see docs/reference/recipe.md"
+        raise InputError(f"{file.name}: {shown}, not a mapping", hint)
     if "fleet" in data:
         raise InputError(
             f"{file.name}: a fleet, not a recipe",

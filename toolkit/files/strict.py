@@ -1,18 +1,17 @@
 """What all files share: strict models, the common head, and reading and writing JSON and YAML.
 
-The parts, in order:
+The parts, in order: `Strict` and `Envelope`, the head of the workflow's JSON files; JSON, with
+errors that name key, value and remedy; YAML.
 
-* `Strict`, and `Envelope`, the head of the workflow's JSON files;
-* JSON: from text to a checked model, with errors that name key, value and remedy;
-* reading YAML: one document of plain data in YAML 1.2's core schema, with bounds. PyYAML's safe
-  loader accepts duplicate keys (the last wins), anchors and aliases (which can blow a small file
-  up to gigabytes), and YAML 1.1's surprises: `no` is false, `1e-3` a string, `1:30` ninety. Here
-  the first two and tags are errors with their line, and scalars are read as by editors and JSON
-  Schema;
-* writing YAML: block style, fixed order, text quoted unless plain. PyYAML writes `1e3`, `0o17` and
-  `1_000` unquoted, which YAML 1.2 readers such as Kubernetes and Compose take for numbers, and `y`
-  and `12:30`, which YAML 1.1 does not take for text. Here only unambiguous text goes unquoted, and
-  all that is not printable ASCII is escaped, so no value can become a key, a comment or a document.
+YAML is read as one document of plain data in YAML 1.2's core schema, with bounds. PyYAML's safe
+loader accepts duplicate keys (the last wins), anchors and aliases (which can blow a small file up
+to gigabytes), and YAML 1.1's surprises: `no` is false, `1e-3` a string, `1:30` ninety. Here the
+first two and tags are errors with their line, and scalars are read as by editors and JSON Schema.
+
+YAML is written in block style, with text quoted unless plain. PyYAML writes `1e3`, `0o17` and
+`1_000` unquoted, which YAML 1.2 readers such as Kubernetes and Compose take for numbers, and `y`
+and `12:30`, which YAML 1.1 does not take for text. Here all that is not printable ASCII is escaped,
+too, so no value can become a key, a comment or a document.
 """
 
 from __future__ import annotations
@@ -57,6 +56,11 @@ class Strict(BaseModel):
     )
 
 
+def optional(description: str) -> Any:
+    """A field that is None where it is not given."""
+    return Field(None, description=description)
+
+
 class Environment(Strict):
     """The machine and the versions that a file was made with, without host names and paths."""
 
@@ -94,16 +98,13 @@ class Envelope(Strict):
     )
 
 
-def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[str]:
-    """The first three problems, a line each with the key's path, and the number of the others.
-
-    `data` is the validated data.
-    """
-    found = error.errors(include_url=False)
+def _problems(error: ValidationError, model: type[BaseModel], data: object) -> list[str]:
+    """The first three problems of `data`, a line each with the key's path; how many others."""
+    errors = error.errors(include_url=False)
     # Unknown keys first: a misspelt key explains a missing one.
-    found.sort(key=lambda details: details["type"] != "extra_forbidden")
+    errors.sort(key=lambda details: details["type"] != "extra_forbidden")
     lines: dict[str, str] = {}
-    for details in found:
+    for details in errors:
         where = _real_location(details, data)
         if details["type"] == "missing" and any(
             f"did you mean '{where[-1]}'" in line for line in lines.values()
@@ -202,19 +203,17 @@ def validate(
 ) -> ModelT:
     """Parse and check `text` as a `model`.
 
-    `InputError` has a line for each of the first problems, with key, value and remedy. `kinds` are
-    other kinds of files; where `file` is one of them, the error names that kind.
+    `InputError` has a line for each of the first problems, with key, value and remedy. Where `file`
+    is of one of the other `kinds`, the error names that kind.
     """
     data = parse_json(text, file, hint)
     try:
         return model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        kind = _other_kind(model, data, kinds)
-        if kind:
-            raise InputError(
-                f"{file.name}: a {kind} file, not a {model.__name__.lower()} file", hint
-            ) from None
-        lines = [f"{file.name}: {line}" for line in problems(error, model, data)]
+        if kind := _other_kind(model, data, kinds):
+            problem = f"{file.name}: a {kind} file, not a {model.__name__.lower()} file"
+            raise InputError(problem, hint) from None
+        lines = [f"{file.name}: {line}" for line in _problems(error, model, data)]
         raise InputError("\n".join(lines), hint) from None
 
 
@@ -235,9 +234,8 @@ def parse_json(text: str | bytes, file: Path, hint: str = "") -> object:
             raise InputError(f"{file.name}: empty", hint)
         data: object = json.loads(decoded, object_pairs_hook=no_duplicates)
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file.name}: not text: byte {error.start + 1} is not UTF-8", hint
-        ) from None
+        problem = f"{file.name}: not text: byte {error.start + 1} is not UTF-8"
+        raise InputError(problem, hint) from None
     except ValueError as error:
         raise InputError(f"{file.name}: not JSON: {error}", hint) from None
     except RecursionError:
@@ -246,10 +244,7 @@ def parse_json(text: str | bytes, file: Path, hint: str = "") -> object:
 
 
 def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseModel]]) -> str:
-    """The kind of file that `data` is, such as 'fit', if it is not a `model`; '' otherwise.
-
-    A file of another version is still recognised.
-    """
+    """The kind of file, of any version, that `data` is, such as 'fit'; '' for a `model`."""
     if not isinstance(data, dict):
         return ""
 
@@ -263,10 +258,7 @@ def _other_kind(model: type[BaseModel], data: object, kinds: Sequence[type[BaseM
 
 
 def load_yaml(path: Path) -> object:
-    """The document in `path`, as dicts, lists and scalars.
-
-    `InputError` names the line and column of a problem.
-    """
+    """The document in `path`, as dicts, lists and scalars; `InputError` with line and column."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_YAML_BYTES + 1)
@@ -310,16 +302,15 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs lack it
+        mark = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise _RefusedError(f"alias *{event.anchor}: write the value out", event.start_mark)
+            raise _RefusedError(f"alias *{event.anchor}: write the value out", mark)
         if event.anchor is not None:
-            raise _RefusedError(
-                f"anchor &{event.anchor}: anchors are not allowed", event.start_mark
-            )
+            raise _RefusedError(f"anchor &{event.anchor}: anchors are not allowed", mark)
         if event.tag is not None:
-            raise _RefusedError(f"tag {event.tag}: tags are not allowed", event.start_mark)
+            raise _RefusedError(f"tag {event.tag}: tags are not allowed", mark)
         if self.depth >= MAX_YAML_DEPTH:
-            raise _RefusedError(f"nested more than {MAX_YAML_DEPTH} deep", event.start_mark)
+            raise _RefusedError(f"nested more than {MAX_YAML_DEPTH} deep", mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -378,11 +369,8 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def dump_yaml(document: Mapping[str, object], comment: str = "") -> str:
-    """The document as YAML text, after `comment` with a `#` before each of its lines.
-
-    The same document gives the same text.
-    """
+def dump_yaml(document: Mapping[str, object], comment: str) -> str:
+    """The document as YAML text, after `comment` with a `#` before each of its lines."""
     body = yaml.dump(
         document,
         Dumper=_Dumper,

@@ -13,7 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe, RouterSpec
-from toolkit.files.strict import Envelope, Strict
+from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.units import number
 
 OOM = "oom_percent"
@@ -35,10 +35,8 @@ class Limit(Strict):
     name: str = Field(description="the metric; the end of its name is the unit")
     bound: Literal["at most", "at least"]
     limit: float
-    predicted: float | None = Field(
-        default=None, description="held out; None: not predicted, or no request is served"
-    )
-    kept: bool | None = Field(default=None, description="None: not predicted")
+    predicted: float | None = optional("held out; None: not predicted, or no request is served")
+    kept: bool | None = optional("None: not predicted")
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Limit:
@@ -46,13 +44,9 @@ class Limit(Strict):
             raise ValueError(f"{self.name}: 'predicted' and 'kept' belong together")
         return self
 
-    def judged(self, predicted: float | None, *, kept: bool) -> Limit:
-        """The same limit with a prediction; None where no request is served, which breaks it."""
+    def judged(self, predicted: float | None, *, kept: bool | None) -> Limit:
+        """The same limit with a prediction, None if nothing is served; both None: without one."""
         return self.model_copy(update={"predicted": predicted, "kept": kept})
-
-    def unpredicted(self) -> Limit:
-        """The same limit without a prediction."""
-        return self.model_copy(update={"predicted": None, "kept": None})
 
     def allowed(self) -> str:
         """The limit in words: 'at most 1.5 s'."""
@@ -86,14 +80,14 @@ def recipe_limits(recipe: Recipe) -> list[Limit]:
         EVICTED: spec.max_evicted_percent,
         REFUSED: spec.max_refused_percent,
     }
-    found = [
+    limits = [
         Limit(name=key, bound="at most", limit=limit)
         for key, limit in most.items()
         if limit is not None
     ]
     if spec.min_attainment_percent is not None:
-        found.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
-    return found
+        limits.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
+    return limits
 
 
 def broken(limits: Sequence[Limit]) -> list[Limit]:
@@ -103,13 +97,9 @@ def broken(limits: Sequence[Limit]) -> list[Limit]:
 
 def breaks(limits: Sequence[Limit]) -> str:
     """The broken limits as the end of a sentence: 'break 1 of 3 limits: ...'; '' for none."""
-    found = broken(limits)
-    if not found:
-        return ""
-    values = ", ".join(
-        f"{limit.name} is {limit.prediction()} ({limit.allowed()})" for limit in found
-    )
-    return f"break {len(found)} of {len(limits)} limit{'s' * (len(limits) > 1)}: {values}"
+    values = [f"{one.name} is {one.prediction()} ({one.allowed()})" for one in broken(limits)]
+    count = f"{len(values)} of {len(limits)} limit{'s' * (len(limits) > 1)}"
+    return f"break {count}: {', '.join(values)}" if values else ""
 
 
 class ScaledLengths(Strict):
@@ -134,10 +124,7 @@ class Scaling(Strict):
     requests: int
     max_model_len: int
     max_new_tokens: int
-    model_context: int | None = Field(
-        default=None,
-        description="model.config.max_position_embeddings of the recipe; none: not known",
-    )
+    model_context: int | None = optional("the model's max_position_embeddings; none: not known")
     prompts: ScaledLengths
     outputs: ScaledLengths
 
@@ -215,11 +202,11 @@ class Outcome(Strict):
     policy: str
     parameters: dict[str, ParameterValue]
     metrics: dict[str, float]
-    replica_router: RouterSpec | None = Field(
-        default=None, description="before several replicas of a server; none elsewhere"
+    replica_router: RouterSpec | None = optional(
+        "before several replicas of a server; none elsewhere"
     )
     kind_parameters: dict[str, dict[str, ParameterValue]] = Field(
-        default={},
+        {},
         description="of a fleet of servers: those of each kind after the first, by its recipe's "
         "name; omitted elsewhere, and in older files, where they are the recipe's",
     )
@@ -240,10 +227,10 @@ class Outcome(Strict):
     @property
     def every_parameter(self) -> dict[str, ParameterValue]:
         """The parameters; those of a fleet's further kinds of servers as `kind.flag`."""
-        found = dict(self.parameters)
+        every = dict(self.parameters)
         for kind, flags in self.kind_parameters.items():
-            found |= {f"{kind}.{name}": value for name, value in flags.items()}
-        return found
+            every |= {f"{kind}.{name}": value for name, value in flags.items()}
+        return every
 
     def same_settings(self, other: Outcome) -> bool:
         """Whether both have the same settings."""
@@ -285,9 +272,7 @@ class Sensitivity(Strict):
 
 
 class PolicyResult(Strict):
-    """The best trial of one searched policy (behind one router), evaluated on the held-out
-    windows.
-    """
+    """The best trial of one policy (behind one router), evaluated on the held-out windows."""
 
     policy: str
     trials: int
@@ -295,14 +280,12 @@ class PolicyResult(Strict):
     held_out: Outcome
     feasible: bool = Field(description="whether it keeps every limit, held out")
     importance: dict[str, float] = Field(
-        description="parameter to its share of the difference between the best trials and the "
-        "others (PED-ANOVA); may be empty"
+        description="parameter to its share of the best trials' lead (PED-ANOVA); may be empty"
     )
     refusal: str | None = Field(
-        description="why the recipe's engine cannot serve it, so its figures are a guess by that "
-        "engine's laws; None where it can"
+        description="why the engine cannot serve it, so its figures are a guess; None: it can"
     )
-    engines: list[str] = Field(default=[], description="the engines that can serve it")
+    engines: list[str] = Field([], description="the engines that can serve it")
 
 
 class Interval(Strict):
@@ -325,19 +308,15 @@ class Uncertainty(Strict):
     gain_percent: Interval | None = Field(
         description="None where the defaults have no goodput in a draw"
     )
-    better_percent: float = Field(
-        description="share of the draws in which the best beats the defaults"
-    )
+    better_percent: float = Field(description="share of the draws in which the best wins")
 
 
 class SizingRow(Strict):
     """Settings with a number of workers on all windows, and the limit with the greatest ratio."""
 
-    settings: str = Field(
-        description="'recipe', or 'tuned for N' by a search with N workers, and the router"
-    )
+    settings: str = Field(description="'recipe', or 'tuned for N' workers, and the router")
     workers: int
-    counts: list[int] = Field(default=[], description="of a fleet: how many of each kind")
+    counts: list[int] = Field([], description="of a fleet: how many of each kind")
     feasible: bool
     goodput_rps: float
     attainment_percent: float
@@ -363,9 +342,9 @@ class Sizing(Strict):
     """
 
     workers: int
-    kinds: list[SizedKind] = Field(default=[], description="of a fleet of servers")
+    kinds: list[SizedKind] = Field([], description="of a fleet of servers")
     excluded: int = Field(
-        default=0, description="of a fleet: cheaper counts that cannot do the work, by the laws"
+        0, description="of a fleet: cheaper counts that cannot do the work, by the laws"
     )
     settings: str
     one_more_keeps: bool | None = Field(
@@ -388,9 +367,7 @@ class Sibling(Strict):
 
     recipe: str
     engine: str
-    analytic: bool = Field(
-        description="whether its fit was calculated from data sheets, not measured"
-    )
+    analytic: bool = Field(description="its fit comes from data sheets, not measurements")
     workers: int = Field(description="as many as the tuned recipe has; 1 for a server")
     held_out: Outcome
     usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
@@ -398,8 +375,8 @@ class Sibling(Strict):
     up_to_rps: float | None = Field(
         description="highest rate found at which it keeps all limits; None: no such rate"
     )
-    usd_per_hour: float | None = Field(
-        default=None, description="of all its workers, at its recipe's price or the tuned one's"
+    usd_per_hour: float | None = optional(
+        "of all its workers, at its recipe's price or the tuned one's"
     )
 
 
@@ -408,21 +385,17 @@ class Alternatives(Strict):
 
     feasible: bool = Field(description="whether the recommended settings keep all limits, held out")
     up_to_rps: float | None = Field(
-        description="highest rate found at which they keep all limits, at most their rate on a "
-        "backlog; None: no such rate"
+        description="highest rate found that keeps all limits, at most a backlog's; None: none"
     )
     best_of_all: str | None = Field(
-        description="the best searched policy, where the recipe's engine cannot run it; None: "
-        "nothing is better"
+        description="the best searched policy, if the engine cannot run it; None: nothing is better"
     )
     policies: list[Outcome] = Field(
-        description="where limits are broken: policies of this engine that were not searched and "
-        "keep them"
+        description="where limits are broken: policies of this engine, not searched, that keep them"
     )
     siblings: list[Sibling]
     workers: int | None = Field(
-        description="where limits are broken and no sibling keeps them: the number of workers that "
-        "does, with the best settings"
+        description="where limits are broken, also by siblings: how many workers keep them"
     )
 
 
@@ -441,9 +414,7 @@ class Cost(Strict):
     usd_per_million_cached: float | None = Field(
         description="prompt tokens found in the cache; None: none are, or no law of passes"
     )
-    usd_per_million_out: float | None = Field(
-        description="output tokens; None: the fit has no law of passes"
-    )
+    usd_per_million_out: float | None = Field(description="output tokens; None: no law of passes")
 
 
 class TuningWindow(Strict):
@@ -482,7 +453,7 @@ class Tuning(Envelope):
         description="mean rate that the trace was scaled to, or its own"
     )
     trace_notes: list[str] = Field(description="changes to the trace")
-    scaling: Scaling | None = Field(default=None, description="how its lengths were scaled")
+    scaling: Scaling | None = optional("how its lengths were scaled")
     window_length: WindowLength | None = None
     search_windows: list[TuningWindow]
     held_out_windows: list[TuningWindow]
@@ -503,36 +474,26 @@ class Tuning(Envelope):
     keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     sensitivity: list[Sensitivity]
     usage: dict[str, float] = Field(
-        default={},
-        description="of the recommended settings, held out: the used share of each limit; above 1 "
-        "it is broken",
+        {}, description="of the recommended: used share of each limit; above 1 it is broken"
     )
     policies: list[PolicyResult] = Field(
-        default=[], description="the recipe's own first; of replicas, one for each router"
+        [], description="the recipe's own first; of replicas, one for each router"
     )
-    in_turn: Outcome | None = Field(
-        default=None,
-        description="of replicas: the best settings with requests to each replica in turn, held "
-        "out; the best ones are these where a router gains nothing",
+    in_turn: Outcome | None = optional(
+        "of replicas: the best settings with requests to each replica in turn, held out; the best "
+        "ones are these where a router gains nothing"
     )
-    latency_metric: str = Field(default="e2e_p95_s", description="the second axis of `front`")
+    latency_metric: str = Field("e2e_p95_s", description="the second axis of `front`")
     front: list[int] = Field(
-        default=[],
-        description="trials that no other beats in both goodput and latency, by rising latency",
+        [], description="trials that no other beats in both goodput and latency, by rising latency"
     )
     uncertainty: Uncertainty | None = None
-    sizing: Sizing | None = Field(
-        default=None, description="where the number of workers was requested"
-    )
+    sizing: Sizing | None = optional("where the number of workers was requested")
     engines: list[str] = Field(
-        default=[],
-        description="the recipe's and, in a fleet, the others'; the recommendation is the best "
-        "policy that they run",
+        [], description="of all kinds; the recommendation is the best policy that they run"
     )
-    alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
-    cost: Cost | None = Field(
-        default=None, description="where the recipe has a price, and requests are served"
-    )
+    alternatives: Alternatives | None = optional("none for a fleet")
+    cost: Cost | None = optional("where the recipe has a price, and requests are served")
 
     @property
     def recommended(self) -> Outcome:

@@ -16,7 +16,6 @@ from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline,
 from toolkit.estimators.steps import chunk_attended
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import (
-    SAFE_VOCABULARY,
     DecodePoint,
     EngineFacts,
     MemoryPoint,
@@ -157,7 +156,6 @@ def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
             share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
             weights = f"the weights, {sizes.weight_bytes / GIB:.1f} GiB"
             raise InputError(f"{weights}, leave no KV cache in {share}")
-    vocabulary = recipe.model.config.get("vocab_size")
     return EngineFacts(
         engine=engine.name,
         engine_version="",
@@ -170,7 +168,7 @@ def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
         kv_budget_bytes=budget,
         capacity_tokens=budget // sizes.kv_bytes_per_token,
         max_model_len=recipe.model.max_model_len,
-        vocab_size=vocabulary if isinstance(vocabulary, int) else SAFE_VOCABULARY,
+        vocab_size=recipe.model.vocab_size,
         prefill_emits_token=True,
         analytic=analytic,
     )

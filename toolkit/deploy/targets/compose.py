@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.deploy.order import (
     KEY_FOLDER,
+    SECONDS,
     USER_ID,
     ExplainedValue,
     Order,
@@ -21,7 +22,7 @@ from toolkit.deploy.order import (
     explain_value,
     llmctl_image,
 )
-from toolkit.deploy.reckon import SHARED_GIB, drain_s, from_hub, gpus, grace_s, startup_s
+from toolkit.deploy.reckon import SHARED_GIB, drain_s, gpus, grace_s, startup_s
 from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, at
 from toolkit.files.strict import dump_yaml
 
@@ -47,18 +48,15 @@ def render(order: Order) -> Rendered:
     command += ["--shutdown-timeout", str(drain.value), *order.allowances]
     reserved = _reserved({"count": devices.value}) if devices.value else {}
     services = {"llmctl": _ours(order, command, image.value, drain, reserved)}
+    waits = "--wait waits for it; Docker restarts nothing when it fails"
     lines = [
         explain_value("image", image),
-        explain_value("command --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("stop_grace_period", grace, f"{grace.value} s"),
-        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        explain_value("command --shutdown-timeout", drain, SECONDS),
+        explain_value("stop_grace_period", grace, SECONDS),
+        explain_value("healthcheck.start_period", startup, SECONDS),
         explain_value("deploy.resources.reservations.devices.count", devices),
         *_explained(order),
-        ExplainedValue(
-            "healthcheck on /ready",
-            "3 x 10 s",
-            "--wait waits for it; Docker restarts nothing when it fails",
-        ),
+        ExplainedValue("healthcheck on /ready", "3 x 10 s", waits),
         *_explained_token(order),
     ]
     return Rendered({"compose.yaml": _file(order, services)}, lines, _start(order))
@@ -94,18 +92,17 @@ def render_replicas(order: Order) -> Rendered:
         *replicas.explained(),
         explain_value("front: image", image),
         *replicas.explained_flags(),
-        explain_value("stop_grace_period", grace, f"{grace.value} s"),
-        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        explain_value("stop_grace_period", grace, SECONDS),
+        explain_value("healthcheck.start_period", startup, SECONDS),
         ExplainedValue("healthcheck", f"/ready of the front, {ALIVE} in a replica", checked),
         ExplainedValue("depends_on", "service_started", first),
         ExplainedValue(f"service {PREPARES}", "true", made),
         *_explained(order),
     ]
     for kind in replicas.kinds:
-        numbers = range(kind.count.value if kind.gpus.value else 0)
-        if shares := "; ".join(",".join(map(str, kind.devices(number))) for number in numbers):
-            line = explain_value("device_ids of the replicas", kind.gpus, shares)
-            lines += kind.about([line])
+        if kind.gpus.value:
+            shares, source = "; ".join(kind.devices), kind.gpus.source
+            lines += kind.about([ExplainedValue("device_ids of the replicas", shares, source)])
     lines += _explained_token(order)
     return Rendered({"compose.yaml": text, ALIVE: replicas.alive}, lines, _start(order))
 
@@ -128,9 +125,7 @@ def _ours(
     devices: Service | None = None,
     replicas: Sequence[str] = (),
 ) -> Service:
-    """The service of llmctl: a server with its workers, or the front before these services, which
-    loads no model.
-    """
+    """The service of a server with its workers, or of the front, which loads no model."""
     environment = {"HOME": "/tmp"} if replicas else _environment(order)
     asks = ASKS.format(port=PORT, path="/ready")
     # It starts after the replicas, and stops before them.
@@ -165,7 +160,8 @@ def _replica(replicas: KindReplicas, number: int) -> Service:
     Docker restarts what has ended, not what is unhealthy: where the replica hangs, the check ends
     its processes.
     """
-    order, server, group = replicas.order, replicas.server, replicas.devices(number)
+    order, server = replicas.order, replicas.server
+    devices = replicas.devices[number].split(",") if replicas.gpus.value else []
     variables, mounts = _environment(order) | replicas.environment, _models(order)
     if server.plan_variable:
         variables[server.plan_variable] = PLAN
@@ -173,7 +169,7 @@ def _replica(replicas: KindReplicas, number: int) -> Service:
     mounts.append(_mount(f"./{ALIVE}", f"{FOLDER}/{ALIVE}"))
     words = [*server.command, *replicas.arguments(ANY, PORT)]
     asks = replicas.asking(FOLDER, PORT, "end")
-    shared = {"shm_size": f"{SHARED_GIB}gb"} if len(group) > 1 else {}
+    shared = {"shm_size": f"{SHARED_GIB}gb"} if len(devices) > 1 else {}
     return {
         "image": replicas.image.value,
         "entrypoint": [],
@@ -191,7 +187,7 @@ def _replica(replicas: KindReplicas, number: int) -> Service:
             "start_period": f"{replicas.startup.value}s",
             "start_interval": "5s",
         },
-        **(_reserved({"device_ids": [str(one) for one in group]}) if group else {}),
+        **(_reserved({"device_ids": devices}) if devices else {}),
         "depends_on": {PREPARES: {"condition": "service_completed_successfully"}},
         "labels": {"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
     }
@@ -218,7 +214,7 @@ def _reserved(which: Service) -> Service:
 
 def _environment(order: Order) -> dict[str, str]:
     """Writable folders, and the hub's token, which Compose takes from its own environment."""
-    token = {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}
+    token = {"HF_TOKEN": "${HF_TOKEN-}"} if order.plan.recipe.model.from_hub else {}
     return token | {"HOME": "/tmp", "HF_HOME": "/models"}
 
 
@@ -258,7 +254,7 @@ def _explained(order: Order) -> list[ExplainedValue]:
 def _explained_token(order: Order) -> list[ExplainedValue]:
     why = "optional, from the shell that runs docker compose: gated models of the hub need it"
     given = [ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", why)]
-    return given if from_hub(order.plan.recipe) else []
+    return given if order.plan.recipe.model.from_hub else []
 
 
 def _start(order: Order) -> str:

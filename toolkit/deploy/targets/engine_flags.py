@@ -16,11 +16,10 @@ from collections.abc import Sequence
 
 from toolkit.backends.vllm.command import TRIED, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
-from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
 from toolkit.routing.routers import VllmRouter
@@ -30,7 +29,9 @@ from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
 UTILIZATION = "recipe: engine.gpu_memory_utilization"
+TENSOR_PARALLEL = "recipe: engine.tensor_parallel_size"
 UNBOUNDED = "no target on the time between tokens bounds a pass"
+NO_TARGET = "the recipe has no TTFT target"
 MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 # SGLang's tuning guide advises this conservativeness where requests are often evicted.
@@ -109,39 +110,30 @@ def chunk(order: Order, running: int) -> Sourced[int] | None:
 
 
 def queued_tokens(order: Order) -> Sourced[int] | None:
-    """Prompt tokens that may wait for their first token: target TTFT x prefill rate, as vLLM
-    documents it. None without such a target.
-    """
+    """Prompt tokens that may wait: target TTFT x prefill rate, as in vLLM; None without one."""
     targets = ttft_targets(order.plan.recipe)
     if not targets:
         return None
     key, limit = min(targets.items(), key=lambda target: target[1])
-    rate = prefill_rate(order.plan.fit)
-    return Sourced(
-        max(int(limit * rate.value), 1),
-        f"{key} {limit:g} s x {rate.value:,.0f} tokens/s: {rate.source}",
-    )
-
-
-def prefill_rate(fit: Fit) -> Sourced[float]:
-    """Prompt tokens per second of a prefill of the greatest measured length."""
-    length = fit.prefill.valid.length_max
+    fit = order.plan.fit
+    length, error = fit.prefill.valid.length_max, fit.prefill.error.median_percent
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
-    error = fit.prefill.error.median_percent
-    return Sourced(rate, f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %")
+    measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
+    source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
+    return Sourced(max(int(limit * rate), 1), source)
 
 
 def static_share(order: Order) -> Sourced[float]:
     """The share of a device's memory that weights and KV cache take."""
-    plan = order.plan
-    memory, weights = plan.recipe.hardware.memory_gib, plan.recipe.model.weight_bytes
-    if memory and weights and plan.fit.engine.engine not in SERVERS:
-        share = (weights + plan.fit.engine.kv_budget_bytes) / (memory * GIB)
+    recipe, facts = order.plan.recipe, order.plan.fit.engine
+    memory, weights = recipe.hardware.memory_gib, recipe.model.weight_bytes
+    cache = facts.kv_budget_bytes
+    if memory and weights and facts.engine not in SERVERS:
+        share = (weights + cache) / (memory * GIB)
         if 0 < share < 1:
-            cache = plan.fit.engine.kv_budget_bytes
             sizes = f"({weights / GIB:.1f} + {cache / GIB:.1f}) of {memory:g} GiB"
             return Sourced(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
-    return Sourced(plan.recipe.engine.gpu_memory_utilization, UTILIZATION)
+    return Sourced(recipe.engine.gpu_memory_utilization, UTILIZATION)
 
 
 def render_vllm(order: Order) -> Rendered:
@@ -152,9 +144,8 @@ def render_vllm(order: Order) -> Rendered:
     if ours:
         install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
         install += "docs/how-to/vllm.md."
-    script = fill(
+    script = order.fill(
         "engine.sh",
-        comment=order.comment(),
         engine="vLLM",
         key="Set VLLM_API_KEY for a server with a key.",
         key_flag="",
@@ -171,9 +162,8 @@ def render_sglang(order: Order) -> Rendered:
     """Render serve.sh, which starts SGLang. `InputError` where SGLang cannot load the model."""
     lines = [*_model_lines(order, "SGLang"), *_sglang_lines(order)]
     model = order.plan.recipe.model.source
-    script = fill(
+    script = order.fill(
         "engine.sh",
-        comment=order.comment(),
         engine="SGLang",
         key=SGLANG_KEY,
         key_flag='${SGLANG_API_KEY:+--api-key "$SGLANG_API_KEY"}',
@@ -215,29 +205,34 @@ def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
 
 
 def _vllm_lines(order: Order) -> list[ExplainedValue]:
-    plan = order.plan
-    running, drain, queued = rows(order), drain_s(order), queued_tokens(order)
-    prompt = chunk(order, running.value)
-    longest = str(plan.fit.engine.max_model_len)
+    plan, running = order.plan, rows(order)
     lines = [
-        ExplainedValue("--max-model-len", longest, "fit: engine.max_model_len"),
+        explain_value("--max-model-len", _longest(order)),
         explain_value("--max-num-seqs", running),
     ]
     if plan.recipe.hardware.device == "cuda":
         share = f"{plan.recipe.engine.gpu_memory_utilization:g}"
         lines.append(ExplainedValue("--gpu-memory-utilization", share, UTILIZATION))
-    if prompt is not None:
-        tokens = str(prompt.value + running.value)
-        source = f"{prompt.source}; and a token for each of {running.value} rows"
-        lines.append(ExplainedValue("--max-num-batched-tokens", tokens, source))
-    else:
-        lines.append(ExplainedValue("max-num-batched-tokens", "vLLM's own", UNBOUNDED))
-    if queued is not None:
-        lines.append(explain_value("--max-num-queued-tokens", queued))
-    else:
-        why = "the recipe has no TTFT target"
-        lines.append(ExplainedValue("max-num-queued-tokens", "no limit", why))
-    return [*lines, *_parallel(plan), explain_value("--shutdown-timeout", drain)]
+    tokens = chunk(order, running.value)
+    if tokens is not None:
+        source = f"{tokens.source}; and a token for each of {running.value} rows"
+        tokens = Sourced(tokens.value + running.value, source)
+    return [
+        *lines,
+        _flag("--max-num-batched-tokens", tokens, "vLLM's own", UNBOUNDED),
+        _flag("--max-num-queued-tokens", queued_tokens(order), "no limit", NO_TARGET),
+        *_parallel(plan),
+        explain_value("--shutdown-timeout", drain_s(order)),
+    ]
+
+
+def _longest(order: Order) -> Sourced[int]:
+    return Sourced(order.plan.fit.engine.max_model_len, "fit: engine.max_model_len")
+
+
+def _flag(flag: str, value: Sourced[int] | None, own: str, why: str) -> ExplainedValue:
+    """A flag with its value, or what the engine does without the flag, and why it has none."""
+    return explain_value(flag, value) if value else ExplainedValue(flag.lstrip("-"), own, why)
 
 
 def _parallel(plan: Plan) -> list[ExplainedValue]:
@@ -247,8 +242,8 @@ def _parallel(plan: Plan) -> list[ExplainedValue]:
     engine, count, router = plan.recipe.engine, plan.recipe.workers, plan.replica_router
     lines = []
     if engine.tensor_parallel_size > 1:
-        size, source = str(engine.tensor_parallel_size), "recipe: engine.tensor_parallel_size"
-        lines.append(ExplainedValue("--tensor-parallel-size", size, source))
+        size = str(engine.tensor_parallel_size)
+        lines.append(ExplainedValue("--tensor-parallel-size", size, TENSOR_PARALLEL))
     if count == 1:
         return lines
     if router is None or router.name == VllmRouter.name:
@@ -290,26 +285,22 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
 
 def _sglang_lines(order: Order) -> list[ExplainedValue]:
     plan, running = order.plan, rows(order)
-    prompt, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
-    longest = str(plan.fit.engine.max_model_len)
+    tokens, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
+    most = None if waiting.value is None else Sourced(waiting.value, waiting.source)
     lines = [
-        ExplainedValue("--context-length", longest, "fit: engine.max_model_len"),
+        explain_value("--context-length", _longest(order)),
         explain_value("--max-running-requests", running),
     ]
     if plan.recipe.hardware.device == "cuda":
         lines.append(explain_value("--mem-fraction-static", static_share(order)))
-    if prompt is not None:
-        lines.append(explain_value("--chunked-prefill-size", prompt))
-    else:
-        lines.append(ExplainedValue("chunked-prefill-size", "SGLang's own", UNBOUNDED))
-    if waiting.value is None:
-        lines.append(explain_value("max-queued-requests", waiting, "SGLang's own: no limit"))
-    else:
-        lines.append(explain_value("--max-queued-requests", waiting))
-    lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
+    lines += [
+        _flag("--chunked-prefill-size", tokens, "SGLang's own", UNBOUNDED),
+        _flag("--max-queued-requests", most, "SGLang's own: no limit", waiting.source),
+        explain_value("--schedule-conservativeness", conservativeness(order)),
+    ]
     if plan.recipe.engine.tensor_parallel_size > 1:
         size = str(plan.recipe.engine.tensor_parallel_size)
-        lines.append(ExplainedValue("--tp-size", size, "recipe: engine.tensor_parallel_size"))
+        lines.append(ExplainedValue("--tp-size", size, TENSOR_PARALLEL))
     if plan.recipe.workers > 1:
         lines.append(ExplainedValue("--dp-size", str(plan.recipe.workers), "recipe: workers"))
     return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]
@@ -320,7 +311,7 @@ def conservativeness(order: Order) -> Sourced[float]:
     evicted = order.plan.predicted.get("evicted_percent")
     if evicted is None:
         return Sourced(1.0, "SGLang's default: the plan predicts no evictions, or is not tuned")
+    predicted = f"{evicted:.2g} evictions predicted per 100 requests"
     if evicted > OFTEN_EVICTED_PERCENT:
-        often = f"plan: {evicted:.2g} evictions predicted per 100 requests"
-        return Sourced(CONSERVATIVE, f"{often}; SGLang advises 1.3 then")
-    return Sourced(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")
+        return Sourced(CONSERVATIVE, f"plan: {predicted}; SGLang advises 1.3 then")
+    return Sourced(1.0, f"SGLang's default: {predicted}")

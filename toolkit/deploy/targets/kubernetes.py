@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from toolkit.deploy import reckon
 from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (
+    MEBIBYTES,
+    SECONDS,
     ExplainedValue,
     Order,
     Rendered,
@@ -36,6 +38,7 @@ TO_DNS: Object = {
     "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
 }
 API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
+MONITORING = "monitoring.coreos.com/v1"  # of Prometheus' operator
 CLIENT = {"llmctl.io/client": "true"}
 START = """\
 ```bash
@@ -44,9 +47,7 @@ kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000
 kubectl delete -k .         # drains
-```
-
-{callers}"""
+```"""
 
 
 def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Object:
@@ -56,18 +57,14 @@ def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Ob
     """
     ways_in, ways_out = [{"from": _callers(order), "ports": WEB}], _egress(order)
     if members:
-        ours = [{"podSelector": {"matchLabels": dict(members)}}]
-        ways_in.append({"from": ours})
-        ways_out.append({"to": ours})
+        ways_in.append({"from": [_pods(members)]})
+        ways_out.append({"to": [_pods(members)]})
     return _policy(order, order.name, common.selector(order), ways_in, ways_out)
 
 
 def cluster_policy(order: Order, cluster: Mapping[str, str], members: Mapping[str, str]) -> Object:
-    """For the pods of a Ray cluster: only the deployment's `members` may connect, since every
-    connection to Ray can run code.
-    """
-    ours = [{"podSelector": {"matchLabels": dict(members)}}]
-    ways_out = [*_egress(order), {"to": ours}]
+    """Only the deployment's `members` may connect to Ray's pods: a connection can run code."""
+    ours, ways_out = [_pods(members)], [*_egress(order), {"to": [_pods(members)]}]
     pods = {"matchLabels": dict(cluster)}
     return _policy(order, f"{order.name}-ray", pods, [{"from": ours}], ways_out)
 
@@ -80,35 +77,35 @@ def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Obj
     ask for no key.
     """
     front, *behind = (
-        {"podSelector": {"matchLabels": common.labels(order, name)}}
-        for name in (order.name, *replicas.values())
+        _pods(common.labels(order, name)) for name in (order.name, *replicas.values())
     )
     to_servers = {"ports": [{"protocol": "TCP", "port": port} for port in API_SERVER_PORTS]}
     ways_out = [TO_DNS, to_servers, {"to": behind, "ports": WEB}]
     ways_in = [{"from": _callers(order), "ports": WEB}]
-    found = {
+    policies = {
         "networkpolicy.yaml": _policy(order, order.name, common.selector(order), ways_in, ways_out)
     }
+    ways_in = [{"from": [front, *_prometheus(order)], "ports": WEB}]
     for file, name in replicas.items():
-        ours = [{"from": [front, *_prometheus(order)], "ports": WEB}]
-        found[file] = _policy(order, name, common.selector(order, name), ours, _egress(order))
-    return found
+        policies[file] = _policy(order, name, common.selector(order, name), ways_in, _egress(order))
+    return policies
 
 
 def _policy(
     order: Order, name: str, pods: Object, ways_in: Sequence[Object], ways_out: Sequence[Object]
 ) -> Object:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": common.metadata(order, name),
-        "spec": {
-            "podSelector": pods,
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": list(ways_in),
-            "egress": list(ways_out),
-        },
+    spec = {
+        "podSelector": pods,
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": list(ways_in),
+        "egress": list(ways_out),
     }
+    about = common.metadata(order, name)
+    return common.api_object("networking.k8s.io/v1", "NetworkPolicy", about, spec)
+
+
+def _pods(labels: Mapping[str, str]) -> Object:
+    return {"podSelector": {"matchLabels": dict(labels)}}
 
 
 def _callers(order: Order) -> list[Object]:
@@ -119,13 +116,13 @@ def _callers(order: Order) -> list[Object]:
 
 def _prometheus(order: Order) -> list[Object]:
     """Prometheus' namespace, from its address in the cluster's DNS; none for other addresses."""
-    found = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
-    return [{"namespaceSelector": {"matchLabels": {NAMESPACE: found[1]}}}] if found else []
+    host = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
+    return [{"namespaceSelector": {"matchLabels": {NAMESPACE: host[1]}}}] if host else []
 
 
 def _egress(order: Order) -> list[Object]:
     hub = {"ports": [{"protocol": "TCP", "port": 443}]}
-    return [TO_DNS, hub] if reckon.from_hub(order.plan.recipe) else [TO_DNS]
+    return [TO_DNS, hub] if order.plan.recipe.model.from_hub else [TO_DNS]
 
 
 def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: str = "") -> Object:
@@ -136,30 +133,22 @@ def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: s
     if not pods:
         key = {"name": order.name, "key": common.SECRET_KEY}
         endpoint["authorization"] = {"type": "Bearer", "credentials": key}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": common.metadata(order, name or pods, pods),
-        "spec": {"selector": common.selector(order, pods), "podMetricsEndpoints": [endpoint]},
-    }
+    spec = {"selector": common.selector(order, pods), "podMetricsEndpoints": [endpoint]}
+    about = common.metadata(order, name or pods, pods)
+    return common.api_object(MONITORING, "PodMonitor", about, spec)
 
 
 def prometheus_rule(order: Order, rules: Object) -> Object:
     """Has Prometheus evaluate `rules`, the content of a rules file."""
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": common.metadata(order),
-        "spec": rules,
-    }
+    return common.api_object(MONITORING, "PrometheusRule", common.metadata(order), rules)
 
 
 def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
     """The PodMonitor and the PrometheusRule of a server, by file. `threshold` is as for `rules`."""
-    found = rules(order, series(order, monitored=True), threshold)
+    alerts = rules(order, series(order, monitored=True), threshold)
     return {
         "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": prometheus_rule(order, found),
+        "prometheusrule.yaml": prometheus_rule(order, alerts),
     }
 
 
@@ -181,19 +170,16 @@ def scaled_object(
         "query": f"sum({waiting})",
         "threshold": str(threshold),
     }
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": common.metadata(order, name),
-        "spec": {
-            "scaleTargetRef": dict(target),
-            "pollingInterval": 15,
-            "cooldownPeriod": 300,
-            "minReplicaCount": fewest,
-            "maxReplicaCount": max_replicas(order, fewest).value,
-            "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": query}],
-        },
+    spec = {
+        "scaleTargetRef": dict(target),
+        "pollingInterval": 15,
+        "cooldownPeriod": 300,
+        "minReplicaCount": fewest,
+        "maxReplicaCount": max_replicas(order, fewest).value,
+        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": query}],
     }
+    about = common.metadata(order, name)
+    return common.api_object("keda.sh/v1alpha1", "ScaledObject", about, spec)
 
 
 def max_replicas(order: Order, fewest: int) -> Sourced[int]:
@@ -211,41 +197,32 @@ def render(order: Order) -> Rendered:
     # Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs.
     surge, unavailable = (0, 1) if reckon.gpus(order.plan.recipe).value else (1, 0)
     strategy = common.rolling(surge, unavailable)
-    about = {"labels": common.labels(order), "annotations": common.digests(order)}
-    template = {"metadata": about, "spec": _pod(order)}
     core = {
-        "deployment.yaml": common.deployment(order, template, strategy, startup_s, pods.value),
-        "service.yaml": common.service(common.metadata(order), {common.NAME: order.name}),
+        "deployment.yaml": common.deployment(order, _pod(order), strategy, startup_s, pods.value),
+        "service.yaml": common.service(order),
         "poddisruptionbudget.yaml": common.disruption_budget(
-            common.metadata(order), {common.NAME: order.name}, maxUnavailable=1
+            order, common.selector(order), maxUnavailable=1
         ),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated, most = monitors(order, threshold), pods
+    operated, most, scaled = monitors(order, threshold), pods, []
+    scaling = [explain_value("ScaledObject", threshold)]
     if threshold.value is not None:
         most = max_replicas(order, pods.value)
         waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
         operated["scaledobject.yaml"] = scaled_object(
             order, {"name": order.name}, waiting, threshold.value, pods.value
         )
-    scaled = [("Deployment", order.name)] if threshold.value is not None else []
+        scaled = [("Deployment", order.name)]
+        scaling = [
+            explain_value("ScaledObject threshold", threshold),
+            explain_value("ScaledObject maxReplicaCount", most),
+        ]
     count = most.value + surge
     why = f"up to {count} pods at once: replicas and those of a rollout"
     mounting = Sourced(count, "one pod at a time" if count == 1 else why)
-    files = common.kustomized(order, core, operated, [common.plan_map(order)], scaled)
-    files |= common.claim_files(order, mounting) | {"core/plan.json": order.text}
-    lines = _explained(order, mounting)
-    if threshold.value is None:
-        lines.append(explain_value("ScaledObject", threshold, "none"))
-    else:
-        lines.append(explain_value("ScaledObject threshold", threshold))
-        lines.append(explain_value("ScaledObject maxReplicaCount", most))
-    start = START.format(
-        preparation=common.preparation(order),
-        namespace=order.options.namespace,
-        name=order.name,
-        callers=common.CALLERS,
-    )
+    files = common.kustomized(order, core, operated, [common.plan_map(order)], mounting, scaled)
+    lines, start = [*_explained(order, mounting), *scaling], common.start_commands(order, START)
     return Rendered(files, lines, start, common.FORWARDED)
 
 
@@ -280,26 +257,22 @@ def _pod(order: Order) -> Object:
 
 
 def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
-    """The lines of EXPLAIN.md but those about the autoscaler. `mounting` is the number of pods that
-    may mount the volume of models at once.
-    """
-    drain, recipe = reckon.drain_s(order), order.plan.recipe
-    where, drift = products(order, order.plan.kinds[0]), drift_percent(order)
+    """The lines of EXPLAIN.md but the autoscaler's; `mounting` pods mount the models at once."""
+    drain, gpus = reckon.drain_s(order), reckon.gpus(order.plan.recipe)
     grace = reckon.grace_s(drain, reckon.PROPAGATION_S)
-    memory, limit = reckon.memory_mib(order), reckon.memory_limit_mib(order)
-    affinity = [explain_value("node affinity", where, ", ".join(where.value))]
+    affinity = explain_value("node affinity", products(order, order.plan.kinds[0]))
     return [
         explain_value("image", llmctl_image(order)),
         explain_value("replicas", reckon.replicas(order)),
         ExplainedValue("args --shutdown-notice", *common.NOTICE),
-        explain_value("args --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        explain_value("args --shutdown-timeout", drain, SECONDS),
+        explain_value("terminationGracePeriodSeconds", grace, SECONDS),
         *common.explain_probes(order),
-        explain_value("nvidia.com/gpu", reckon.gpus(recipe)),
-        *(affinity if reckon.gpus(recipe).value else []),
+        explain_value("nvidia.com/gpu", gpus),
+        *([affinity] if gpus.value else []),
         *common.explain_models(order, mounting),
-        explain_value("cpu", reckon.cpus(recipe)),
-        explain_value("memory", memory, f"{memory.value:,} MiB"),
-        explain_value("memory limit", limit, f"{limit.value:,} MiB"),
-        explain_value("drift alert", drift, f"{drift.value:g} %"),
+        explain_value("cpu", reckon.cpus(order.plan.recipe)),
+        explain_value("memory", reckon.memory_mib(order), MEBIBYTES),
+        explain_value("memory limit", reckon.memory_limit_mib(order), MEBIBYTES),
+        explain_value("drift alert", drift_percent(order), "{:g} %"),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.deploy import reckon
 from toolkit.deploy.order import (
     LABEL,
+    SECONDS,
     USER_ID,
     ExplainedValue,
     Order,
@@ -77,6 +78,11 @@ CALLERS = (
 )
 
 
+def api_object(api: str, kind: str, about: Object, spec: Object) -> Object:
+    """An object of the API's version `api`, with the metadata `about`."""
+    return {"apiVersion": api, "kind": kind, "metadata": about, "spec": spec}
+
+
 def probe(path: str, period_s: int, failures: int) -> Object:
     """A probe that asks `path` each `period_s` seconds."""
     return {
@@ -102,7 +108,6 @@ def probes(order: Order) -> dict[str, Object]:
 
 def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about the probes; each key begins with `prefix`."""
-    startup = reckon.startup_s(order)
     ready = (
         "503 while no worker is loaded and alive, and after the end was announced, so that new "
         "requests go elsewhere"
@@ -114,7 +119,7 @@ def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
     )
     hung = "a front that does not answer does not drain either"
     return [
-        explain_value(f"{prefix}startupProbe on /ready", startup, f"{startup.value} s"),
+        explain_value(f"{prefix}startupProbe on /ready", reckon.startup_s(order), SECONDS),
         ExplainedValue(f"{prefix}readinessProbe on /ready", "3 x 5 s", ready),
         ExplainedValue(f"{prefix}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
         ExplainedValue(f"{prefix}livenessProbe grace", f"{PROBE_S} s", hung),
@@ -122,9 +127,7 @@ def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
 
 
 def labels(order: Order, name: str = "") -> dict[str, str]:
-    """The labels of all objects of a deployment; `name` is that of pods which are not the order's
-    own.
-    """
+    """The labels of an object about the pods named `name`, by default the order's own."""
     return {NAME: name or order.name, "app.kubernetes.io/managed-by": "llmctl"}
 
 
@@ -162,9 +165,7 @@ def pod_spec(
 
 
 def before_stop(*command: str) -> Object:
-    """The lifecycle of a container that runs `command` before it gets SIGTERM, within the grace
-    period.
-    """
+    """The lifecycle of a container that runs `command` before it gets SIGTERM."""
     return {"preStop": {"exec": {"command": list(command)}}}
 
 
@@ -180,7 +181,7 @@ def environment(order: Order) -> list[Object]:
 
 def loading_environment(order: Order) -> list[Object]:
     """Writable folders and, where the Secret has one, the token for the hub."""
-    if not reckon.from_hub(order.plan.recipe):
+    if not order.plan.recipe.model.from_hub:
         return variables(FOLDERS)
     return [by_reference(order, "HF_TOKEN", HUB_KEY, optional=True), *variables(FOLDERS)]
 
@@ -242,9 +243,7 @@ def on_products(order: Order, kind: Kind, *, required: bool = False) -> Object:
 
 
 def metadata(order: Order, name: str = "", pods: str = "") -> Object:
-    """The metadata of an object; by default it has the deployment's name. `pods` is as for
-    `labels`.
-    """
+    """The metadata of an object about the pods named `pods`; see `labels`."""
     name, namespace = name or order.name, order.options.namespace
     return {"name": name, "namespace": namespace, "labels": labels(order, pods)}
 
@@ -260,52 +259,24 @@ def selector(order: Order, name: str = "") -> Object:
     return {"matchLabels": {NAME: name or order.name}}
 
 
-def service(about: Object, pods: Mapping[str, str], **fields: str) -> Object:
-    """A Service for the pods with the labels `pods`. `fields` are further keys of its spec."""
+def service(order: Order, name: str = "", pods: str = "", **fields: str) -> Object:
+    """A Service for the pods named `pods`; `fields` are further keys of its spec."""
     port = {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP"}
-    spec = {"type": "ClusterIP", **fields, "selector": dict(pods), "ports": [port]}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
+    selected = {NAME: pods or order.name}
+    spec = {"type": "ClusterIP", **fields, "selector": selected, "ports": [port]}
+    return api_object("v1", "Service", metadata(order, name, pods), spec)
 
 
-def disruption_budget(about: Object, pods: Mapping[str, str], **bound: int) -> Object:
-    """A PodDisruptionBudget for the pods with the labels `pods`. Broken pods are evicted anyway."""
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": about,
-        "spec": {
-            **bound,
-            "selector": {"matchLabels": dict(pods)},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
-    }
+def disruption_budget(order: Order, pods: Object, name: str = "", **bound: int) -> Object:
+    """A PodDisruptionBudget for these pods. Broken pods are evicted anyway."""
+    spec = {**bound, "selector": pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
+    return api_object("policy/v1", "PodDisruptionBudget", metadata(order, name, name), spec)
 
 
 def claim(about: Object, mode: str, size: Sourced[int]) -> Object:
     """A claim for a volume of the cluster's default storage class, with room for `size` GiB."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": about,
-        "spec": {
-            "accessModes": [mode],
-            "resources": {"requests": {"storage": f"{size.value}Gi"}},
-        },
-    }
-
-
-def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
-    """models-claim.yaml, where a claim was named and its size is known.
-
-    It is in no kustomization, so that deleting the deployment keeps the models. `pods` is the
-    number of pods that may mount it at once.
-    """
-    size = reckon.models_gib(order.plan.kinds)
-    if not order.options.model_claim or size is None:
-        return {}
-    mode = "ReadWriteMany" if pods.value > 1 else "ReadWriteOnce"
-    found = claim(metadata(order, order.options.model_claim), mode, size)
-    return {CLAIM_FILE: dump_yaml(found, order.comment())}
+    spec = {"accessModes": [mode], "resources": {"requests": {"storage": f"{size.value}Gi"}}}
+    return api_object("v1", "PersistentVolumeClaim", about, spec)
 
 
 def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
@@ -330,16 +301,17 @@ def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
         shown, why = "ReadWriteOnce", f"{pods.source}: one node mounts it"
     lines = [ExplainedValue(key, shown, why)]
     if claim and size:
-        lines.append(explain_value(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
-    if reckon.from_hub(order.plan.recipe):
+        lines.append(explain_value(f"{CLAIM_FILE}: storage", size, "{} GiB"))
+    if order.plan.recipe.model.from_hub:
         where = f"Secret {order.name}, key {HUB_KEY}"
         why = "optional: gated models of the hub need it; it is in no file here"
         lines.append(ExplainedValue("HF_TOKEN", where, why))
     return lines
 
 
-def preparation(order: Order, *keys: str) -> str:
-    """Bash commands that create what no file may hold: the Secret with random `keys`; the claim.
+def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
+    """How to start the deployment: `text` with its name, its namespace, further `fields`, and the
+    bash commands that create what no file may hold: the Secret with random `keys`, and the claim.
 
     No command contains a secret: they are read from files, and the token for the hub from the file
     that `hf auth login` wrote.
@@ -349,7 +321,7 @@ def preparation(order: Order, *keys: str) -> str:
     words = [f"kubectl -n {namespace} create secret generic {order.name}"]
     words += [f"--from-file={key}={random}" for key in (SECRET_KEY, *keys)]
     lines = []
-    if reckon.from_hub(order.plan.recipe):
+    if order.plan.recipe.model.from_hub:
         words.append(f"--from-file={HUB_KEY}=$HOME/.cache/huggingface/token")
         lines += [
             f"# {HUB_KEY} is for gated models such as meta-llama's: accept the licence, then run "
@@ -362,26 +334,36 @@ def preparation(order: Order, *keys: str) -> str:
             f"kubectl apply -f {CLAIM_FILE}    # once, if there is no such claim; deleting the "
             "rest keeps it"
         )
-    return "\n".join(lines)
+    commands = text.format(
+        preparation="\n".join(lines), namespace=namespace, name=order.name, **fields
+    )
+    return f"{commands}\n\n{CALLERS}"
 
 
 def deployment(
-    order: Order, template: Object, strategy: Object, startup_s: int, pods: int = 1
+    order: Order,
+    pod: Object,
+    strategy: Object,
+    startup_s: int,
+    pods: int = 1,
+    *,
+    more_labels: Mapping[str, str] | None = None,
+    more_annotations: Mapping[str, str] | None = None,
 ) -> Object:
     """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds."""
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(order),
-        "spec": {
-            "replicas": pods,
-            "revisionHistoryLimit": REVISIONS,
-            "progressDeadlineSeconds": startup_s + 60,
-            "strategy": strategy,
-            "selector": selector(order),
-            "template": template,
-        },
+    about = {
+        "labels": labels(order) | dict(more_labels or {}),
+        "annotations": digests(order) | dict(more_annotations or {}),
     }
+    spec = {
+        "replicas": pods,
+        "revisionHistoryLimit": REVISIONS,
+        "progressDeadlineSeconds": startup_s + 60,
+        "strategy": strategy,
+        "selector": selector(order),
+        "template": {"metadata": about, "spec": pod},
+    }
+    return api_object("apps/v1", "Deployment", metadata(order), spec)
 
 
 def rolling(surge: int, unavailable: int) -> Object:
@@ -395,6 +377,7 @@ def kustomized(
     core: Mapping[str, Object],
     operated: Mapping[str, Object],
     maps: Sequence[Object],
+    mounting: Sourced[int],
     scaled: Sequence[tuple[str, str]] = (),
 ) -> dict[str, str]:
     """The files of core/ and of the objects that need operators, each with a kustomization.yaml.
@@ -402,6 +385,9 @@ def kustomized(
     The outer kustomization removes the number of replicas of what the autoscaler scales (`scaled`,
     kinds and names), so that applying it again does not undo the autoscaler's. Its ConfigMap of the
     dashboard has the label that Grafana's sidecar looks for, and no hash in its name.
+
+    Where a claim for models was named and its size is known, its file is in no kustomization, so
+    that deleting the deployment keeps the models. `mounting` pods may mount it at once.
     """
     head = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -410,20 +396,22 @@ def kustomized(
     }
     options = {"labels": DASHBOARD_LABEL | labels(order), "disableNameSuffixHash": True}
     board = {"name": f"{order.name}-dashboard", "files": [DASHBOARD], "options": options}
+    inner = {"resources": sorted(core), "configMapGenerator": list(maps)}
     outer = {"resources": ["core", *sorted(operated)], "configMapGenerator": [board]}
     remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
     patches = [{"target": {"kind": kind, "name": name}, "patch": remove} for kind, name in scaled]
     objects: dict[str, Object] = {
         **{f"core/{name}": content for name, content in core.items()},
         **operated,
-        "core/kustomization.yaml": {
-            **head,
-            "resources": sorted(core),
-            "configMapGenerator": list(maps),
-        },
+        "core/kustomization.yaml": head | inner,
         "kustomization.yaml": head | outer | ({"patches": patches} if patches else {}),
     }
-    return {name: dump_yaml(content, order.comment()) for name, content in objects.items()}
+    size = reckon.models_gib(order.plan.kinds)
+    if order.options.model_claim and size:
+        mode = "ReadWriteMany" if mounting.value > 1 else "ReadWriteOnce"
+        objects[CLAIM_FILE] = claim(metadata(order, order.options.model_claim), mode, size)
+    files = {name: dump_yaml(content, order.comment()) for name, content in objects.items()}
+    return files | {"core/plan.json": order.text}
 
 
 def plan_map(order: Order, *files: str) -> Object:

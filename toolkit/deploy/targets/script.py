@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.cluster.places import MachineShare, node_labels
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
+from toolkit.deploy.order import SECONDS, ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 from toolkit.deploy.replicas import Replication
 from toolkit.files.plan import Kind
@@ -35,44 +35,34 @@ def render_local(order: Order) -> Rendered:
 
 
 def render_ray(order: Order) -> Rendered:
-    """Render serve.sh for a Ray cluster. `InputError` if two kinds of machines in a fleet have the
-    same labels.
-    """
+    """Render serve.sh for a Ray cluster. `InputError` for kinds of machines with equal labels."""
     script, drain = _script(order, drain_s(order), RAY)
     lines, plan = [JOINED, drain], order.plan
-    if not plan.others:
-        workers = str(plan.workers)
+    if plan.others:
+        for kind, labels in zip(plan.kinds, node_labels(plan.kinds), strict=True):
+            lines.append(_actors(kind, labels, kind.workers))
+    else:
+        spread = "plan: workers, spread over the machines"
         lines += [
-            ExplainedValue("actors", workers, "plan: workers, spread over the machines"),
+            ExplainedValue("actors", str(plan.workers), spread),
             explain_value("GPUs of all actors", gpus(plan.recipe)),
             explain_value("CPUs of actors and front", cpus(plan.recipe)),
         ]
-        return Rendered({"serve.sh": script}, lines, START_RAY)
-    for kind, labels in zip(plan.kinds, node_labels(plan.kinds), strict=True):
-        lines.append(_actors(kind, labels, kind.workers))
     return Rendered({"serve.sh": script}, lines, START_RAY)
 
 
 def render_ray_replicas(order: Order) -> Rendered:
-    """Render serve.sh for a front with servers on a Ray cluster. `InputError` as for
-    `render_ray`.
-    """
+    """Render serve.sh for a front with servers on a Ray cluster. Raises as `render_ray`."""
     replicas, kinds = Replication(order), order.plan.kinds
     labels = node_labels(kinds)
     counts = [kind.count.value for kind in replicas.kinds]
     number = [("--workers", counts[0])] if sum(counts) != order.plan.workers else []
     script, drain = _script(order, replicas.drain, RAY, *number)
     lines = [JOINED, *replicas.explained_on_ray(), drain]
-    lines += [_actors(*each) for each in zip(kinds, labels, counts, strict=True)]
-    variables = {kind.server.python_variable for kind in replicas.kinds} - {""}
-    lines += [
-        ExplainedValue(
-            f"{name} where Ray is started",
-            "on each machine",
-            "the Python that has the engine there; not llmctl's own, which Ray's actors run",
-        )
-        for name in variables
-    ]
+    lines += map(_actors, kinds, labels, counts)
+    python = "the Python that has the engine there; not llmctl's own, which Ray's actors run"
+    for name in {kind.server.python_variable for kind in replicas.kinds} - {""}:
+        lines.append(ExplainedValue(f"{name} where Ray is started", "on each machine", python))
     return Rendered({"serve.sh": script}, lines, START_RAY)
 
 
@@ -89,5 +79,5 @@ def _script(
 ) -> tuple[str, ExplainedValue]:
     """The text of serve.sh, and its --shutdown-timeout."""
     flags = (*flags, ("--shutdown-timeout", drain.value))
-    script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)
-    return script, explain_value("serve.sh --shutdown-timeout", drain, f"{drain.value} s")
+    script = order.fill("serve.sh", flags=flags, allowances=order.allowances)
+    return script, explain_value("serve.sh --shutdown-timeout", drain, SECONDS)

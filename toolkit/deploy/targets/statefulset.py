@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.deploy import reckon
 from toolkit.deploy.monitoring import WAITING, replica_rules, series
 from toolkit.deploy.order import (
+    MEBIBYTES,
+    SECONDS,
     ExplainedValue,
     Order,
     Rendered,
@@ -22,25 +25,10 @@ from toolkit.deploy.order import (
     explain_value,
     products,
 )
-from toolkit.deploy.reckon import (
-    FRONT_MIB,
-    LIMIT_FACTOR,
-    PROPAGATION_S,
-    check_podable,
-    from_hub,
-    grace_s,
-    models_gib,
-)
 from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
 from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
+from toolkit.deploy.targets import kubernetes
 from toolkit.deploy.targets import objects as common
-from toolkit.deploy.targets.kubernetes import (
-    max_replicas,
-    pod_monitor,
-    prometheus_rule,
-    replica_policies,
-    scaled_object,
-)
 from toolkit.deploy.targets.objects import Object
 from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter
@@ -64,20 +52,17 @@ kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000
 kubectl delete -k .         # drains; the claims of the models stay
-```
-
-{callers}"""
+```"""
 
 
 def render(order: Order) -> Rendered:
     """Render core/ and the objects that need operators, each with a kustomization.yaml."""
-    check_podable(order)
+    reckon.check_podable(order)
     replicas = Replication(order)
     replicas.check_containable()
-    operated, scaled = _operated(replicas)
+    (operated, scaled), mounting = _operated(replicas), _mounting(replicas)
     maps = [common.plan_map(order), {"name": _alive_map(order), "files": [ALIVE_FILE]}]
-    files = common.kustomized(order, _core(replicas), operated, maps, scaled)
-    files |= common.claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
+    files = common.kustomized(order, _core(replicas), operated, maps, mounting, scaled)
     files[f"core/{ALIVE_FILE}"] = replicas.alive
     weights: dict[str, float] = {}  # of a picker's scorers, where the plan's router is llm-d's
     router = order.plan.replica_router
@@ -97,15 +82,9 @@ def render(order: Order) -> Rendered:
             "schedulingProfiles": [profile],
         }
         files[PICKER] = dump_yaml(picker, order.comment())
-    namespace = order.options.namespace
-    status = f"kubectl -n {namespace} rollout status statefulset/"
-    start = START.format(
-        preparation=common.preparation(order),
-        waits="\n".join(f"{status}{kind.name}" for kind in replicas.kinds),
-        namespace=namespace,
-        name=order.name,
-        callers=common.CALLERS,
-    )
+    status = f"kubectl -n {order.options.namespace} rollout status statefulset/"
+    waits = "\n".join(f"{status}{kind.name}" for kind in replicas.kinds)
+    start = common.start_commands(order, START, waits=waits)
     return Rendered(files, _explained(replicas, weights), start, common.FORWARDED)
 
 
@@ -119,21 +98,14 @@ def _core(replicas: Replication) -> dict[str, Object]:
         kind.file("networkpolicy", ".yaml", "replicas"): kind.name for kind in replicas.kinds
     }
     about = common.metadata(order)
-    rule = {
-        "apiGroups": ["discovery.k8s.io"],
-        "resources": ["endpointslices"],
-        "verbs": ["get", "list", "watch"],
-    }
-    account = {
-        "kind": "ServiceAccount",
-        "name": order.name,
-        "namespace": order.options.namespace,
-    }
+    verbs = ["get", "list", "watch"]
+    rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": verbs}
+    account = {"kind": "ServiceAccount", "name": order.name, "namespace": order.options.namespace}
     api = {"apiVersion": f"{group}/v1"}
     core = {
         "deployment.yaml": _front(replicas),
-        "service.yaml": common.service(about, {common.NAME: order.name}),
-        **replica_policies(order, policies),
+        "service.yaml": common.service(order),
+        **kubernetes.replica_policies(order, policies),
         "serviceaccount.yaml": {
             "apiVersion": "v1",
             "kind": "ServiceAccount",
@@ -150,13 +122,12 @@ def _core(replicas: Replication) -> dict[str, Object]:
         },
     }
     for kind in replicas.kinds:
-        pods = {common.NAME: kind.name}
         core[kind.file("statefulset", ".yaml")] = _set(kind)
         core[kind.file("service", ".yaml", "replicas")] = common.service(
-            common.metadata(order, _service_name(kind), kind.name), pods, clusterIP="None"
+            order, _service_name(kind), kind.name, clusterIP="None"
         )
         core[kind.file("poddisruptionbudget", ".yaml")] = common.disruption_budget(
-            common.metadata(order, kind.name, kind.name), pods, maxUnavailable=1
+            order, common.selector(order, kind.name), kind.name, maxUnavailable=1
         )
     return core
 
@@ -164,16 +135,17 @@ def _core(replicas: Replication) -> dict[str, Object]:
 def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str, str]]]:
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
-    found = {"podmonitor.yaml": pod_monitor(order)}
+    objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)}
     scaled, queues = [], []
     for kind in replicas.kinds:
-        found[kind.file("podmonitor", ".yaml", "replicas")] = pod_monitor(order, kind.name)
+        monitor = kubernetes.pod_monitor(order, kind.name)
+        objects[kind.file("podmonitor", ".yaml", "replicas")] = monitor
         behind, threshold = series(order, monitored=True, of=kind.name), kind.threshold
         queues.append((behind, threshold))
         if threshold.value is None:
             continue
         scaled.append(("StatefulSet", kind.name))
-        found[kind.file("scaledobject", ".yaml")] = scaled_object(
+        objects[kind.file("scaledobject", ".yaml")] = kubernetes.scaled_object(
             order,
             {"kind": "StatefulSet", "name": kind.name},
             f"{WAITING}{{{behind}}}",
@@ -182,7 +154,7 @@ def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str,
             kind.name if order.plan.others else "",
         )
     rules = replica_rules(order, series(order, monitored=True), queues)
-    return found | {"prometheusrule.yaml": prometheus_rule(order, rules)}, scaled
+    return objects | {"prometheusrule.yaml": kubernetes.prometheus_rule(order, rules)}, scaled
 
 
 def _address(replicas: KindReplicas) -> str:
@@ -199,14 +171,12 @@ def _alive_map(order: Order) -> str:
 
 
 def _front(replicas: Replication) -> Object:
-    """The front. It has one pod, since each front knows only the requests that it routed; a second
-    is there only during a rollout.
-    """
+    """The front: one pod but for rollouts, since each knows only the requests that it routed."""
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
-    notice = ("--shutdown-notice", str(PROPAGATION_S))
+    notice = ("--shutdown-notice", str(reckon.PROPAGATION_S))
     folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
-    key = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY)
+    key, memory = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY), reckon.FRONT_MIB
     container = common.container(
         "llmctl",
         replicas.front_image.value,
@@ -215,18 +185,16 @@ def _front(replicas: Replication) -> Object:
         args=replicas.front(common.PLAN_FILE, where, ANY, common.PORT, *notice),
         ports=[common.HTTP],
         env=[key, *common.variables(folders)],
-        resources=common.asked(FRONT_CORES, FRONT_MIB, LIMIT_FACTOR * FRONT_MIB),
+        resources=common.asked(FRONT_CORES, memory, reckon.LIMIT_FACTOR * memory),
         **common.probes(order),
     )
     spec = common.pod_spec(
-        grace_s(replicas.drain, PROPAGATION_S).value,
+        reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         [common.plan_volume(order), common.TMP],
         account=order.name,
     )
-    about = {"labels": common.labels(order), "annotations": common.digests(order)}
-    template, strategy = {"metadata": about, "spec": spec}, common.rolling(1, 0)
-    return common.deployment(order, template, strategy, replicas.startup.value)
+    return common.deployment(order, spec, common.rolling(1, 0), replicas.startup.value)
 
 
 def _set(replicas: KindReplicas) -> Object:
@@ -249,22 +217,19 @@ def _set(replicas: KindReplicas) -> Object:
         claim = common.claim({"name": "models"}, "ReadWriteOnce", claimed)
         claims["volumeClaimTemplates"] = [claim]
     about = {"labels": common.labels(order, name), "annotations": annotations}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": common.metadata(order, name, name),
-        "spec": {
-            "replicas": replicas.count.value,
-            "serviceName": _service_name(replicas),
-            "podManagementPolicy": "Parallel",
-            "revisionHistoryLimit": common.REVISIONS,
-            "updateStrategy": {"type": "RollingUpdate"},
-            **kept,
-            "selector": common.selector(order, name),
-            "template": {"metadata": about, "spec": _pod(replicas)},
-            **claims,
-        },
+    spec = {
+        "replicas": replicas.count.value,
+        "serviceName": _service_name(replicas),
+        "podManagementPolicy": "Parallel",
+        "revisionHistoryLimit": common.REVISIONS,
+        "updateStrategy": {"type": "RollingUpdate"},
+        **kept,
+        "selector": common.selector(order, name),
+        "template": {"metadata": about, "spec": _pod(replicas)},
+        **claims,
     }
+    about_set = common.metadata(order, name, name)
+    return common.api_object("apps/v1", "StatefulSet", about_set, spec)
 
 
 def _pod(replicas: KindReplicas) -> Object:
@@ -289,7 +254,7 @@ def _pod(replicas: KindReplicas) -> Object:
     if recipe.engine.tensor_parallel_size > 1:
         mounts.append(common.SHARED_MOUNT)
         volumes.append(common.SHARED)
-    memory, limit = replicas.memory_mib.value, replicas.memory_limit_mib.value
+    memory = replicas.memory_mib.value
     container = common.container(
         "replica",
         replicas.image.value,
@@ -298,7 +263,7 @@ def _pod(replicas: KindReplicas) -> Object:
         args=replicas.arguments(ANY, common.PORT),
         ports=[common.HTTP],
         env=[*common.loading_environment(order), *common.variables(variables)],
-        resources=common.asked(replicas.cores.value, memory, limit, devices),
+        resources=common.asked(replicas.cores.value, memory, reckon.LIMIT_FACTOR * memory, devices),
         startupProbe=common.probe(server.health, 5, replicas.startup.value // 5),
         readinessProbe=common.probe(server.health, 5, 3),
         livenessProbe={
@@ -309,14 +274,14 @@ def _pod(replicas: KindReplicas) -> Object:
             "terminationGracePeriodSeconds": common.PROBE_S,
         },
         # Until the front has left it; a request that comes later is refused and goes elsewhere.
-        lifecycle=common.before_stop("sleep", str(PROPAGATION_S)),
+        lifecycle=common.before_stop("sleep", str(reckon.PROPAGATION_S)),
     )
     affinity = None
     if devices and not nodes:  # in a fleet only nodes with the kind's GPU
-        alone = bool(order.plan.others)
-        affinity = common.on_products(order, replicas.kind, required=alone)
+        required = bool(order.plan.others)
+        affinity = common.on_products(order, replicas.kind, required=required)
     return common.pod_spec(
-        grace_s(replicas.drain, PROPAGATION_S).value,
+        reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         volumes,
         affinity=affinity,
@@ -326,17 +291,16 @@ def _pod(replicas: KindReplicas) -> Object:
 
 
 def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
-    """GiB that each replica claims for its model; None where a claim is named, the model is not
-    from the hub, or its size is not known.
-    """
-    named = replicas.order.options.model_claim
-    return None if named or not from_hub(replicas.kind.recipe) else models_gib([replicas.kind])
+    """GiB that each replica claims; None: a claim is named, no hub's model, or no known size."""
+    if replicas.order.options.model_claim or not replicas.kind.recipe.model.from_hub:
+        return None
+    return reckon.models_gib([replicas.kind])
 
 
 def _most(kind: KindReplicas) -> Sourced[int]:
     """The greatest number of a kind's replicas."""
     scaled = kind.threshold.value is not None
-    return max_replicas(kind.order, kind.count.value) if scaled else kind.count
+    return kubernetes.max_replicas(kind.order, kind.count.value) if scaled else kind.count
 
 
 def _mounting(replicas: Replication) -> Sourced[int]:
@@ -349,40 +313,32 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
     order, kinds = replicas.order, replicas.kinds
     addresses = " ".join(kind.at(_address(kind)) for kind in kinds)
     services = "the headless Service" if len(kinds) == 1 else "each kind's headless Service"
+    slices = f"the EndpointSlices of {services}: a replica that ends is left at once"
+    verbs, role = (
+        "get, list, watch endpointslices",
+        "the front's only permission, in its own namespace",
+    )
+    alone = "a front knows only what it routed; it starts in seconds"
+    helpers = "its loop and its helpers; the memory of the front of llmctl's own engines"
+    parallel = "replicas do not wait for each other"
     lines = [
         *replicas.explained(),
-        ExplainedValue(
-            "front: --replicas",
-            addresses,
-            f"the EndpointSlices of {services}: a replica that ends is left at once",
-        ),
-        ExplainedValue(
-            "Role",
-            "get, list, watch endpointslices",
-            "the front's only permission, in its own namespace",
-        ),
+        ExplainedValue("front: --replicas", addresses, slices),
+        ExplainedValue("Role", verbs, role),
         explain_value("front: image", replicas.front_image),
-        ExplainedValue(
-            "front: replicas", "1", "a front knows only what it routed; it starts in seconds"
-        ),
+        ExplainedValue("front: replicas", "1", alone),
         *replicas.explained_flags(),
         *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
-        ExplainedValue(
-            "front: cpu, memory",
-            f"{FRONT_CORES}, {FRONT_MIB} MiB",
-            "its loop and its helpers; the memory of the front of llmctl's own engines",
-        ),
-        ExplainedValue(
-            "StatefulSet podManagementPolicy", "Parallel", "replicas do not wait for each other"
-        ),
+        ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
+        ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
     ]
-    size = models_gib(order.plan.kinds)
+    size = reckon.models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:
         kept = "of the default storage class, one for each replica; it stays when the replica goes"
         token = f"Secret {order.name}, key hf-token"
         why = "optional: gated models need it; it is in no file here"
         lines += [
-            explain_value("volumeClaimTemplates: storage", size, f"{size.value} GiB"),
+            explain_value("volumeClaimTemplates: storage", size, "{} GiB"),
             ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
             ExplainedValue("HF_TOKEN", token, why),
         ]
@@ -401,11 +357,10 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
 
 
 def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
-    grace = grace_s(kind.drain, PROPAGATION_S)
-    health, load, memory = kind.server.health, kind.startup, kind.memory_mib
+    grace, health = reckon.grace_s(kind.drain, reckon.PROPAGATION_S), kind.server.health
     return [
-        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        explain_value(f"replica: startupProbe on {health}", load, f"{load.value} s"),
+        explain_value("terminationGracePeriodSeconds", grace, SECONDS),
+        explain_value(f"replica: startupProbe on {health}", kind.startup, SECONDS),
         ExplainedValue(f"replica: readinessProbe on {health}", "3 x 5 s", "then no new requests"),
         ExplainedValue(
             f"replica: livenessProbe, {ALIVE_FILE}",
@@ -414,7 +369,7 @@ def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
             f"when asked, though {health} may answer; its requests go on elsewhere",
         ),
         explain_value("replica: cpu", kind.cores),
-        explain_value("replica: memory", memory, f"{memory.value:,} MiB"),
+        explain_value("replica: memory", kind.memory_mib, MEBIBYTES),
     ]
 
 
@@ -424,14 +379,12 @@ def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
     if nodes:
         lines.append(ExplainedValue("nodeSelector", nodes, "fleet: nodes"))
     elif kind.gpus.value:
-        where = products(kind.order, kind.kind)
-        named = "node affinity, required" if kind.order.plan.others else "node affinity"
-        lines.append(explain_value(named, where, ", ".join(where.value)))
-    threshold = kind.threshold
-    if threshold.value is None:
-        return [*lines, explain_value("ScaledObject", threshold, "none")]
+        affinity = "node affinity, required" if kind.order.plan.others else "node affinity"
+        lines.append(explain_value(affinity, products(kind.order, kind.kind)))
+    if kind.threshold.value is None:
+        return [*lines, explain_value("ScaledObject", kind.threshold)]
     return [
         *lines,
-        explain_value(f"ScaledObject threshold of {WAITING}", threshold),
+        explain_value(f"ScaledObject threshold of {WAITING}", kind.threshold),
         explain_value("ScaledObject maxReplicaCount", _most(kind)),
     ]

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from toolkit.deploy.order import (
     KEY_FOLDER,
+    SECONDS,
     ExplainedValue,
     Order,
     Rendered,
     Sourced,
     explain_value,
-    fill,
     unit_word,
 )
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
@@ -48,14 +48,14 @@ def render(order: Order) -> Rendered:
     lines = [
         ExplainedValue("ExecStart", order.options.program, program),
         ExplainedValue("ExecStart --host", host, "recipe: serve.host"),
-        explain_value("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
-        explain_value("TimeoutStartSec", startup, f"{startup.value} s"),
+        explain_value("ExecStart --shutdown-timeout", drain, SECONDS),
+        explain_value("TimeoutStopSec", grace, SECONDS),
+        explain_value("TimeoutStartSec", startup, SECONDS),
         ExplainedValue("Type", "notify", waiting),
         ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),
         ExplainedValue("KillMode", "mixed", killing),
         ExplainedValue("LoadCredential", "plan.json, api-key", secret),
-        explain_value("PrivateDevices", devices, "no" if devices.value else "yes"),
+        ExplainedValue("PrivateDevices", "no" if devices.value else "yes", devices.source),
     ]
     files = {f"{order.name}.service": unit}
     return Rendered(files, lines, _start(order, order.name, "service"))
@@ -74,9 +74,7 @@ def render_replicas(order: Order) -> Rendered:
     key = ("--api-key-file", KEY)
     words = replicas.front(PLAN, where, recipe.serve.host, port, *key)
     units = [f"{kind.name}@{number}.service" for kind, number, _ in servers]
-    target = fill(
-        "replicas.target", comment=order.comment(), name=name, recipe=recipe.name, replicas=units
-    )
+    target = order.fill("replicas.target", name=name, recipe=recipe.name, replicas=units)
     front = _server(order, words, replicas.drain, 0, units)
     files = {f"{name}.target": target, f"{name}.service": front}
     for kind in replicas.kinds:
@@ -88,13 +86,11 @@ def render_replicas(order: Order) -> Rendered:
         # the fastest first.
         variables: dict[str, object] = {"PORT": own_port}
         if kind.gpus.value:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, kind.devices(number)))
+            variables["CUDA_VISIBLE_DEVICES"] = kind.devices[number]
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if order.plan.others else {}
-        if kind.cpus(number):
-            variables["CPUS"] = ",".join(map(str, kind.cpus(number)))
-        files[f"{kind.label}-{number}.env"] = fill(
-            "replica.env", comment=order.comment(), variables=variables
-        )
+        if kind.cpus[number]:
+            variables["CPUS"] = kind.cpus[number]
+        files[f"{kind.label}-{number}.env"] = order.fill("replica.env", variables=variables)
     lines = [*replicas.explained(), *_explained_replicas(order, replicas)]
     templates = [f"{kind.name}@" for kind in replicas.kinds]
     return Rendered(files, lines, _start(order, name, "target", templates))
@@ -106,11 +102,10 @@ def _replica(order: Order, replicas: KindReplicas) -> str:
     words = ["serve", PLAN, "--workers", "1", "--host", LOOPBACK]
     words += ["--shutdown-timeout", str(drain.value), *order.allowances]
     command = f"{unit_word(order.options.program)} {_command(words)} --port ${{PORT}}"
-    if replicas.cpus(0):
+    if replicas.cpus[0]:
         command = f"/usr/bin/taskset --cpu-list ${{CPUS}} {command}"
-    return fill(
+    return order.fill(
         "replica.service",
-        comment=order.comment(),
         name=order.name,
         unit=replicas.name,
         variables=replicas.label,
@@ -151,9 +146,8 @@ def _server(
     """The unit of a server of llmctl, or of the front before these units."""
     check_plan_size(order.text, "systemd's credentials hold")
     recipe = order.plan.recipe
-    return fill(
+    return order.fill(
         "unit.service",
-        comment=order.comment(),
         name=order.name,
         recipe=recipe.name,
         program=order.options.program,
@@ -188,33 +182,27 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
     files = "KIND-N.env" if order.plan.others else "replica-N.env"
     source = f"the ports after the front's, {first - 1}, which is the recipe's serve.port"
     restarts = f"{BACK_OFF_S} s, growing to {LONGEST_BACK_OFF_S} s in {BACK_OFF_STEPS} steps"
+    hung = (
+        "recipe: serve.hang_s; llmctl ends with an error, and the unit is started again, if its "
+        "server does not answer /health for so long, or if its figures in /metrics stand still for "
+        "so long and it then generates no token for as long"
+    )
+    blocked = "seconds that the front's loop, or the llmctl that watches a replica, may block"
     order_of = "the front starts after the replicas' loads, and stops before the replicas"
+    user, shared = user_name(order.name), "one dynamic user, for the shared folder of models"
+    secret = "read by root; the key is the front's alone"
     lines = [
         ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
         ExplainedValue("ExecStart --host of the front", recipe.serve.host, "recipe: serve.host"),
         ExplainedValue(f"{files}: PORT", f"{first} to {last}", source),
-        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
-        explain_value("TimeoutStartSec", replicas.startup, f"{replicas.startup.value} s"),
+        explain_value("TimeoutStopSec", grace, SECONDS),
+        explain_value("TimeoutStartSec", replicas.startup, SECONDS),
         ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
-        ExplainedValue(
-            "replica that hangs",
-            f"{recipe.serve.hang_s:g} s",
-            "recipe: serve.hang_s; llmctl ends with an error, and the unit is started again, if "
-            "its server does not answer /health for so long, or if its figures in /metrics stand "
-            "still for so long and it then generates no token for as long",
-        ),
-        ExplainedValue(
-            "WatchdogSec",
-            str(WATCHDOG_S),
-            "seconds that the front's loop, or the llmctl that watches a replica, may block",
-        ),
+        ExplainedValue("replica that hangs", f"{recipe.serve.hang_s:g} s", hung),
+        ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),
         ExplainedValue(f"{order.name}.target", "Requires, Wants, PartOf", order_of),
-        ExplainedValue(
-            "User", user_name(order.name), "one dynamic user, for the shared folder of models"
-        ),
-        ExplainedValue(
-            "LoadCredential", "plan.json, api-key", "read by root; the key is the front's alone"
-        ),
+        ExplainedValue("User", user, shared),
+        ExplainedValue("LoadCredential", "plan.json, api-key", secret),
     ]
     if variable := replicas.kinds[0].server.python_variable:
         where = "--replica-python: the Python of the engine's environment on that machine"
@@ -223,17 +211,16 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         why = "of one kind of plan.json, for its replicas; the front reads plan.json"
         lines.append(ExplainedValue("plan-KIND.json", "a plan", why))
     for kind in replicas.kinds:
-        file, own, numbers = f"{kind.label}-N.env", [], range(kind.count.value)
+        file, own = f"{kind.label}-N.env", []
         if kind.gpus.value:
-            shares = "; ".join(",".join(map(str, kind.devices(number))) for number in numbers)
-            own.append(explain_value(f"{file}: CUDA_VISIBLE_DEVICES", kind.gpus, shares))
+            shares, source = "; ".join(kind.devices), kind.gpus.source
+            own.append(ExplainedValue(f"{file}: CUDA_VISIBLE_DEVICES", shares, source))
         if kind.gpus.value and order.plan.others:
             why = "as nvidia-smi numbers them; correct the numbers where the fleet's order is "
             own.append(ExplainedValue(f"{file}: CUDA_DEVICE_ORDER", "PCI_BUS_ID", f"{why}another"))
-        if kind.cpus(0):
-            shares = "; ".join(",".join(map(str, kind.cpus(number))) for number in numbers)
+        if kind.cpus[0]:
             why = "recipe: engine.threads for each; give a replica two more where the machine has "
-            own.append(ExplainedValue(f"{file}: CPUS", shares, f"{why}them"))
+            own.append(ExplainedValue(f"{file}: CPUS", "; ".join(kind.cpus), f"{why}them"))
         lines += kind.about(own)
     return lines
 
