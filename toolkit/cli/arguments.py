@@ -7,7 +7,7 @@ dataclass; the shared arguments and options, and the functions that check and pa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 UNIT_STEP = "unit-step"
 RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
-SERVED = ("local", "ray", "systemd", "compose")
+IN_PROCESS = ("local", "ray")  # targets of `serve` whose server is the command's own process
+MANAGED = ("systemd", "compose")  # those whose server a service manager starts
 SLA_EXAMPLE = "ttft_p99_s=2"
 
 T = TypeVar("T")
@@ -33,9 +34,9 @@ T = TypeVar("T")
 
 def recipes(incomplete: str) -> list[str]:
     """Shipped recipes, and YAML files of the current folder."""
-    from toolkit.files.shipped import shipped_recipes
+    from toolkit.files.shipped import shipped_names
 
-    return _words(incomplete, (path.stem for path in shipped_recipes().glob("*.yaml")), "*.yaml")
+    return _words(incomplete, shipped_names(), "*.yaml")
 
 
 def recipes_and_plans(incomplete: str) -> list[str]:
@@ -45,11 +46,9 @@ def recipes_and_plans(incomplete: str) -> list[str]:
 
 def fits(incomplete: str) -> list[str]:
     """Recipes with a shipped fit, and JSON files of the current folder."""
-    from toolkit.files.shipped import shipped_profiles
+    from toolkit.files.io import shipped_fits
 
-    return _words(
-        incomplete, (path.parent.name for path in shipped_profiles().glob("*/fit.json")), "*.json"
-    )
+    return _words(incomplete, shipped_fits(), "*.json")
 
 
 def fits_and_clock(incomplete: str) -> list[str]:
@@ -70,18 +69,18 @@ def policy(incomplete: str) -> list[str]:
     return _words(incomplete, ABOUT)
 
 
-def router(incomplete: str) -> list[str]:
-    """The names of routers of replicas."""
-    from toolkit.routing.routers import ROUTERS
-
-    return _words(incomplete, ROUTERS)
-
-
 def policies(incomplete: str) -> list[str]:
     """The same after the last comma, for options that take several."""
     before, comma, last = incomplete.rpartition(",")
     named = before.split(",")
     return [f"{before}{comma}{name}" for name in policy(last) if name not in named]
+
+
+def router(incomplete: str) -> list[str]:
+    """The names of routers of replicas."""
+    from toolkit.routing.routers import ROUTERS
+
+    return _words(incomplete, ROUTERS)
 
 
 def rendered_targets(incomplete: str) -> list[str]:
@@ -91,7 +90,7 @@ def rendered_targets(incomplete: str) -> list[str]:
 
 def served_targets(incomplete: str) -> list[str]:
     """The targets of `serve`."""
-    return _words(incomplete, SERVED)
+    return _words(incomplete, IN_PROCESS + MANAGED)
 
 
 def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
@@ -99,16 +98,13 @@ def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
     return sorted({word for word in [*names, *here] if word.startswith(incomplete)})
 
 
-def option(default: T, *names: str, **settings: Any) -> T:
-    """A field that `command_of` makes an option: its default value, its names where they are not
-    the field's, and the settings of `typer.Option`.
+def option(default: T, help: str, *names: str, **settings: Any) -> T:
+    """A field that `command_of` makes an option; `settings` are those of `typer.Option`.
+
+    Without `names` the field's name is the option's; of a switch that is off by default without
+    `--no-NAME`.
     """
-    return field(default=default, metadata={"typer": typer.Option(*names, **settings)})
-
-
-def argument(default: T, **settings: Any) -> T:
-    """The same for an argument, with the settings of `typer.Argument`."""
-    return field(default=default, metadata={"typer": typer.Argument(**settings)})
+    return field(default=default, metadata={"typer": typer.Option(*names, help=help, **settings)})
 
 
 def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -116,21 +112,20 @@ def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[...
     options.
     """
     hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
-            annotation=Annotated[hints[one.name], one.metadata["typer"]]
-            if one.metadata
-            else hints[one.name],
-        )
-        for one in fields(options)  # type: ignore[arg-type]  # it is a dataclass
-    ]
+    parameters = []
+    for one in fields(options):  # type: ignore[arg-type]  # it is a dataclass
+        annotation = hints[one.name]
+        if setting := one.metadata.get("typer"):
+            if one.default is False and not setting.param_decls:
+                setting.param_decls = (f"--{one.name.replace('_', '-')}",)
+            annotation = Annotated[annotation, setting]
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(one.name, kind, default=default, annotation=annotation))
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:
-            function(options(**given))
+        def command(**values: Any) -> None:
+            function(options(**values))
 
         command.__doc__ = function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -230,6 +225,20 @@ LoopOption = Annotated[
         " ended and been thought about (closed). Default: closed, if the trace has sessions."
     ),
 ]
+
+
+def refuse_useless(
+    values: Mapping[str, float | str | Path | None], why: str, hint: str = ""
+) -> None:
+    """`InputError` for the first of these options that was given, since it has no effect; by
+    default the hint is to leave it out.
+    """
+    for name, value in values.items():
+        if value is not None:
+            shown = f"{value:g}" if isinstance(value, float | int) else value
+            if isinstance(value, Path):
+                shown = value.name
+            raise InputError(f"{name} {shown} changes nothing: {why}", hint or f"leave {name} out")
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:

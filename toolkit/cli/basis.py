@@ -1,16 +1,16 @@
-"""What predictions rest on, as several commands read and print it.
+"""What predictions rest on (fits, fleets, validations, traces), as several commands read and print
+it.
 
-In order: warnings in place of refusals; reading a fit and making a plan of a recipe; notes on the
-fit, its validation and the trace; fleets, which have several recipes and fits.
+In order: warnings in place of refusals; reading a fit or a fleet, and making their plan; notes on
+fits, their validation, and the trace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
@@ -23,29 +23,30 @@ if TYPE_CHECKING:
     from toolkit.files.fit import Fit
     from toolkit.files.fleet import CountRange
     from toolkit.files.plan import Kind, Plan, PlannedPolicy
+    from toolkit.files.profile import EngineFacts
     from toolkit.files.tuning import Tuning
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
 
 
-def warn_of_foreign(text: str) -> None:
-    """The warning that `--force` prints in place of a refusal."""
+def warn(text: str) -> None:
+    """Print a warning, such as the one of `--force` in place of a refusal."""
     note(f"warning: {text}")
 
 
-def accept(plan: Plan, which: str, *, broken: bool) -> None:
-    """`InputError` where `plan`, from the file `which`, is predicted to break limits; with `broken`
-    a warning.
+def accept(plan: Plan, file: str, *, broken: bool) -> None:
+    """`InputError` where `plan`, from this file, is predicted to break limits; with `broken` a
+    warning.
     """
     from toolkit.deploy.plan import refuse_broken
 
     try:
-        refuse_broken(plan, which)
+        refuse_broken(plan, file)
     except InputError as error:
         if not broken:
             raise
-        note(f"warning: {error.message}")
+        warn(error.message)
 
 
 def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
@@ -55,44 +56,126 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     from toolkit.files.fit import Fit
     from toolkit.files.io import read_file, shipped_fit
 
-    shipped = shipped_fit(recipe.stem)
-    ships = (
-        f", or take the one that ships: --fit {recipe.stem}" if shipped not in (None, path) else ""
-    )
-    if not path.exists() and ships:
-        raise InputError(
-            f"{path}: no such file", f"make it with `llmctl profile` and `llmctl fit`{ships}"
-        )
+    ships = ""
+    if shipped_fit(recipe.stem) not in (None, path):
+        ships = f", or take the one that ships: --fit {recipe.stem}"
+        if not path.exists():
+            hint = f"make it with `llmctl profile` and `llmctl fit`{ships}"
+            raise InputError(f"{path}: no such file", hint)
     try:
         return read_file(Fit, path, {"recipe": recipe})
     except StaleError as error:
         if not force:
             raise StaleError(error.message, f"{error.hint}{ships}") from None
-        warn_of_foreign(error.message)
+        warn(error.message)
         return read_file(Fit, path)
 
 
-def plan_of_recipe(
-    recipe: str | Path,
-    fit: Path,
-    tuning: Path | None,
-    given: PlannedPolicy | None = None,
-    *,
-    force: bool = False,
-) -> Plan:
-    """The plan of a recipe, its fit and optionally its tuning; with `force` also from a fit of
-    another recipe.
-    """
-    from toolkit.deploy.plan import make_plan
+def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) -> Tuning | None:
+    """The tuning, if a file is given. `StaleError` where it was made from other files."""
     from toolkit.files.io import read_file
-    from toolkit.files.shipped import recipe_path
     from toolkit.files.tuning import Tuning
 
-    made_from = {"recipe": recipe_path(recipe), "fit": fit}
-    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
-    inputs = made_from | ({"tuning": tuning} if tuning else {})
-    fitted = read_fit(fit, made_from["recipe"], force=force)
-    return make_plan(open_recipe(made_from["recipe"]), fitted, tuned, inputs, given)
+    return read_file(Tuning, path, made_from) if path else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
+    fits, by file; `ranges` are how many of each kind `tune --workers auto` may try.
+    """
+
+    kinds: list[Kind]
+    inputs: dict[str, Path]
+    bases: dict[Path, Fit]
+    ranges: list[CountRange]
+
+    def note_bases(self, tuned: Tuning | None) -> None:
+        """Print the number of workers of each kind, as tuned, and what predictions rest on."""
+        from toolkit.files.fleet import sized
+
+        kinds = sized(self.kinds, tuned)
+        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
+        note_bases(self.bases)
+
+
+def open_fleet(path: Path, *, force: bool = False) -> Fleet:
+    """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
+    a fit of another recipe; with `force` a warning.
+    """
+    from toolkit.files.fleet import fleet_sources, inputs_of, merged, ranges_of
+    from toolkit.files.plan import Kind
+
+    sources = fleet_sources(path)
+    kinds = []
+    for source in sources:
+        recipe = source.priced(open_recipe(source.recipe))
+        fit = read_fit(source.fit, source.recipe, force=force)
+        count = source.workers or recipe.workers
+        kinds.append(Kind(recipe=recipe, fit=fit, workers=count, nodes=source.nodes))
+        # servers do not slow each other: their fit is of one
+        if count != fit.workers and not traits_of(recipe.engine.name).server:
+            note_other_count(f"{recipe.name} was measured", fit, count)
+    bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
+    together = merged(kinds)
+    names = [kind.recipe.name for kind in kinds]
+    ranges = ranges_of(together, list(zip(names, sources, strict=True)))
+    return Fleet(together, inputs_of(path, sources), bases, ranges)
+
+
+def refuse_workers(workers: object) -> None:
+    """`InputError` where --workers was given beside a fleet."""
+    if workers is not None:
+        raise InputError(
+            "--workers: a fleet sets the number of workers of each kind",
+            "change it in the fleet's file",
+        )
+
+
+def note_other_count(measured: str, fit: Fit, workers: int) -> None:
+    """Print that the fit holds for another number of workers."""
+    note(
+        f"note: {measured} with {fit.workers} workers at once; with {workers} the times may differ"
+    )
+
+
+def plan_from(
+    source: str | Path,
+    fit: Path | None,
+    tuning: Path | None,
+    policy: PlannedPolicy | None = None,
+    *,
+    force: bool = False,
+) -> tuple[Plan, Path]:
+    """The plan of a recipe with its fit, or of a fleet, which names its fits; optionally tuned, or
+    with this policy. Beside it the file of the first fit.
+
+    `InputError` for a fit beside a fleet, and for a recipe without one; else as `open_fleet`,
+    `read_fit` and `make_plan`.
+    """
+    from toolkit.deploy.plan import make_plan
+    from toolkit.files.fleet import is_fleet, sized
+    from toolkit.files.shipped import recipe_path
+
+    fleet: Fleet | None = None
+    if is_fleet(source):
+        if fit is not None:
+            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
+        fleet = open_fleet(Path(source), force=force)
+        inputs = fleet.inputs
+    else:
+        recipe = recipe_path(source)  # a missing recipe is reported first
+        if fit is None:
+            raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
+        inputs = {"recipe": recipe, "fit": fit}
+    tuned = read_tuning(tuning, inputs)
+    near, made_from = inputs["fit"], inputs | ({"tuning": tuning} if tuning else {})
+    if fleet is None:
+        fitted = read_fit(near, inputs["recipe"], force=force)
+        return make_plan(open_recipe(inputs["recipe"]), fitted, tuned, made_from, policy), near
+    first, *others = sized(fleet.kinds, tuned)
+    plan = make_plan(first.recipe, first.fit, tuned, made_from, policy, others, first.workers)
+    return plan.model_copy(update={"nodes": first.nodes}), near
 
 
 def plan_address(plan: Plan) -> str:
@@ -104,25 +187,22 @@ def plan_address(plan: Plan) -> str:
     return plan.recipe.engine.url or f"http://{f'[{host}]' if ':' in host else host}:{serve.port}"
 
 
-def note_basis(fit: Fit, path: Path) -> None:
-    """Print that nothing was measured, if so, and how good earlier predictions from `fit` were.
-    `path` is the fit's file.
-    """
-    for line in _basis(fit, path):
+def note_bases(fits: Mapping[Path, Fit]) -> None:
+    """Print what predictions from these fits, by file, rest on: each fact once."""
+    from toolkit.files.io import digest
+
+    lines = []
+    for path, fit in fits.items():
+        lines += analytic_notes(fit.engine)
+        validation = find_validation(path, digest(path).sha256)
+        lines += [validation.summary()] if validation else []
+    for line in dict.fromkeys(lines):
         note(line)
 
 
-def _basis(fit: Fit, path: Path) -> list[str]:
-    from toolkit.files.io import digest
-
-    found = find_validation(path, digest(path).sha256)
-    return analytic_notes(fit) + ([found.summary()] if found else [])
-
-
-def analytic_notes(fit: Fit) -> list[str]:
-    """A line that nothing was measured, for an analytic fit; else none."""
-    assumed = fit.engine.analytic
-    return [f"analytic, nothing was measured: {assumed}"] if assumed else []
+def analytic_notes(engine: EngineFacts) -> list[str]:
+    """A line that nothing was measured, for an analytic profile or fit; else none."""
+    return [f"analytic, nothing was measured: {engine.analytic}"] if engine.analytic else []
 
 
 def find_validation(near: Path, fit_sha256: str) -> Validation | None:
@@ -148,7 +228,7 @@ def find_validation(near: Path, fit_sha256: str) -> Validation | None:
 
 
 def note_trace(trace: Trace) -> None:
-    """Print what was done to `trace` on stderr, its lengths first."""
+    """Print what was done to `trace`, the scaling of its lengths first."""
     note_scaling(trace)
     note_rest(trace)
 
@@ -172,108 +252,5 @@ def plain(trace: Trace) -> Requests:
     """The trace as `--json` shows it."""
     from toolkit.cli.results import Requests
 
-    return Requests(
-        source=trace.source, requests=len(trace), notes=list(trace.notes), scaling=trace.scaling
-    )
-
-
-FleetOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--fleet", help="Workers of several kinds, in place of --fit; see the docs on fleets."
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
-    fits, by file; `ranges` are how many of each kind `tune --workers auto` may try.
-    """
-
-    kinds: list[Kind]
-    inputs: dict[str, Path]
-    bases: dict[Path, Fit]
-    ranges: list[CountRange]
-
-    @property
-    def others(self) -> list[Kind]:
-        """All kinds except the first."""
-        return self.kinds[1:]
-
-    def note_bases(self, tuned: Tuning | None = None) -> None:
-        """Print what the predictions of each kind rest on, with the counts of a tuning."""
-        from toolkit.files.fleet import sized
-
-        kinds = sized(self.kinds, tuned)
-        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
-        lines = [line for path, fit in self.bases.items() for line in _basis(fit, path)]
-        for line in dict.fromkeys(lines):  # kinds may rest on the same
-            note(line)
-
-
-def refuse_workers(workers: object) -> None:
-    """`InputError` where --workers was given beside a fleet."""
-    if workers is not None:
-        raise InputError(
-            "--workers: a fleet sets the number of workers of each kind",
-            "change it in the fleet's file",
-        )
-
-
-def kind_names(path: Path | None) -> list[str]:
-    """The names of the kinds of the fleet at `path`; none without a fleet."""
-    from toolkit.files.fleet import fleet_sources
-
-    sources = fleet_sources(path) if path is not None else []
-    return [open_recipe(source.recipe).name for source in sources]
-
-
-def open_fleet(path: Path, *, force: bool = False) -> Fleet:
-    """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
-    a fit of another recipe; with `force` a warning.
-    """
-    from toolkit.files.fleet import fleet_sources, inputs_of, merged, ranges_of
-    from toolkit.files.plan import Kind
-
-    sources = fleet_sources(path)
-    kinds = []
-    for source in sources:
-        recipe = source.priced(open_recipe(source.recipe))
-        fit = read_fit(source.fit, source.recipe, force=force)
-        kinds.append(
-            Kind(
-                recipe=recipe, fit=fit, workers=source.workers or recipe.workers, nodes=source.nodes
-            )
-        )
-        # servers do not slow each other: their fit is of one
-        if kinds[-1].workers != fit.workers and not traits_of(recipe.engine.name).server:
-            count, measured = kinds[-1].workers, fit.workers
-            note(
-                f"note: {recipe.name} was measured with {measured} workers at once;"
-                f" with {count} the times may differ"
-            )
-    bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
-    together = merged(kinds)
-    names = [kind.recipe.name for kind in kinds]
-    ranges = ranges_of(together, list(zip(names, sources, strict=True)))
-    return Fleet(together, inputs_of(path, sources), bases, ranges)
-
-
-def plan_of_fleet(
-    path: Path, tuning: Path | None, given: PlannedPolicy | None = None, *, force: bool = False
-) -> tuple[Plan, Path]:
-    """The plan for serving a fleet, and its first fit's file. Raises as `open_fleet` and
-    `make_plan`.
-    """
-    from toolkit.deploy.plan import make_plan
-    from toolkit.files.fleet import sized
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
-    fleet = open_fleet(path, force=force)
-    tuned = read_file(Tuning, tuning, inputs=fleet.inputs) if tuning else None
-    inputs = fleet.inputs | ({"tuning": tuning} if tuning else {})
-    first, *others = sized(fleet.kinds, tuned)
-    plan = make_plan(first.recipe, first.fit, tuned, inputs, given, others, first.workers)
-    return plan.model_copy(update={"nodes": first.nodes}), fleet.inputs["fit"]
+    notes = list(trace.notes)
+    return Requests(source=trace.source, requests=len(trace), notes=notes, scaling=trace.scaling)

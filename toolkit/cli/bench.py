@@ -27,7 +27,7 @@ from toolkit.cli.arguments import (
     option,
     parse_sla,
 )
-from toolkit.cli.basis import VALIDATION, note_trace, plan_address, warn_of_foreign
+from toolkit.cli.basis import VALIDATION, note_trace, plan_address, read_tuning, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import LlmctlError
 from toolkit.units import percent, seconds
@@ -47,47 +47,45 @@ class BenchOptions:
     """The command line of `llmctl bench`."""
 
     url: str | None = option(
-        None, help="URL of the server; default: the plan's, or http://127.0.0.1:8000."
+        None, "URL of the server; default: the plan's, or http://127.0.0.1:8000."
     )
     trace: TraceOption = "chat-small"
     plan: Path | None = option(
-        None, help="The server's plan: lengths are scaled to its model, metrics predicted from it."
+        None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
     )
     rate: RateOption = None
-    start: float = option(0.0, min=0.0, help="Skip this many seconds of the (scaled) trace.")
+    start: float = option(0.0, "Skip this many seconds of the (scaled) trace.", min=0.0)
     duration: float | None = option(
-        None, min=0.0, help="Replay this many seconds; default: to the end of the trace."
+        None, "Replay this many seconds; default: to the end of the trace.", min=0.0
     )
     warmup: float = option(
         15.0,
+        "Seconds of other requests before the replay, which tell the prediction how fast the "
+        "machine is; 0: no warm-up. Only with --plan.",
         min=0.0,
-        help="Seconds of other requests before the replay, which tell the prediction how fast "
-        "the machine is; 0: no warm-up. Only with --plan.",
     )
     max_error: MaxErrorOption = None
-    out: Path | None = option(None, help="Write the report to this file, as JSON.")
+    out: Path | None = option(None, "Write the report to this file, as JSON.")
     save_requests: Path | None = option(
-        None, help="Write the times of every request to this file, as a canonical trace."
+        None, "Write the times of every request to this file, as a canonical trace."
     )
     sla: SlaOption = None
     lengths: Literal["hidden", "given"] | None = option(
         None,
-        help="Whether the server's scheduler knows the output lengths: 'given' sends each as "
-        "max_tokens. Default: 'hidden' if the server allows it (llmctl serve "
-        "--allow-end-after), else 'given'.",
+        "Whether the server's scheduler knows the output lengths: 'given' sends each as "
+        "max_tokens. Default: 'hidden' if the server allows it (llmctl serve --allow-end-after), "
+        "else 'given'.",
     )
     max_new_tokens: int | None = option(
-        None,
-        min=1,
-        help="The limit of requests without one in the trace; default: the plan's, or 256.",
+        None, "The limit of requests without one in the trace; default: the plan's, or 256.", min=1
     )
     vocab_size: int | None = option(
-        None, min=1, help="Draw the prompts' tokens below this number; default: the plan's, or 256."
+        None, "Draw the prompts' tokens below this number; default: the plan's, or 256.", min=1
     )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    timeout: float = option(600.0, min=0.001, help="Give up a request after this many seconds.")
-    seed: int = option(0, min=0, help="Draw the prompts from this seed.")
+    timeout: float = option(600.0, "Give up a request after this many seconds.", min=0.001)
+    seed: int = option(0, "Draw the prompts from this seed.", min=0)
     loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
@@ -159,7 +157,7 @@ def _look_at_server(
     address = given.url or (plan_address(planned) if planned else LOCAL)
     served_model = given.model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, given.api_key)
-    return look_at(target, loaded, planned, settings, warn_of_foreign if given.force else None)
+    return look_at(target, loaded, planned, settings, warn if given.force else None)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
@@ -260,34 +258,32 @@ class ValidateOptions:
     ]
     url: str | None = option(
         None,
-        help="URL of the server; default: the recipe's engine.url, or its serve.port on this "
-        "machine.",
+        "URL of the server; default: the recipe's engine.url, or its serve.port on this machine.",
     )
     trace: TraceOption = "chat-small"
     rate: RateOption = None
-    windows: int = option(3, min=1, help="Replay this many windows, spread evenly over the trace.")
+    windows: int = option(3, "Replay this many windows, spread evenly over the trace.", min=1)
     window_s: float = option(
-        20.0, "--window", min=0.1, help="Seconds of each window, if the trace is long enough."
+        20.0, "Seconds of each window, if the trace is long enough.", "--window", min=0.1
     )
     tuning: Path | None = option(
         None,
-        help="Replay the held-out windows of this tuning.json at its rate, instead of "
-        "--windows and --rate.",
+        "Replay the held-out windows of this tuning.json at its rate, instead of --windows and "
+        "--rate.",
     )
     warmup: float = option(
-        15.0, min=0.0, help="Seconds of other requests before each window; 0: no warm-up."
+        15.0, "Seconds of other requests before each window; 0: no warm-up.", min=0.0
     )
     max_error: MaxErrorOption = None
     out: Path | None = option(
-        None, help="Write the result to this file; default: validation.json beside the plan."
+        None, "Write the result to this file; default: validation.json beside the plan."
     )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    seed: int = option(0, min=0, help="Draw the windows' positions and the prompts from this seed.")
+    seed: int = option(0, "Draw the windows' positions and the prompts from this seed.", min=0)
     save_requests: Path | None = option(
         None,
-        help="Write every request, also of warm-ups, as measured and as predicted to this file "
-        "(JSONL).",
+        "Write every request, also of warm-ups, as measured and as predicted to this file (JSONL).",
     )
     loop: LoopOption = None
     force: ForeignOption = False
@@ -305,7 +301,6 @@ def validate(given: ValidateOptions) -> None:
     from toolkit.bench.session import RequestSettings, Session, hold
     from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
-    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
 
@@ -314,7 +309,7 @@ def validate(given: ValidateOptions) -> None:
         check_writable(file)
     planned = read_file(Plan, given.plan)
     path = trace_path(given.trace)
-    tuned = read_file(Tuning, given.tuning, {"trace": path}) if given.tuning else None
+    tuned = read_tuning(given.tuning, {"trace": path})
     rate = tuned.request_rate_rps if tuned else given.rate
     settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
     subject = _look_at_server(given, path, planned, settings)

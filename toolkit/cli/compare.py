@@ -32,12 +32,10 @@ from toolkit.cli.output import (
 )
 from toolkit.cli.simulate import (
     StageOptions,
-    hit_notes,
     open_stage,
-    refusal_notes,
+    result_notes,
     routed,
     sharing_notes,
-    unfinished_notes,
 )
 from toolkit.errors import InputError, nearest
 from toolkit.units import number
@@ -58,15 +56,15 @@ class CompareOptions(StageOptions):
 
     policies: str | None = option(
         None,
+        "Names, separated by commas; default: all except the oracles, which need the future; of "
+        "servers that were tuned, their own.",
         autocompletion=arguments.policies,
-        help="Names, separated by commas; default: all except the oracles, which need the "
-        "future; of servers that were tuned, their own.",
     )
     rate: list[str] | None = option(
-        None, help="Scale arrivals to this many requests per second; several: 5,10,20."
+        None, "Scale arrivals to this many requests per second; several: 5,10,20."
     )
-    columns: str | None = option(None, help="Metrics to show, separated by commas; --json has all.")
-    png: Path | None = option(None, help="Draw the plots to this file; needs the extra 'plot'.")
+    columns: str | None = option(None, "Metrics to show, separated by commas; --json has all.")
+    png: Path | None = option(None, "Draw the plots to this file; needs the extra 'plot'.")
     as_json: JsonOption = False
 
 
@@ -89,13 +87,13 @@ def command(given: CompareOptions) -> None:
         check_writable(given.png)
     listed = [] if given.policies is None else _words("--policies", given.policies)
     named = list(dict.fromkeys(listed))
-    asked = given.asked()
+    scenario = given.scenario()
     # checks --set before fits and the trace are read
-    assign_settings(asked.policies(named, list(KNOWN)), asked.settings, asked.kinds)
-    targets, rates = asked.targets, _rates(given.rate)
+    assign_settings(scenario.policies(named, list(KNOWN)), scenario.settings, scenario.kinds)
+    targets, rates = scenario.targets, _rates(given.rate)
     stage = open_stage(given)
-    names = asked.policies(named, usual_policies(stage.fit))
-    of_world, of_policy = assign_settings(names, asked.settings, asked.kinds)
+    names = scenario.policies(named, usual_policies(stage.fit))
+    of_world, of_policy = assign_settings(names, scenario.settings, scenario.kinds)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
     flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
     world = stage.world(of_world, flags)
@@ -196,11 +194,7 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
     beyond: dict[str, list[str]] = {}
     for run in runs:
         name = f"{run.policy} at {number(run.rate_rps)}/s" if many else run.policy
-        lines = [run.problem]
-        if not run.problem:
-            lines = [*refusal_notes(run.refusals), *hit_notes(run.metrics)]
-            lines += unfinished_notes(run.metrics)
-        for line in lines:
+        for line in [run.problem] if run.problem else result_notes(run.refusals, run.metrics):
             note(f"{name}: {line}")
         share = run.metrics.get("extrapolated_batches_percent", 0.0)
         if share:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, command_of, open_recipe, option
+from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.units import number, percent, seconds, size
@@ -36,22 +37,18 @@ class ProfileOptions:
     """The command line of `llmctl profile`."""
 
     recipe: RecipeArgument
-    out: Path = option(Path("profile.json"), help="Write the profile to this file.")
+    out: Path = option(Path("profile.json"), "Write the profile to this file.")
     fresh: bool = option(
-        False,
-        "--fresh",
-        help="Start from the beginning, and ignore the results of an interrupted run.",
+        False, "Start from the beginning, and ignore the results of an interrupted run."
     )
     analytic: bool = option(
-        False,
-        "--analytic",
-        help="Measure nothing; compute a roofline from the recipe's hardware and model numbers.",
+        False, "Measure nothing; compute a roofline from the recipe's hardware and model numbers."
     )
     like: tuple[Path, Path] | None = option(
         None,
+        "With --analytic: take the efficiency from a measured profile of the same engine and its "
+        "recipe.",
         metavar="PROFILE RECIPE",
-        help="With --analytic: take the efficiency from a measured profile of the same engine and "
-        "its recipe.",
     )
     as_json: JsonOption = False
 
@@ -99,13 +96,11 @@ class FitOptions:
     profile: Annotated[
         Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
     ]
-    out: Path = option(Path("fit.json"), help="Write the fit to this file.")
-    seed: int = option(0, min=0, help="Split the points into held-out parts by this seed.")
-    points: bool = option(False, "--points", help="Print the held-out error of every point, too.")
+    out: Path = option(Path("fit.json"), "Write the fit to this file.")
+    seed: int = option(0, "Split the points into held-out parts by this seed.", min=0)
+    points: bool = option(False, "Print the held-out error of every point, too.")
     max_error: float | None = option(
-        None,
-        min=0.0,
-        help="Exit with 4 where a law's held-out median error is above this percentage.",
+        None, "Exit with 4 where a law's held-out median error is above this percentage.", min=0.0
     )
     as_json: JsonOption = False
 
@@ -127,8 +122,8 @@ def fit(given: FitOptions) -> None:
     made = fit_file(measured, fitted, made_from)
     write_file(made, given.out)
     emit(given.as_json, made, lambda: show_fit(made, fitted if given.points else None))
-    if measured.engine.analytic:
-        note(f"analytic, nothing was measured: {measured.engine.analytic}")
+    for line in analytic_notes(measured.engine):
+        note(line)
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
     if made.rounds:
         errors["rounds"] = made.rounds.overhead.error
@@ -162,7 +157,8 @@ def _profile_analytically(given: ProfileOptions) -> None:
     made = analytic_profile(loaded, made_from, basis)
     write_file(made, given.out)
     emit(given.as_json, made, lambda: show_profile(made))
-    note(f"analytic, nothing was measured: {made.engine.analytic}")
+    for line in analytic_notes(made.engine):
+        note(line)
     note(f"wrote {given.out}; fit its laws with: llmctl fit {given.out}")
 
 

@@ -28,9 +28,8 @@ from toolkit.cli.basis import (
     accept,
     analytic_notes,
     find_validation,
-    note_basis,
-    plan_of_fleet,
-    plan_of_recipe,
+    note_bases,
+    plan_from,
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
@@ -59,80 +58,71 @@ class RenderOptions:
     ]
     fit: Path | None = option(
         None,
+        f"The fit of a recipe: {FIT_HELP}",
         callback=resolve_fit,
         autocompletion=arguments.fits,
-        help=f"The fit of a recipe: {FIT_HELP}",
     )
-    tuning: Path | None = option(
-        None, help="tuning.json; without it the plan has the recipe's policy."
-    )
+    tuning: Path | None = option(None, "tuning.json; without it the plan has the recipe's policy.")
     policy: str | None = option(
         None,
+        "Use this policy instead of the tuning's, with the parameters of --set.",
         autocompletion=arguments.policy,
-        help="Use this policy instead of the tuning's, with the parameters of --set.",
     )
     settings: SetOption = None
     target: str | None = option(
         None,
+        "Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see "
+        "docs/how-to/deploy.md.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
-        help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
-        "sglang; see docs/how-to/deploy.md.",
     )
     out: Path | None = option(
         None,
-        help="Write to this file, or with --target to this folder; default: plan.json, or a "
-        "folder named like the target.",
+        "Write to this file, or with --target to this folder; default: plan.json, or a folder "
+        "named like the target.",
     )
-    check: bool = option(
-        False, "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
-    )
+    check: bool = option(False, "Write nothing; compare with --out, and exit with 4 if it differs.")
     force: bool = option(
         False,
-        "--force",
-        help="Render settings that are predicted to break limits; with --target, overwrite "
-        "files that were changed.",
+        "Render settings that are predicted to break limits; with --target, overwrite files that "
+        "were changed.",
     )
     allow_broken_limits: bool = option(
-        False,
-        "--allow-broken-limits",
-        help="Continue although the settings are predicted to break limits; --force does so, too.",
+        False, "Continue although the settings are predicted to break limits; --force does so, too."
     )
     trace: str | None = option(
         None,
-        help="Take lengths for the autoscaling threshold from this trace; default: the "
-        "tuning's, if it ships, or the recipe's.",
+        "Take lengths for the autoscaling threshold from this trace; default: the tuning's, if it "
+        "ships, or the recipe's.",
     )
-    image: str = _cluster("", help="Container image, pinned by tag or digest.")
-    namespace: str = _cluster("default", help="Kubernetes namespace.")
-    replicas: int = _cluster(0, min=0, help="The number of pods; 0: as the tuning found, or 1.")
+    image: str = _cluster("", "Container image, pinned by tag or digest.")
+    namespace: str = _cluster("default", "Kubernetes namespace.")
+    replicas: int = _cluster(0, "The number of pods; 0: as the tuning found, or 1.", min=0)
     max_replicas: int = _cluster(
-        0, min=0, help="The largest number of pods, in a fleet of each kind; 0: twice the replicas."
+        0, "The largest number of pods, in a fleet of each kind; 0: twice the replicas.", min=0
     )
     prometheus: str = _cluster(
         "http://prometheus-operated.monitoring.svc:9090",
+        "URL of Prometheus in the cluster, for KEDA; default: the operator's service in namespace "
+        "monitoring.",
         show_default=False,
-        help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
-        "namespace monitoring.",
     )
     model_claim: str = _cluster(
-        "", help="Volume claim that keeps the models; '': each pod downloads them again."
+        "", "Volume claim that keeps the models; '': each pod downloads them again."
     )
     gpu_product: list[str] | None = _cluster(
         None,
+        "Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the fit's.",
         metavar="NAME",
-        help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
-        "fit's.",
     )
     program: str = _cluster(
-        "/opt/llmctl/bin/llmctl", help="Path of llmctl on the machine that runs the systemd unit."
+        "/opt/llmctl/bin/llmctl", "Path of llmctl on the machine that runs the systemd unit."
     )
     replica_image: str = _cluster(
-        "", help="Image of an engine's own server, pinned; default: the engine's tried one."
+        "", "Image of an engine's own server, pinned; default: the engine's tried one."
     )
     replica_python: str = _cluster(
-        "/opt/vllm/bin/python",
-        help="Path of the engine's Python on the machine that runs the units.",
+        "/opt/vllm/bin/python", "Path of the engine's Python on the machine that runs the units."
     )
     as_json: JsonOption = False
 
@@ -179,7 +169,7 @@ def command(given: RenderOptions) -> None:
     ]
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
     emit(given.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
-    note_basis(plan.fit, made.near)
+    note_bases({made.near: plan.fit})
     allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
@@ -197,10 +187,9 @@ class Made:
 
 def _make(given: RenderOptions) -> Made:
     """The plan of the arguments. `InputError` where they do not belong together."""
-    from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan, PlannedPolicy
-    from toolkit.files.shipped import is_recipe, recipe_path
+    from toolkit.files.shipped import is_recipe
 
     source, policy = given.source, None
     if given.policy is not None:
@@ -213,15 +202,8 @@ def _make(given: RenderOptions) -> Made:
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
         return Made(read_file(Plan, source), source, source)
-    if is_fleet(source):
-        if given.fit is not None:
-            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-        plan, near = plan_of_fleet(source, given.tuning, policy)
-        return Made(plan, None, near)
-    if given.fit is None:
-        recipe_path(source)  # a missing recipe is reported first
-        raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
-    return Made(plan_of_recipe(source, given.fit, given.tuning, policy), None, given.fit)
+    plan, fit = plan_from(source, given.fit, given.tuning, policy)
+    return Made(plan, None, fit)
 
 
 def _render(made: Made, target: str, given: RenderOptions) -> None:
@@ -247,7 +229,7 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
-    for line in analytic_notes(made.plan.fit):
+    for line in analytic_notes(made.plan.fit.engine):
         note(line)
     if order.trace is None and ttft_targets(recipe):
         lengths = f"computed for the lengths of {default_trace(recipe)}"

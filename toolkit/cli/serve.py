@@ -12,20 +12,21 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
     SET_HELP,
     JsonOption,
-    argument,
     command_of,
     limit_workers,
     option,
     parse_settings,
     resolve_fit,
 )
-from toolkit.cli.basis import accept, warn_of_foreign
+from toolkit.cli.basis import accept, warn
 from toolkit.cli.output import note
 from toolkit.errors import InputError
 
@@ -49,185 +50,170 @@ _watch = partial(option, rich_help_panel="Logs, metrics and checks")
 class ServeOptions:
     """The command line of `llmctl serve`."""
 
-    source: str | None = argument(
-        None,
-        metavar="PLAN.json|RECIPE|FLEET|FOLDER",
-        autocompletion=arguments.recipes_and_plans,
-        help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
-    )
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PLAN.json|RECIPE|FLEET|FOLDER",
+            autocompletion=arguments.recipes_and_plans,
+            help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
+        ),
+    ] = None
     target: str | None = _plan(
         None,
+        "Where to run: local or ray; systemd or compose for a folder rendered for it.",
         metavar="TARGET",
         autocompletion=arguments.served_targets,
-        help="Where to run: local or ray; systemd or compose for a folder rendered for it.",
     )
-    plan: Path | None = _plan(None, help="The plan to serve, from `llmctl render`.")
+    plan: Path | None = _plan(None, "The plan to serve, from `llmctl render`.")
     fit: Path | None = _plan(
         None,
+        "The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. The plan "
+        "is made here.",
         callback=resolve_fit,
         autocompletion=arguments.fits,
-        help="The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. "
-        "The plan is made here.",
     )
-    tuning: Path | None = _plan(None, help="The tuning of a recipe, used with --fit.")
+    tuning: Path | None = _plan(None, "The tuning of a recipe, used with --fit.")
     policy: str | None = _plan(
         None,
+        "Use this policy instead of the plan's, with the parameters of --set.",
         autocompletion=arguments.policy,
-        help="Use this policy instead of the plan's, with the parameters of --set.",
     )
-    settings: list[str] | None = _plan(None, "--set", metavar="KEY=VALUE", help=SET_HELP)
+    settings: list[str] | None = _plan(None, SET_HELP, "--set", metavar="KEY=VALUE")
     workers: int | None = _plan(
-        None,
-        min=1,
-        callback=limit_workers,
-        help="Start this number of workers instead of the plan's.",
+        None, "Start this number of workers instead of the plan's.", min=1, callback=limit_workers
     )
     ray: str = _plan(
         "",
+        "Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine (local), "
+        "the one that runs on it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
-        help="Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine "
-        "(local), the one that runs on it (auto), or the one of a head node.",
     )
     room_timeout: float = _plan(
         60.0,
+        "Wait this long for the Ray cluster to have room for all workers.",
         min=0,
         metavar="SECONDS",
-        help="Wait this long for the Ray cluster to have room for all workers.",
     )
-    engine: str | None = _plan(None, help="Refuse a plan that is for another engine than this one.")
+    engine: str | None = _plan(None, "Refuse a plan that is for another engine than this one.")
     force: bool = _plan(
         False,
-        "--force",
-        help="Serve although the fit is for another device, engine, version or model, or the "
-        "plan is predicted to break limits.",
+        "Serve although the fit is for another device, engine, version or model, or the plan is "
+        "predicted to break limits.",
     )
     allow_broken_limits: bool = _plan(
-        False,
-        "--allow-broken-limits",
-        help="Serve although the plan is predicted to break limits of the recipe.",
+        False, "Serve although the plan is predicted to break limits of the recipe."
     )
     replica: list[str] | None = _replicas(
         None,
+        "Serve through this server, which runs already; again for each further one. KIND is the "
+        "recipe of a fleet's kind; by default it is read from the size of the cache.",
         metavar="[KIND=]URL",
-        help="Serve through this server, which runs already; again for each further one. KIND "
-        "is the recipe of a fleet's kind; by default it is read from the size of the cache.",
     )
     replicas: list[str] | None = _replicas(
         None,
+        "As --replica, with a list that may change: a URL a line in a file, all addresses of a "
+        "name, or the endpoints of a Kubernetes Service; again for each kind.",
         metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
         show_default=False,
-        help="As --replica, with a list that may change: a URL a line in a file, all addresses "
-        "of a name, or the endpoints of a Kubernetes Service; again for each kind.",
     )
     router: str = _replicas(
         "",
+        "What chooses a request's replica; default: the plan's, else round-robin.",
         autocompletion=arguments.router,
         show_default=False,
-        help="What chooses a request's replica; default: the plan's, else round-robin.",
     )
     router_settings: list[str] | None = _replicas(
-        None, "--set-router", metavar="KEY=VALUE", help="Set a parameter of the router."
+        None, "Set a parameter of the router.", "--set-router", metavar="KEY=VALUE"
     )
-    host: str | None = _network(None, help="Listen on this address; default: the recipe's.")
+    host: str | None = _network(None, "Listen on this address; default: the recipe's.")
     port: int | None = _network(
-        None,
-        min=0,
-        max=65535,
-        help="Listen on this port; 0 takes a free one; default: the recipe's.",
+        None, "Listen on this port; 0 takes a free one; default: the recipe's.", min=0, max=65535
     )
     api_key: str = _network(
         "",
+        "Require this key from all clients. The environment variable hides it better.",
         envvar="LLMCTL_API_KEY",
         show_default=False,
-        help="Require this key from all clients. The environment variable hides it better.",
     )
     api_key_file: Path | None = _network(
-        None, help="Read the key from this file, as service managers provide secrets."
+        None, "Read the key from this file, as service managers provide secrets."
     )
     api_keys: Path | None = _network(
         None,
+        "Read the sha256 of several keys from this file, each with a name and limits.",
         envvar="LLMCTL_API_KEYS",
         show_default=False,
-        help="Read the sha256 of several keys from this file, each with a name and limits.",
     )
     ssl_certfile: Path | None = _network(
-        None, help="Use TLS with this certificate (PEM, with its chain)."
+        None, "Use TLS with this certificate (PEM, with its chain)."
     )
     ssl_keyfile: Path | None = _network(
-        None, help="Read the certificate's key from this file; default: the certificate's file."
+        None, "Read the certificate's key from this file; default: the certificate's file."
     )
-    insecure: bool = _network(False, "--insecure", help="Accept other machines without an API key.")
-    open_metrics: bool = _network(
-        False, "--open-metrics", help="Let clients read /metrics without the key."
-    )
-    served_model_name: str = _network("", help="The name of the model in the API.")
+    insecure: bool = _network(False, "Accept other machines without an API key.")
+    open_metrics: bool = _network(False, "Let clients read /metrics without the key.")
+    served_model_name: str = _network("", "The name of the model in the API.")
     allow_end_after: bool = _network(
-        False,
-        "--allow-end-after",
-        help="Let requests set the length of their output (llmctl_end_after), for replays.",
+        False, "Let requests set the length of their output (llmctl_end_after), for replays."
     )
     admission: Literal["targets", "queue"] | None = _load(
         None,
-        help="Refuse requests that are predicted to miss the targets (targets), or only those "
-        "that meet serve.max_waiting waiting ones (queue); default: the recipe's.",
+        "Refuse requests that are predicted to miss the targets (targets), or only those that "
+        "meet serve.max_waiting waiting ones (queue); default: the recipe's.",
     )
     request_timeout: float | None = _load(
         None,
+        "The deadline of requests that name none, and the longest that a request may name; "
+        "default: the recipe's.",
         min=0.001,
         show_default=False,
         metavar="SECONDS",
-        help="The deadline of requests that name none, and the longest that a request may "
-        "name; default: the recipe's.",
     )
     client_share: float | None = _load(
         None,
+        "Allow one address this share of the connections and held bytes; default: 0.5. Use 1 "
+        "behind a proxy on another machine.",
         min=0.001,
         max=1,
         show_default=False,
         metavar="SHARE",
-        help="Allow one address this share of the connections and held bytes; default: 0.5. "
-        "Use 1 behind a proxy on another machine.",
     )
     shutdown_timeout: float = _load(
-        30.0, min=0, metavar="SECONDS", help="Give running requests this long after a signal."
+        30.0, "Give running requests this long after a signal.", min=0, metavar="SECONDS"
     )
     shutdown_notice: float = _load(
         0.0,
+        "Answer /ready with 503 for this long before requests are refused.",
         min=0,
         metavar="SECONDS",
-        help="Answer /ready with 503 for this long before requests are refused.",
     )
     event_log: Path | None = _watch(
         None,
-        help="Write every call of the scheduler, or of the router, to this file; it replays "
-        "exactly.",
+        "Write every call of the scheduler, or of the router, to this file; it replays exactly.",
     )
     request_log: Path | None = _watch(
-        None, help="Write a trace of the requests to this file: lengths and times only."
+        None, "Write a trace of the requests to this file: lengths and times only."
     )
-    vllm_metrics: bool = _watch(
-        False, "--vllm-metrics", help="Offer the metrics under vLLM's names, too."
-    )
+    vllm_metrics: bool = _watch(False, "Offer the metrics under vLLM's names, too.")
     status_page: bool | None = _watch(
         None,
+        "Serve a page at / for people, without the key: totals, no requests. Default: only where "
+        "the server listens on this machine alone.",
         "--status-page/--no-status-page",
         show_default=False,
-        help="Serve a page at / for people, without the key: totals, no requests. "
-        "Default: only where the server listens on this machine alone.",
     )
     check: float | None = _watch(
         None,
+        "Measure points of the fit again for this long before the first request; default: 3, and "
+        "0 for engine fake.",
         min=0,
         show_default=False,
         metavar="SECONDS",
-        help="Measure points of the fit again for this long before the first request; "
-        "default: 3, and 0 for engine fake.",
     )
     strict: bool = _watch(
         False,
-        "--strict",
-        help="Exit with 4 where such a point is beyond the fit's stated error, and with 2 "
-        "where a replica is of another model, context or version.",
+        "Exit with 4 where such a point is beyond the fit's stated error, and with 2 where a "
+        "replica is of another model, context or version.",
     )
     as_json: JsonOption = False
 
@@ -251,7 +237,7 @@ def command(given: ServeOptions) -> None:
 
     location = serve_start.locate(given.source, given.target)
     broken = given.force or given.allow_broken_limits
-    if location.target in serve_start.MANAGED:
+    if location.target in arguments.MANAGED:
         serve_start.serve_managed(location, given.as_json, broken=broken)
         return
     # the workers inherit the environment, and run models' own code
@@ -311,7 +297,7 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
         checks=serve_start.points_to_check(plan, given.check),
-        on_foreign=warn_of_foreign if given.force else None,
+        on_foreign=warn if given.force else None,
         ray=ray,
         room_timeout_s=given.room_timeout,
         callers=watched_keys,
@@ -341,7 +327,7 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access) -> ServerOrde
         access[0][0],
         given.insecure,
         given.event_log,
-        warn_of_foreign if given.force else None,
+        warn if given.force else None,
     )
 
 
@@ -392,7 +378,7 @@ def _gateway(
         room_timeout_s=given.room_timeout,
         reread=partial(_reread, given, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
-        on_foreign=warn_of_foreign if given.force else None,
+        on_foreign=warn if given.force else None,
         access=(api_key, keys),
         insecure=given.insecure,
         client_share=CLIENT_SHARE if given.client_share is None else given.client_share,

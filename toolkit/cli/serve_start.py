@@ -17,8 +17,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from toolkit.cli.arguments import parse_settings
-from toolkit.cli.basis import accept, plan_of_fleet, plan_of_recipe, refuse_workers
+from toolkit.cli.arguments import IN_PROCESS, MANAGED, parse_settings
+from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
 from toolkit.cli.output import WIDTH, emit, note
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
 
-IN_PROCESS = ("local", "ray")  # the server of these targets is this process
-MANAGED = ("systemd", "compose")  # targets of a service manager
 ELSEWHERE = {  # targets that serve does not start, and the command that does
     "kubernetes": "kubectl apply -k {folder}",
     "vllm": "{folder}/serve.sh",
@@ -137,7 +135,7 @@ def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
     from toolkit.files.shipped import is_recipe
 
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
-    plan, fit, tuning, force = given.plan, given.fit, given.tuning, given.force
+    plan, fit, tuning = given.plan, given.fit, given.tuning
     if plan is None and source and not is_recipe(source):
         plan, source = Path(source), None
     if plan is not None:
@@ -146,13 +144,9 @@ def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
                 "a plan holds its recipe, fit and tuning; give either the plan or these", usage
             )
         return read_file(Plan, plan)
-    if source and is_fleet(source):
-        if fit:
-            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-        return plan_of_fleet(Path(source), tuning, force=force)[0]
-    if source is None or fit is None:
+    if source is None or not (fit or is_fleet(source)):
         raise InputError("neither a plan nor a recipe with --fit is given", usage)
-    return plan_of_recipe(source, fit, tuning, force=force)
+    return plan_from(source, fit, tuning, force=given.force)[0]
 
 
 def override(
@@ -170,10 +164,7 @@ def override(
     if plan.others:
         refuse_workers(workers)
     if workers is not None and workers != plan.fit.workers:
-        note(
-            f"note: the fit was measured with {plan.fit.workers} workers at once;"
-            f" with {workers} the times may differ"
-        )
+        note_other_count("the fit was measured", plan.fit, workers)
     changes = parse_settings(settings)
     own, planned = settings_of_kinds(changes, plan.kinds)[0], plan.policy
     name = planned.name if policy is None else policy

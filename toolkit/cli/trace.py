@@ -7,7 +7,6 @@ write files.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, option, resolve_recipe
+from toolkit.cli.arguments import JsonOption, command_of, option, refuse_useless, resolve_recipe
 from toolkit.cli.output import chart, emit, note, table
 from toolkit.errors import InputError
 from toolkit.units import number, seconds, size
@@ -39,27 +38,25 @@ class RecordOptions:
         ),
     ]
     listen: str = option(
-        "127.0.0.1:8100", metavar="HOST:PORT", help="Listen on this address for clients."
+        "127.0.0.1:8100", "Listen on this address for clients.", metavar="HOST:PORT"
     )
     max_mib: int = option(
-        256, min=1, help="Rename OUT to OUT.1 at this size, and replace an older OUT.1."
+        256, "Rename OUT to OUT.1 at this size, and replace an older OUT.1.", min=1
     )
     timeout: float = option(
-        600.0,
-        min=1.0,
-        help="Give up a request after the server sent nothing for this many seconds.",
+        600.0, "Give up a request after the server sent nothing for this many seconds.", min=1.0
     )
     shutdown_timeout: float = option(
-        30.0, min=0.0, help="Give running requests this many seconds after a signal."
+        30.0, "Give running requests this many seconds after a signal.", min=0.0
     )
     upstream_ca: Path | None = option(
-        None, help="For https: trust these authorities (PEM) instead of the system's."
+        None, "For https: trust these authorities (PEM) instead of the system's."
     )
-    insecure: bool = option(False, "--insecure", help="Accept other machines.")
+    insecure: bool = option(False, "Accept other machines.")
     block_tokens: int = option(
         16,
+        "Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
         min=0,
-        help="Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
     )
     as_json: JsonOption = False
 
@@ -171,28 +168,26 @@ class ConvertOptions:
         Path, typer.Argument(metavar="OUT", help="Write the trace to this file, canonical JSONL.")
     ]
     start: float = option(
-        0.0, min=0.0, help="Leave out requests that arrive before this second (after scaling)."
+        0.0, "Leave out requests that arrive before this second (after scaling).", min=0.0
     )
-    duration: float | None = option(None, min=0.0, help="Keep this many seconds from --start on.")
-    rate: float | None = option(None, help="Scale arrival times to this mean rate, requests/s.")
+    duration: float | None = option(None, "Keep this many seconds from --start on.", min=0.0)
+    rate: float | None = option(None, "Scale arrival times to this mean rate, requests/s.")
     draw_rate: float | None = option(
-        None, help="Draw new arrival times at this rate, for traces without times."
+        None, "Draw new arrival times at this rate, for traces without times."
     )
     cv: float | None = option(
-        None, help="With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
+        None, "With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
     )
     seed: int | None = option(
-        None,
-        min=0,
-        help="With --draw-rate: draw from this seed; the same seed gives the same times.",
+        None, "With --draw-rate: draw from this seed; the same seed gives the same times.", min=0
     )
     divide: float | None = option(
-        None, help="Divide all lengths by this factor; what prompts share stays shared."
+        None, "Divide all lengths by this factor; what prompts share stays shared."
     )
     max_model_len: int | None = option(
-        None, help="Scale lengths to this context, in tokens; needs --max-new-tokens."
+        None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
     )
-    max_new_tokens: int | None = option(None, help="Scale outputs to this many tokens.")
+    max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
     as_json: JsonOption = False
 
 
@@ -218,7 +213,7 @@ def convert(given: ConvertOptions) -> None:
         raise InputError(f"{both} contradict each other", "give one of them")
     if given.draw_rate is None:
         drawn = {"--cv": given.cv, "--seed": given.seed}
-        _refuse(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
+        refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
     loaded, _ = read_trace(trace_path(given.trace, folders=True))
     if given.draw_rate is not None:
         arrivals = Arrivals(given.draw_rate, 1.0 if given.cv is None else given.cv)
@@ -239,50 +234,48 @@ class GenerateOptions:
     """The command line of `llmctl trace generate`."""
 
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
-    rate: float | None = option(None, help="Mean arrival rate, requests/s; default: 20.")
-    duration: float | None = option(None, help="Seconds; default: 600.")
+    rate: float | None = option(None, "Mean arrival rate, requests/s; default: 20.")
+    duration: float | None = option(None, "Seconds; default: 600.")
     cv: float | None = option(
-        None, help="Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
+        None, "Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
     )
     prompt: str = option(
         "lognormal:400:1",
-        help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.",
+        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.",
     )
-    output: str = option("lognormal:120:0.75", help="The same for output lengths.")
+    output: str = option("lognormal:120:0.75", "The same for output lengths.")
     longest: int | None = option(
-        None,
-        min=1,
-        help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto.",
+        None, "Clip lengths to this many tokens; default: 1024 for lognormal and pareto.", min=1
     )
-    max_tokens: int = option(0, min=0, help="The limit on output tokens that clients set; 0: none.")
+    max_tokens: int = option(0, "The limit on output tokens that clients set; 0: none.", min=0)
     all_at_once: int | None = option(
         None,
+        "This many requests, all at 0 s, instead of --rate and --duration.",
         "--backlog",
         min=1,
-        help="This many requests, all at 0 s, instead of --rate and --duration.",
     )
     system_tokens: int | None = option(
-        None, min=1, help="Begin every prompt with the same so many tokens."
+        None, "Begin every prompt with the same so many tokens.", min=1
     )
     templates: int | None = option(
-        None, min=1, help="Begin prompts with one of so many templates, chosen by Zipf."
+        None, "Begin prompts with one of so many templates, chosen by Zipf.", min=1
     )
     template_tokens: str | None = option(
-        None, help="Lengths of the templates, as --prompt; default: fixed:512."
+        None, "Lengths of the templates, as --prompt; default: fixed:512."
     )
     zipf: float | None = option(
-        None, min=0.0, help="The k-th template has a weight of 1 / k^ZIPF; default: 1."
+        None, "The k-th template has a weight of 1 / k^ZIPF; default: 1.", min=0.0
     )
     turns: str | None = option(
         None,
-        help="Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is"
-        " then of sessions, and --prompt of what is new in a turn.",
+        "Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is then of "
+        "sessions, and --prompt of what is new in a turn.",
     )
     think: str | None = option(
-        None, help="Seconds before a later turn, as --prompt, such as lognormal:5:1."
+        None, "Seconds before a later turn, as --prompt, such as lognormal:5:1."
     )
     block_tokens: int | None = option(
-        None, min=1, help="Note what prompts share in blocks of this size; default: 16."
+        None, "Note what prompts share in blocks of this size; default: 16.", min=1
     )
     seed: SeedOption = 0
     as_json: JsonOption = False
@@ -309,7 +302,9 @@ def generate(given: GenerateOptions) -> None:
     content = _content(given)
     if given.all_at_once is not None:
         useless = {"--rate": given.rate, "--duration": given.duration, "--cv": given.cv}
-        _refuse(useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
+        refuse_useless(
+            useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out"
+        )
         made = backlog(given.all_at_once, prompts, outputs, given.seed, content)
     else:
         arrivals = Arrivals(
@@ -329,12 +324,12 @@ def _content(given: GenerateOptions) -> SharedContent | None:
 
     if given.templates is None:
         needs = {"--template-tokens": given.template_tokens, "--zipf": given.zipf}
-        _refuse(needs, "there are no templates", "add --templates")
+        refuse_useless(needs, "there are no templates", "add --templates")
     if given.turns is None:
-        _refuse({"--think": given.think}, "requests have one turn", "add --turns")
+        refuse_useless({"--think": given.think}, "requests have one turn", "add --turns")
     if not (given.system_tokens or given.templates or given.turns):
         shares = "add --system-tokens, --templates or --turns"
-        _refuse({"--block-tokens": given.block_tokens}, "prompts share nothing", shares)
+        refuse_useless({"--block-tokens": given.block_tokens}, "prompts share nothing", shares)
         return None
     return SharedContent(
         given.system_tokens or 0,
@@ -345,14 +340,6 @@ def _content(given: GenerateOptions) -> SharedContent | None:
         parse_times(given.think) if given.think else None,
         given.block_tokens or 16,
     )
-
-
-def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
-    """`InputError` for the first option that was given without effect."""
-    for name, value in given.items():
-        if value is not None:
-            shown = value if isinstance(value, str) else f"{value:g}"
-            raise InputError(f"{name} {shown} changes nothing: {why}", hint)
 
 
 def _wrote(trace: Trace, out: Path, as_json: bool) -> None:

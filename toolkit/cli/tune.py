@@ -32,7 +32,7 @@ from toolkit.cli.arguments import (
     option,
     resolve_fit,
 )
-from toolkit.cli.basis import Fleet, note_basis, note_trace, open_fleet, read_fit, refuse_workers
+from toolkit.cli.basis import Fleet, note_bases, note_trace, open_fleet, read_fit, refuse_workers
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
 from toolkit.engine_traits import traits_of
@@ -100,79 +100,75 @@ class TuneOptions:
 
     recipe: RecipeArgument
     fit: Path = option(
-        Path("fit.json"), callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP
+        Path("fit.json"), FIT_HELP, callback=resolve_fit, autocompletion=arguments.fits
     )
-    out: Path = option(Path("tuning.json"), help="Write the result to this file.")
-    force: bool = option(
-        False, "--force", help="Accept a fit of another recipe, or of a recipe that has changed."
-    )
+    out: Path = option(Path("tuning.json"), "Write the result to this file.")
+    force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     policies: str | None = _search(
         None,
+        "Search these policies and the recipe's. 'all' (default) means all policies except the "
+        "oracles, 'own' only the recipe's.",
         metavar="NAME,...",
         autocompletion=arguments.policies,
-        help="Search these policies and the recipe's. 'all' (default) means all policies "
-        "except the oracles, 'own' only the recipe's.",
     )
     routers: str | None = _search(
         None,
+        "Before several replicas of a server, search these routers and the recipe's. 'all' "
+        "(default) means all, 'own' only the recipe's.",
         metavar="NAME,...",
-        help="Before several replicas of a server, search these routers and the recipe's. "
-        "'all' (default) means all, 'own' only the recipe's.",
     )
     trials: int | None = _search(
-        None, min=1, callback=_limited, help="Try this number of settings; default: the recipe's."
+        None, "Try this number of settings; default: the recipe's.", min=1, callback=_limited
     )
     seed: int | None = _search(
         None,
+        "Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
         min=0,
-        help="Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
     )
     draws: int | None = _search(
         None,
+        "Draw the fitted laws this many times for the interval of the gain; 0: no interval.",
         min=0,
         callback=_limited,
-        help="Draw the fitted laws this many times for the interval of the gain; 0: no interval.",
     )
     trace: str = _traffic(
         "",
+        "A trace file, or the name of a shipped trace; default: the recipe's.",
         autocompletion=arguments.traces,
-        help="A trace file, or the name of a shipped trace; default: the recipe's.",
         show_default=False,
     )
-    rate: float | None = _traffic(None, help="Scale arrivals to this many requests per second.")
+    rate: float | None = _traffic(None, "Scale arrivals to this many requests per second.")
     window: float | None = _traffic(
-        None, min=0.1, help="Seconds of each window, if the trace is long enough."
+        None, "Seconds of each window, if the trace is long enough.", min=0.1
     )
     workers: str | None = _traffic(
         None,
+        "The number of workers; 'auto' finds the fewest that keep all limits, in a fleet of "
+        "servers the cheapest of each kind.",
         metavar="N|auto",
-        help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
-        "of servers the cheapest of each kind.",
     )
     jobs: int | None = _computing(
         None,
+        "Simulate in this many processes; default: as many as there are cores.",
         min=1,
         callback=_limited,
-        help="Simulate in this many processes; default: as many as there are cores.",
     )
     executor: str = _computing(
-        "local",
-        metavar="local|ray",
-        help="Simulate on this machine (local), or on a Ray cluster (ray).",
+        "local", "Simulate on this machine (local), or on a Ray cluster (ray).", metavar="local|ray"
     )
     ray: str = _computing(
         "auto",
+        "The cluster of --executor ray: a new one on this machine (local), the one that runs on "
+        "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
-        help="The cluster of --executor ray: a new one on this machine (local), the one that "
-        "runs on it (auto), or the one of a head node.",
     )
     storage: str = _computing(
         "",
+        "Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a file "
+        "beside the result.",
         metavar="URL",
         envvar="LLMCTL_STORAGE",
         show_default=False,
-        help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a "
-        "file beside the result.",
     )
     as_json: JsonOption = False
 
@@ -229,7 +225,7 @@ def command(given: TuneOptions) -> None:
     if fleet:
         fleet.note_bases(result)
     else:
-        note_basis(fit, given.fit)
+        note_bases({given.fit: fit})
     note(f"wrote {given.out}")
     if not result.keeps_limits:
         unbeaten = "the recipe's settings, which nothing beat,"
@@ -250,7 +246,7 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
         if given.workers != AUTO:
             refuse_workers(given.workers)
         fleet = open_fleet(given.recipe, force=given.force)
-        first, others = fleet.kinds[0], fleet.others
+        first, others = fleet.kinds[0], fleet.kinds[1:]
         if not traits_of(first.recipe.engine.name).server:
             refuse_workers(given.workers)
         recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
