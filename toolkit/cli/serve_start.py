@@ -7,12 +7,12 @@ In order: where to serve (`locate`, and `serve_managed` for service managers); t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -289,35 +289,23 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
     from toolkit.serve.launch import launch
 
     plan, front = order.plan, order.settings
-    with remembering("ray" if order.ray else "local") as memory:
-
-        def on_ready(url: str) -> None:
-            memory.ready(url, front.model, plan, certificate)
-            order.manager.tell("READY=1")
-            _announce(as_json, url, front.model, plan, status_page=front.status_page)
-
-        memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
+    check = partial(judge, strict=strict, say=note)
+    announce = partial(announce_plan, as_json, plan, front.model, status_page=front.status_page)
+    target: Where = "ray" if order.ray else "local"
+    server = Server(plan, front.model, order.manager, announce, target, certificate)
+    server.run(partial(launch, order, on_checked=check))
 
 
 def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_json: bool) -> None:
-    """Start the server of an engine that is one itself, and serve until a signal ends it.
-
-    `manager` is told when it is ready.
-    """
+    """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
-    plan = order.plan
+    plan, model = order.plan, order.served_model
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
-    with remembering("local") as memory:
-
-        def on_ready(url: str) -> None:
-            memory.ready(url, order.served_model, plan)
-            manager.tell("READY=1")
-            _announce(as_json, url, order.served_model, plan)
-
-        memory.ended(backend.launch(replace(order, beat=manager.beat), on_ready))
+    server = Server(plan, model, manager, partial(announce_plan, as_json, plan, model))
+    server.run(partial(backend.launch, replace(order, beat=manager.beat)))
 
 
 def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bool) -> None:
@@ -329,26 +317,79 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
         where = f" on Ray ({order.ray})" if order.ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
         note(f"starting {servers} of {plan.recipe.engine.name}{where}")
-    with remembering("ray" if order.ray else "local") as memory:
+
+    def announce(url: str) -> None:
+        page, router = f"{url}/" if front.status_page else None, order.router.name
+        facts = {"url": url, "model": front.model, "router": router, "status_page": page}
+        lines = [
+            f"ready: {url} serves {front.model or 'the model of its replicas'}",
+            f"router: {router}; replicas: {url}/replicas",
+            *([f"status page: {page}"] if page else []),
+        ]
+        emit(as_json, facts, lambda: print("\n".join(lines)))
+
+    target: Where = "ray" if order.ray else "local"
+    server = Server(plan, front.model, order.manager, announce, target, certificate)
+    server.run(partial(launch_gateway, order))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server of `plan`; `announce` prints that it is ready, given its URL."""
+
+    plan: Plan
+    model: str
+    manager: Manager
+    announce: Callable[[str], None]
+    target: Where = "local"
+    certificate: Path | None = None
+
+    def run(self, launch: Callable[[Callable[[str], None]], Mapping[str, int]]) -> None:
+        """Serve with `launch`, and record the server for `llmctl status` and `llmctl stop`.
+
+        `launch` calls its argument with the URL once the server is ready, serves until a signal
+        ends it, and returns how the requests ended, which `llmctl stop` waits for. A server that
+        fails leaves no record. Where the record cannot be written, as in a container, the server
+        runs without one.
+        """
+        from toolkit.deploy.running import forget, name_of, remember, this_process
+        from toolkit.files.tuning import breaks
+
+        plan, was_ready = self.plan, False
+        record: Running | None = None
 
         def on_ready(url: str) -> None:
-            memory.ready(url, front.model, plan, certificate)
-            order.manager.tell("READY=1")
-            page, router = f"{url}/" if front.status_page else None, order.router.name
-            facts = {"url": url, "model": front.model, "router": router, "status_page": page}
-            lines = [
-                f"ready: {url} serves {front.model or 'the model of its replicas'}",
-                f"router: {router}; replicas: {url}/replicas",
-                *([f"status page: {page}"] if page else []),
-            ]
-            emit(as_json, facts, lambda: print("\n".join(lines)))
+            nonlocal was_ready, record
+            was_ready = True
+            name, target = name_of(plan.recipe.name, url), self.target
+            server = this_process(name, target, url, self.model, plan.workers, plan.policy.name)
+            facts = {"breaks": breaks(plan.limits)}
+            if self.certificate is not None:
+                facts["certificate"] = str(self.certificate.absolute())
+            try:
+                remember(server := server.model_copy(update=facts))
+            except InputError as error:
+                note(f"llmctl status will not list this server: {error.message}")
+            else:
+                record = server
+            self.manager.tell("READY=1")
+            self.announce(url)
             sys.stdout.flush()
 
-        memory.ended(launch_gateway(order, on_ready))
+        try:
+            ended = launch(on_ready)
+            if not was_ready:
+                note("stopped by a signal before it was ready")
+            if record is not None:
+                remember(record.model_copy(update={"ended": dict(ended)}))
+        except BaseException:
+            if record is not None:
+                forget(record)
+            raise
 
 
-def _announce(
-    as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False
+def announce_plan(
+    as_json: bool, plan: Plan, model: str, url: str, *, status_page: bool = False
 ) -> None:
     """Print that the server of the plan is ready, what it serves, and limits that it will break."""
     from toolkit.files.tuning import breaks, broken
@@ -378,62 +419,3 @@ def _announce(
             print(f"status page: {page}")
 
     emit(as_json, facts, show)
-    sys.stdout.flush()
-
-
-class ServerRecord:
-    """The record of this process while it serves, for `llmctl status` and `llmctl stop`."""
-
-    def __init__(self, target: Where) -> None:
-        self._target = target
-        self._server: Running | None = None
-        self._was_ready = False
-
-    def ready(self, url: str, model: str, plan: Plan, certificate: Path | None = None) -> None:
-        """Write the record; `certificate` is the server's.
-
-        Where the folder cannot be written, as in a container, `llmctl status` misses the server,
-        and the server runs.
-        """
-        from toolkit.deploy.running import name_of, remember, this_process
-        from toolkit.files.tuning import breaks
-
-        self._was_ready = True
-        name = name_of(plan.recipe.name, url)
-        server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
-        server = server.model_copy(update={"breaks": breaks(plan.limits)})
-        if certificate is not None:
-            server = server.model_copy(update={"certificate": str(certificate.absolute())})
-        try:
-            remember(server)
-        except InputError as error:
-            note(f"llmctl status will not list this server: {error.message}")
-            return
-        self._server = server
-
-    def ended(self, requests: Mapping[str, int]) -> None:
-        """Record how the requests ended; `llmctl stop` waits for that."""
-        from toolkit.deploy.running import remember
-
-        if not self._was_ready:
-            note("stopped by a signal before it was ready")
-        if self._server is not None:
-            remember(self._server.model_copy(update={"ended": dict(requests)}))
-            self._server = None
-
-    def forget(self) -> None:
-        """Remove the record of a server that did not shut down in order."""
-        from toolkit.deploy.running import forget
-
-        if self._server is not None:
-            forget(self._server)
-
-
-@contextlib.contextmanager
-def remembering(target: Where) -> Iterator[ServerRecord]:
-    """A record that is removed where the server fails."""
-    memory = ServerRecord(target)
-    try:
-        yield memory
-    finally:
-        memory.forget()
