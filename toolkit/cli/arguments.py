@@ -10,15 +10,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
 from toolkit.errors import InputError
+from toolkit.files.io import fit_path, shipped_fits
+from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.sched.catalogue import ABOUT
-
-if TYPE_CHECKING:
-    from toolkit.files.recipe import Recipe
 
 UNIT_STEP = "unit-step"
 RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 def recipes(incomplete: str) -> list[str]:
     """Shipped recipes, and YAML files of the current folder."""
-    from toolkit.files.shipped import shipped_names
-
     return _words(incomplete, shipped_names(), "*.yaml")
 
 
@@ -46,8 +44,6 @@ def recipes_and_plans(incomplete: str) -> list[str]:
 
 def fits(incomplete: str) -> list[str]:
     """Recipes with a shipped fit, and JSON files of the current folder."""
-    from toolkit.files.io import shipped_fits
-
     return _words(incomplete, shipped_fits(), "*.json")
 
 
@@ -136,22 +132,16 @@ def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[...
 
 def resolve_recipe(recipe: Path | None) -> Path | None:
     """The file of a recipe, from its path or its name."""
-    from toolkit.files.shipped import recipe_path
-
     return None if recipe is None else recipe_path(recipe)
 
 
 def resolve_fit(fit: Path | None) -> Path | None:
     """The file of a fit, from its path or its recipe's name."""
-    from toolkit.files.io import fit_path
-
     return None if fit is None else fit_path(fit)
 
 
 def limit_workers(workers: int | None) -> int | None:
     """The value of --workers. `InputError` above the limit of one scheduler."""
-    from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT
-
     if workers is not None and workers > MAX_WORKERS:
         raise InputError(f"--workers {workers}: {WORKERS_LIMIT}", MORE_WORKERS)
     return workers
@@ -175,7 +165,6 @@ JsonOption = Annotated[
 
 def open_recipe(path: Path) -> Recipe:
     """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
-    from toolkit.files.shipped import load_recipe
     from toolkit.sched.policies import make_any
 
     recipe = load_recipe(path)
@@ -254,7 +243,6 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
     """Parse `key=seconds` words. `InputError` for a key that is not a target, and for a value that
     is not a positive number.
     """
-    from toolkit.files.recipe import sla_problem
     from toolkit.sched.policies.parameters import split, value
 
     sla = {}

@@ -16,15 +16,25 @@ from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, StaleError
+from toolkit.files.bench import Validation
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import (
+    CountRange,
+    fleet_sources,
+    inputs_of,
+    is_fleet,
+    merged,
+    ranges_of,
+    sized,
+)
+from toolkit.files.io import digest, read_file, shipped_fit
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.profile import EngineFacts
+from toolkit.files.shipped import recipe_path
+from toolkit.files.tuning import Tuning
 
 if TYPE_CHECKING:
     from toolkit.cli.results import Requests
-    from toolkit.files.bench import Validation
-    from toolkit.files.fit import Fit
-    from toolkit.files.fleet import CountRange
-    from toolkit.files.plan import Kind, Plan, PlannedPolicy
-    from toolkit.files.profile import EngineFacts
-    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
@@ -53,9 +63,6 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     """The fit of `recipe`. `StaleError` for a fit of another recipe, or of sections that changed;
     with `force` a warning.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file, shipped_fit
-
     ships = ""
     if shipped_fit(recipe.stem) not in (None, path):
         ships = f", or take the one that ships: --fit {recipe.stem}"
@@ -73,9 +80,6 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
 
 def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) -> Tuning | None:
     """The tuning, if a file is given. `StaleError` where it was made from other files."""
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
     return read_file(Tuning, path, made_from) if path else None
 
 
@@ -92,8 +96,6 @@ class Fleet:
 
     def note_bases(self, tuned: Tuning | None) -> None:
         """Print the number of workers of each kind, as tuned, and what predictions rest on."""
-        from toolkit.files.fleet import sized
-
         kinds = sized(self.kinds, tuned)
         note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
         note_bases(self.bases)
@@ -103,9 +105,6 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
     a fit of another recipe; with `force` a warning.
     """
-    from toolkit.files.fleet import fleet_sources, inputs_of, merged, ranges_of
-    from toolkit.files.plan import Kind
-
     sources = fleet_sources(path)
     kinds = []
     for source in sources:
@@ -154,8 +153,6 @@ def plan_from(
     `read_fit` and `make_plan`.
     """
     from toolkit.deploy.plan import make_plan
-    from toolkit.files.fleet import is_fleet, sized
-    from toolkit.files.shipped import recipe_path
 
     fleet: Fleet | None = None
     if is_fleet(source):
@@ -189,8 +186,6 @@ def plan_address(plan: Plan) -> str:
 
 def note_bases(fits: Mapping[Path, Fit]) -> None:
     """Print what predictions from these fits, by file, rest on: each fact once."""
-    from toolkit.files.io import digest
-
     lines = []
     for path, fit in fits.items():
         lines += analytic_notes(fit.engine)
@@ -209,9 +204,6 @@ def find_validation(near: Path, fit_sha256: str) -> Validation | None:
     """The validation beside the file `near`, if it is about the fit with this digest; else the
     reason is printed.
     """
-    from toolkit.files.bench import Validation
-    from toolkit.files.io import read_file
-
     beside = near.with_name(VALIDATION)
     if not beside.is_file():
         return None

@@ -30,12 +30,13 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import VALIDATION, note_trace, plan_address, read_tuning, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import LlmctlError
+from toolkit.files.bench import SAME_RATE, BenchReport, Validation
+from toolkit.files.io import check_writable, read_file, write_file, write_text
+from toolkit.files.plan import Plan
 from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
     from toolkit.bench.session import RequestSettings, Subject
-    from toolkit.files.bench import BenchReport, Validation
-    from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
 
 LOCAL = "http://127.0.0.1:8000"
@@ -101,8 +102,6 @@ def bench(given: BenchOptions) -> None:
     """
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold
-    from toolkit.files.io import check_writable, read_file, write_file
-    from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
@@ -164,7 +163,6 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
     """A line, if the trace's rate differs from the rate that the plan was tuned for: its promise
     holds for that rate only.
     """
-    from toolkit.files.bench import SAME_RATE
     from toolkit.traces.windows import mean_rate
 
     if plan is None or plan.workload is None:
@@ -299,8 +297,6 @@ def validate(given: ValidateOptions) -> None:
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
     from toolkit.bench.session import RequestSettings, Session, hold
-    from toolkit.files.io import check_writable, read_file, write_file, write_text
-    from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
 

@@ -38,6 +38,7 @@ from toolkit.cli.simulate import (
     sharing_notes,
 )
 from toolkit.errors import InputError, nearest
+from toolkit.files.io import check_writable
 from toolkit.units import number
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ def command(given: CompareOptions) -> None:
     it. Ctrl-C prints the finished runs.
     """
     from toolkit.cli.results import Comparison
-    from toolkit.files.io import check_writable
     from toolkit.sched.policies import BUILT_IN, KNOWN
     from toolkit.sim.api import compare, usual_policies
     from toolkit.sim.world import assign_settings, check_capacity

@@ -17,19 +17,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, TraceOption, open_recipe
 from toolkit.cli.output import WIDTH, emit, table
 from toolkit.errors import LimitsBrokenError
+from toolkit.files.bench import BenchReport
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import PolicySpec, Recipe
+from toolkit.files.shipped import shipped_recipes
+from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.units import seconds
-
-if TYPE_CHECKING:
-    from toolkit.files.bench import BenchReport
-    from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Tuning
 
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
@@ -63,10 +65,6 @@ def command(
     share a beginning, with its prefix cache and without. Each step is one command, shown before it
     runs; its files stay in the output folder.
     """
-    from toolkit.files.bench import BenchReport
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
@@ -233,8 +231,6 @@ class Stages:
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     """The targets, then goodput, throughput and attainment, which have no limit."""
-    from toolkit.files.tuning import UNSERVED
-
     served = {target for target, share in tuning.usage.items() if share < UNSERVED}
     targets = [
         Held(
@@ -256,8 +252,6 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
 
 def as_typed(recipe: Path) -> str:
     """A recipe as a person would type it: a shipped one without the folder of the package."""
-    from toolkit.files.shipped import shipped_recipes
-
     return recipe.stem if recipe.parent == shipped_recipes() else str(recipe)
 
 
@@ -265,9 +259,6 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     """The options for replaying a part of the trace faster than the tuned policy is predicted to
     serve it.
     """
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.recipe import PolicySpec
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
@@ -297,8 +288,6 @@ def _safe_rows(fit: Path) -> int:
     import numpy as np
 
     from toolkit.estimators.load import laws_from_fit
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file
 
     fitted = read_file(Fit, fit)
     longest = np.array([fitted.engine.max_model_len])

@@ -16,6 +16,10 @@ import typer
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, aligned, emit, table
 from toolkit.errors import EngineError
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, shipped_fit
+from toolkit.files.recipe import recipe_schema
+from toolkit.files.shipped import load_recipe, shipped_names
 from toolkit.sched.catalogue import ABOUT
 
 SIMULATED = "in simulations only: they need the future"
@@ -90,10 +94,6 @@ def recipes(as_json: JsonOption = False) -> None:
     An analytic fit was computed from data sheets; a measured one comes from a profile of that
     hardware.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file, shipped_fit
-    from toolkit.files.shipped import load_recipe, shipped_names
-
     lines = []
     for name in shipped_names():
         recipe, fit = load_recipe(name), shipped_fit(name)
@@ -170,6 +170,4 @@ def schema(as_json: JsonOption = False) -> None:
     """Print the JSON Schema of recipes, which is also in recipes/recipe.schema.json; --json prints
     it on one line.
     """
-    from toolkit.files.recipe import recipe_schema
-
     print(json.dumps(recipe_schema(), indent=None if as_json else 2))

@@ -20,12 +20,14 @@ from toolkit.cli.arguments import JsonOption, RecipeArgument, command_of, open_r
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import InputError, TargetMissedError
+from toolkit.files.fit import Fit, HeldOutError, OverheadFit
+from toolkit.files.io import check_writable, head, read_file, write_file
+from toolkit.files.profile import Profile
+from toolkit.files.shipped import recipe_path
 from toolkit.units import number, percent, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
-    from toolkit.files.fit import Fit, HeldOutError, OverheadFit
-    from toolkit.files.profile import Profile
     from toolkit.profiling.run import ProfileEstimate
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
@@ -62,7 +64,6 @@ def profile(given: ProfileOptions) -> None:
     a file beside the profile until that is written.
     """
     from toolkit.backends import backend_of
-    from toolkit.files.io import check_writable, write_file
     from toolkit.profiling.run import OtherLoad, journal_path
     from toolkit.profiling.run import profile as measure
 
@@ -113,8 +114,6 @@ def fit(given: FitOptions) -> None:
     all points.
     """
     from toolkit.estimators.fitting import fit_file, fit_profile
-    from toolkit.files.io import head, read_file, write_file
-    from toolkit.files.profile import Profile
 
     measured = read_file(Profile, given.profile)
     fitted = fit_profile(measured, given.seed)
@@ -140,9 +139,6 @@ def fit(given: FitOptions) -> None:
 
 
 def _profile_analytically(given: ProfileOptions) -> None:
-    from toolkit.files.io import head, read_file, write_file
-    from toolkit.files.profile import Profile
-    from toolkit.files.shipped import recipe_path
     from toolkit.profiling.analytic import analytic_profile, basis_of
 
     if not given.analytic:

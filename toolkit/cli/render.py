@@ -33,10 +33,13 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
+from toolkit.files.io import file_text, read_file, write_file
+from toolkit.files.plan import PREDICTED, Plan, PlannedPolicy
+from toolkit.files.shipped import is_recipe
+from toolkit.files.tuning import broken
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
-    from toolkit.files.plan import Plan
 
 # of the predicted metrics, those that are shown; the plan has all
 HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
@@ -137,9 +140,6 @@ def command(given: RenderOptions) -> None:
     """
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.deploy.plan import differences
-    from toolkit.files.io import read_file, write_file
-    from toolkit.files.plan import PREDICTED, Plan
-    from toolkit.files.tuning import broken
 
     made = _make(given)
     plan, allowed = made.plan, given.force or given.allow_broken_limits
@@ -187,10 +187,6 @@ class Made:
 
 def _make(given: RenderOptions) -> Made:
     """The plan of the arguments. `InputError` where they do not belong together."""
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan, PlannedPolicy
-    from toolkit.files.shipped import is_recipe
-
     source, policy = given.source, None
     if given.policy is not None:
         policy = PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
@@ -243,8 +239,6 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
     from toolkit.deploy.render import digest, shipped_trace
-    from toolkit.files.io import file_text, read_file
-    from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 

@@ -11,6 +11,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note
 from toolkit.errors import InputError
+from toolkit.files.io import check_writable, write_text
 from toolkit.units import size
 
 
@@ -40,7 +41,6 @@ def command(
     script. A missing file is named with the command that makes it; a file about another fit is not
     shown.
     """
-    from toolkit.files.io import check_writable, write_text
     from toolkit.report.material import gather
     from toolkit.report.page import report
 

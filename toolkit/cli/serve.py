@@ -29,11 +29,12 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import accept, warn
 from toolkit.cli.output import note
 from toolkit.errors import InputError
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
     from toolkit.cli.serve_start import Access
-    from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.gateway.sources import ReplicaSource
     from toolkit.routing.routers import Router
@@ -417,9 +418,6 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     Raises `InputError` where it needs another front than `before` does: another number of workers,
     another router, or other keys of `serve` or targets.
     """
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-
     plan = serve_start.override(read_file(Plan, file), given.policy, given.settings, given.workers)
     old, new = before.recipe, plan.recipe
     changes = {

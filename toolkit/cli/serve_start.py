@@ -22,6 +22,11 @@ from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_worker
 from toolkit.cli.output import WIDTH, emit, note
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
+from toolkit.files.fleet import is_fleet
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.shipped import is_recipe
+from toolkit.files.tuning import breaks, broken
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
     from toolkit.cli.serve import ServeOptions
     from toolkit.deploy.render import Manifest
     from toolkit.deploy.running import Running, Where
-    from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
@@ -94,9 +98,6 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     `InputError` where its plan is predicted to break limits, unless `broken` allows that.
     """
     from toolkit.deploy.running import Running, name_of, remember, start
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.tuning import breaks
     from toolkit.serve.assemble import model_name
 
     assert place.folder is not None
@@ -129,11 +130,6 @@ def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
     """Read the plan `source` or --plan, or make one of a recipe or a fleet with its fits.
     `InputError` for both, and for neither.
     """
-    from toolkit.files.fleet import is_fleet
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.shipped import is_recipe
-
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
     plan, fit, tuning = given.plan, given.fit, given.tuning
     if plan is None and source and not is_recipe(source):
@@ -156,7 +152,6 @@ def override(
     unknown policy or parameter.
     """
     from toolkit.deploy.plan import replaced
-    from toolkit.files.plan import PlannedPolicy
     from toolkit.sched.policies import make_any
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.world import settings_of_kinds
@@ -353,7 +348,6 @@ class Server:
         runs without one.
         """
         from toolkit.deploy.running import forget, name_of, remember, this_process
-        from toolkit.files.tuning import breaks
 
         plan, was_ready = self.plan, False
         record: Running | None = None
@@ -392,8 +386,6 @@ def announce_plan(
     as_json: bool, plan: Plan, model: str, url: str, *, status_page: bool = False
 ) -> None:
     """Print that the server of the plan is ready, what it serves, and limits that it will break."""
-    from toolkit.files.tuning import breaks, broken
-
     page, broken_limits = f"{url}/" if status_page else None, broken(plan.limits)
     facts = {
         "url": url,

@@ -39,13 +39,16 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import fleet_sources, sized
+from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
+from toolkit.files.plan import Kind
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe
+from toolkit.files.tuning import REFUSED, Tuning
 from toolkit.units import number
 
 if TYPE_CHECKING:
-    from toolkit.files.fit import Fit
-    from toolkit.files.plan import Kind
-    from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Tuning
     from toolkit.sched.policies.parameters import Value
     from toolkit.sched.protocols import AnyPolicy
     from toolkit.sched.types import Refusal
@@ -109,8 +112,6 @@ class StageOptions:
         """What to simulate. `InputError` for words that cannot be parsed, and for a file that is no
         tuning.
         """
-        from toolkit.files.fleet import fleet_sources
-        from toolkit.files.tuning import REFUSED
         from toolkit.sched.policies import BUILT_IN
 
         settings, targets = parse_settings(self.settings), parse_sla(self.sla)
@@ -222,9 +223,6 @@ def open_stage(given: StageOptions) -> Stage:
     kind, and where that recipe is not found; without a fit it names those that ship. `StaleError`
     for a tuning of another fit or fleet.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.fleet import sized
-    from toolkit.files.io import read_file
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
@@ -278,7 +276,6 @@ def open_stage(given: StageOptions) -> Stage:
 
 def _existing_fit(fit: str) -> Path:
     """The file of --fit. `InputError` where there is none."""
-    from toolkit.files.io import fit_path, shipped_fits
     from toolkit.sim.world import UNIT_STEP
 
     path = fit_path(fit)
@@ -295,10 +292,6 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
 
     `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import find_recipe, read_file
-    from toolkit.files.shipped import load_recipe
-
     if given is not None:
         read_file(Fit, path, {"recipe": given})
         return load_recipe(given)

@@ -17,6 +17,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, option, refuse_useless, resolve_recipe
 from toolkit.cli.output import chart, emit, note, table
 from toolkit.errors import InputError
+from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds, size
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ def inspect(
     """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
     what a prefix cache could reuse.
     """
-    from toolkit.files.shipped import load_recipe
     from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
     from toolkit.traces.types import trace_path

@@ -37,15 +37,33 @@ from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, 
 from toolkit.cli.simulate import sharing_notes
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import is_fleet
+from toolkit.files.io import (
+    EnvelopeFields,
+    check_writable,
+    digest,
+    head,
+    read_file,
+    shipped_siblings,
+    usable_cpus,
+    write_file,
+)
+from toolkit.files.plan import Kind
+from toolkit.files.profile import Profile
+from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS, Recipe
+from toolkit.files.tuning import (
+    Outcome,
+    ParameterValue,
+    Sizing,
+    SizingRow,
+    Tuning,
+    breaks,
+    share_used,
+)
 from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import EnvelopeFields
-    from toolkit.files.plan import Kind
-    from toolkit.files.profile import Profile
-    from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Outcome, ParameterValue, Sizing, SizingRow, Tuning
     from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
@@ -78,8 +96,6 @@ METRICS = (
 
 def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
     """The value of --trials, --draws or --jobs. `InputError` above its limit."""
-    from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS
-
     limit = {"trials": MAX_TRIALS, "draws": MAX_DRAWS, "jobs": MAX_JOBS}[param.name or ""]
     if value is None or value <= limit:
         return value
@@ -185,8 +201,6 @@ def command(given: TuneOptions) -> None:
     change only the time. Exit code 5 means that the recommendation breaks a limit; the result is
     written and printed nevertheless.
     """
-    from toolkit.files.io import check_writable, head, shipped_siblings, write_file
-    from toolkit.files.tuning import breaks
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.tuning.evaluate import make_workload
@@ -238,8 +252,6 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
     also itself and its kinds after the first. The settings of a fleet's search are the first's.
     """
-    from toolkit.files.fleet import is_fleet
-
     fleet: Fleet | None = None
     others: list[Kind] = []
     if is_fleet(given.recipe):
@@ -283,9 +295,6 @@ def _worker_count(workers: str | None) -> int | None:
 
 def _profile_of(fit: Fit, path: Path) -> Profile | None:
     """The profile beside the fit, if it is still the one that the fit was made from."""
-    from toolkit.files.io import digest, read_file
-    from toolkit.files.profile import Profile
-
     made_from = fit.inputs.get("profile")
     beside = path.parent / made_from.name if made_from else path
     if made_from is None or not beside.exists():
@@ -323,7 +332,6 @@ def _note_search(
 @contextmanager
 def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
-    from toolkit.files.io import usable_cpus
     from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
     if given.executor == "local":
@@ -512,8 +520,6 @@ def _show_sizing(sizing: Sizing) -> None:
     """The counts of workers that were tried; of a fleet's, all that keep the limits, and of each
     settings the last ones that break them.
     """
-    from toolkit.files.tuning import share_used
-
     shown: list[SizingRow] = []
     broken: Counter[str] = Counter()
     for one in reversed(sizing.rows):

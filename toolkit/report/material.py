@@ -51,11 +51,6 @@ class BenchResult:
     content: BenchReport
     of_plan: bool
 
-    @property
-    def plan_name(self) -> str:
-        """The file name of the plan that the server ran."""
-        return self.content.inputs["plan"].name
-
     def at_rate(self, rate_rps: float | None) -> bool:
         """Whether it replayed the trace at this mean rate; False where a rate is not known."""
         rate = self.content.request_rate_rps
@@ -114,17 +109,16 @@ def gather(source: str, folder: Path | None = None) -> Material:
         recipe = recipe_path(source)
         found = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
         folder = folder or Path()
-        found.fit = _take(found, Fit, "fit", folder, {}, {"recipe": recipe})
+        found.fit = _take(found, Fit, folder / "fit.json", inputs={"recipe": recipe})
         fit_sha256 = found.sources[-1].sha256
         if found.fit:
-            found.plan = _take(found, Plan, "plan", folder, {"fit": fit_sha256})
+            found.plan = _take(found, Plan, folder / "plan.json", fit_sha256)
     if found.fit is None:
         return found
-    found.profile = _take(
-        found, Profile, "profile", folder, {}, sha256=_sha256_of(found.fit, "profile")
-    )
-    found.tuning = _take(found, Tuning, "tuning", folder, {"fit": fit_sha256})
-    found.validation = _take(found, Validation, "validation", folder, {"fit": fit_sha256})
+    profile_sha256 = _sha256_of(found.fit, "profile")
+    found.profile = _take(found, Profile, folder / "profile.json", sha256=profile_sha256)
+    found.tuning = _take(found, Tuning, folder / "tuning.json", fit_sha256)
+    found.validation = _take(found, Validation, folder / "validation.json", fit_sha256)
     _take_benches(found, folder, fit_sha256)
     return found
 
@@ -164,28 +158,29 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
 def _take(
     found: Material,
     kind: type[EnvelopeT],
-    role: str,
-    folder: Path,
-    made_from: Mapping[str, str],
+    path: Path,
+    fit_sha256: str | None = None,
+    *,
     inputs: Mapping[str, Path] | None = None,
     sha256: str | None = None,
 ) -> EnvelopeT | None:
-    """The file of a role, or None where it does not exist or does not belong to the others.
+    """The file, or None where it does not exist or does not belong to the others.
 
-    It must be made from files with the digests `made_from`, and have the digest `sha256` itself.
+    It must be made from `inputs` and the fit with the given digest, and have the digest `sha256`
+    itself.
     """
-    path = folder / f"{role}.json"
     if not path.is_file():
         return None
+    role = path.stem
     source = _source(role, path)
     try:
         content = read_file(kind, path, inputs=inputs)
     except InputError as error:
         found.why[role] = error.whole
         return None
-    other = [name for name, sha256 in made_from.items() if _sha256_of(content, name) != sha256]
-    if other or sha256 not in (None, source.sha256):
-        what = other[0] if other else role
+    of_fit = fit_sha256 in (None, _sha256_of(content, "fit"))
+    if not of_fit or sha256 not in (None, source.sha256):
+        what = role if of_fit else "fit"
         found.why[role] = f"{path.name} is about another {what}, not the one that is shown here"
         return None
     found.sources.append(source)
@@ -204,9 +199,7 @@ def _source(role: str, path: Path) -> SourceFile:
 
 def environment_section(found: Material) -> Section:
     """Where the numbers come from: files with their digests, targets, machines and versions."""
-    section = Section(
-        "origin", "Where this comes from", "Made from these files; another digest is another file."
-    )
+    section = Section("origin", "Made from these files; another digest is another file.")
     rows: list[tuple[Cell, ...]] = [(file.role, file.name, file.sha256) for file in found.sources]
     section.tables.append(Table("Files", ["role", "name", "sha256"], rows))
     files = (found.profile, found.fit, found.tuning, found.plan, found.validation)

@@ -94,12 +94,11 @@ def summary_section(found: Material) -> Section:
         command = ("Measure it", f"llmctl profile {name}; llmctl fit profile.json")
     if promise is not None and not promise.metrics:
         promise = None
-    section = Section("verdict", "The verdict", "", badge=_badge(found, promise))
+    section = Section("verdict", "", badge=_badge(found, promise))
     section.commands, section.facts = [command], _what_to_run(found)
     if promise:
         section.tables.append(_table(promise))
-        figure = _shares(promise)
-        section.figures += [figure] if figure.svg else []
+        section.figures.append(_shares(promise))
     section.lines += [*_checks(found), *_notes(found)]
     return section
 

@@ -81,15 +81,26 @@ class Badge:
     text: str
 
 
+TITLES = {  # of the sections, by their keys, in their order on the page
+    "verdict": "The verdict",
+    "bench": "The benches",
+    "validation": "The validation",
+    "tuning": "The tuning",
+    "fit": "The fit",
+    "plan": "The plan",
+    "origin": "Where this comes from",
+}
+
+
 @dataclass(slots=True)
 class Section:
     """A section of the page; `command` makes its content where that is missing.
 
-    `facts` are pairs of a name and a text, `commands` pairs of a name and a command.
+    `facts` are pairs of a name and a text, `commands` pairs of a name and a command. The page omits
+    figures without a chart.
     """
 
     key: str
-    title: str
     lead: str
     lines: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -98,6 +109,10 @@ class Section:
     badge: Badge | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.key]
 
 
 def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:

@@ -7,14 +7,13 @@ that makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Literal
 
 import numpy as np
 
 from toolkit.estimators.load import Laws, laws_from_fit
-from toolkit.files.fit import Fit, LatencyFit
+from toolkit.files.fit import Fit
 from toolkit.files.plan import PREDICTED
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Trial, Tuning
@@ -36,21 +35,13 @@ from toolkit.report.parts import (
 from toolkit.sched.policies import footnote, marked
 from toolkit.units import number, percent, seconds, word
 
-TITLES = {  # of the sections, by their keys
-    "bench": "The benches",
-    "fit": "The fit",
-    "plan": "The plan",
-    "tuning": "The tuning",
-    "validation": "The validation",
-}
-
 Point = tuple[int, int, float]  # batch size, length, seconds
 
 
 def _missing(found: Material, key: str, lead: str, command: str) -> Section:
     """A section without content, the command that makes it, and why its file was left out."""
     why = found.why.get(key)
-    return Section(key, TITLES[key], lead, lines=[why] if why else [], command=command)
+    return Section(key, lead, lines=[why] if why else [], command=command)
 
 
 def bench_section(found: Material) -> Section:
@@ -67,7 +58,7 @@ def bench_section(found: Material) -> Section:
     requests = sum(bench.content.answered for bench in found.benches)
     counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
     lead = f"{counted} against a running server, {requests:,} requests: measured, not simulated."
-    section = Section("bench", TITLES["bench"], lead)
+    section = Section("bench", lead)
     for bench in found.benches:
         section.lines.append(_bench_line(bench, found.rate_rps))
         warm = bench.content.warmup is not None
@@ -84,8 +75,7 @@ def bench_section(found: Material) -> Section:
                 text = f"predicted {values[0]}, measured {values[1]}"
                 titles[row.metric] = f"{metric_name(row.metric)}: {text}"
         svg = bars(errors, " %", titles=titles)
-        if svg:
-            section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
+        section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
         columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
         section.tables.append(Table(_title(bench), columns if warm else columns[:4], rows))
     if len(found.benches) > 1:
@@ -105,7 +95,7 @@ def _title(bench: BenchResult) -> str:
     content = bench.content
     policy = f", policy '{content.policy}'" if content.policy else ""
     rate = f", {number(content.request_rate_rps)} requests/s" if content.request_rate_rps else ""
-    return f"{bench.name}: {bench.plan_name}{policy}{rate}"
+    return f"{bench.name}: {content.inputs['plan'].name}{policy}{rate}"
 
 
 def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
@@ -141,7 +131,7 @@ def fit_section(found: Material) -> Section:
         command = f"llmctl profile {found.recipe.name}; llmctl fit profile.json"
         return _missing(found, "fit", "Nothing was fitted yet.", command)
     where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
-    section = Section("fit", TITLES["fit"], f"Laws of time and memory for {where}.")
+    section = Section("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
@@ -176,21 +166,14 @@ def fit_section(found: Material) -> Section:
     predicted = laws_from_fit(fit)
     prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
     decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
-    figures = [
-        *_law_figures("prefill", prefill, predicted.engine.prefill_s),
-        *_law_figures("decode step", decode, partial(_step_s, fit.decode)),
+    engine = predicted.engine
+    section.figures += [
+        *_law_figures("prefill", prefill, engine.prefill_s),
+        *_law_figures("decode step", decode, lambda n, length: engine.decode_s(n, length - 1, 1)),
         _slices(predicted, profile),
         _memory(fit, predicted, profile),
     ]
-    section.figures += [figure for figure in figures if figure.svg]
     return section
-
-
-def _step_s(law: LatencyFit, size: int, length: int) -> float:
-    """tau(l, N), Eq. 4."""
-    segment = [candidate for candidate in law.segments if candidate.batch_size_min <= size][-1]
-    linear = segment.nl * size * length + segment.n * size + segment.l * length + segment.const
-    return max(segment.flat, linear)
 
 
 def _law_figures(
@@ -286,7 +269,7 @@ def plan_section(found: Material) -> Section:
         else:
             decided.append((key, explained.value, explained.source))
     lead = f"Policy '{plan.policy.name}' on {plan.workers} workers."
-    section = Section("plan", TITLES["plan"], lead)
+    section = Section("plan", lead)
     columns = ["key", "value", "reason"]
     section.tables.append(Table("The plan's values and their reasons", columns, decided))
     if predicted:
@@ -305,7 +288,7 @@ def tuning_section(found: Material) -> Section:
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best_held_out.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
-    section = Section("tuning", TITLES["tuning"], lead)
+    section = Section("tuning", lead)
     shares: dict[str, float] = {}
     for result in tuning.policies:
         if result.policy == tuning.best_held_out.policy:
@@ -313,12 +296,11 @@ def tuning_section(found: Material) -> Section:
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
     swept = "how far goodput moves when one parameter of the best is swept over its range"
-    figures = [
+    section.figures += [
         _front(tuning),
         Figure(bars(shares, " %"), trials),
         Figure(bars(swings, " %"), swept),
     ]
-    section.figures += [figure for figure in figures if figure.svg]
     section.tables += _held_out(tuning)
     if tuning.policies:
         names, latency = [result.policy for result in tuning.policies], tuning.latency_metric
@@ -340,8 +322,7 @@ def _front(tuning: Tuning) -> Figure:
     known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and t.whole]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])
-    of_best = (tuning.best_held_out.policy, tuning.best_held_out.every_parameter)
-    best = [t for t in known if (t.outcome.policy, t.outcome.every_parameter) == of_best][:1]
+    best = [trial for trial in known if trial.outcome.same_settings(tuning.best_held_out)][:1]
     series = [
         _series("trials", known, latency),
         _series("the front", front, latency, "line"),
@@ -406,7 +387,7 @@ def validation_section(found: Material) -> Section:
         f"{requests:,} requests in {len(validation.windows)} windows of a trace, replayed against "
         f"{validation.model} with policy '{validation.policy}'; {failed:,} failed."
     )
-    section = Section("validation", TITLES["validation"], lead, lines=[validation.summary()])
+    section = Section("validation", lead, lines=[validation.summary()])
     errors = {row.metric: row.error_percent for row in validation.metrics}
     caption = "the prediction's error, of the means over the windows"
     section.figures.append(Figure(bars(errors, " %"), caption))
