@@ -22,8 +22,8 @@ from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
 RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
-IN_PROCESS = ("local", "ray")  # targets of `serve` whose server is the command's own process
-MANAGED = ("systemd", "compose")  # those whose server a service manager starts
+IN_PROCESS = ("local", "ray")  # the command itself is the server
+MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"
 
 T = TypeVar("T")

@@ -191,8 +191,7 @@ def note_bases(fits: Mapping[Path, Fit]) -> None:
         lines += analytic_notes(fit.engine)
         validation = find_validation(path, digest(path).sha256)
         lines += [validation.summary()] if validation else []
-    for line in dict.fromkeys(lines):
-        note(line)
+    note(*dict.fromkeys(lines))
 
 
 def analytic_notes(engine: EngineFacts) -> list[str]:

@@ -116,8 +116,7 @@ def bench(given: BenchOptions) -> None:
     subject = _look_at_server(given, path, planned, settings)
     part = excerpt(subject.trace, given.start, given.duration)
     note_trace(part)
-    for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
-        note(line)
+    note(*(*subject.notes, *_rate_notes(planned, subject.trace)))
     measurement = Measurement(subject, part, planned, targets, note, progress)
     if not measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1])):
         note("interrupted during the warm-up: nothing was measured")
@@ -316,8 +315,7 @@ def validate(given: ValidateOptions) -> None:
         found = fit_windows(subject.trace, given.window_s, given.windows, 0, given.seed)
         subject, chosen = replace(subject, trace=found.trace), found.search
     note_trace(subject.trace)
-    for line in subject.notes:
-        note(line)
+    note(*subject.notes)
     session = Session(subject, planned, given.warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:

@@ -34,7 +34,6 @@ from toolkit.cli.simulate import (
     StageOptions,
     open_stage,
     result_notes,
-    routed,
     sharing_notes,
 )
 from toolkit.errors import InputError, nearest
@@ -96,12 +95,10 @@ def command(given: CompareOptions) -> None:
     of_world, of_policy = assign_settings(names, scenario.settings, scenario.kinds)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
     flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
-    world = stage.world(of_world, flags)
-    world = routed(world, targets, of_world, None)
+    world = stage.world(of_world, flags, targets)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
-    for line in sharing_notes(stage.trace, names):
-        note(line)
+    note(*sharing_notes(stage.trace, names))
     total = len(names) * max(len(rates), 1)
     runs = _collect(compare(stage.trace, contenders, world, rates, targets), total)
     interrupted = len(runs) < total

@@ -93,15 +93,17 @@ def emit(
     print(json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False))
 
 
-def note(text: str) -> None:
-    """Print a line for the user on stderr: in the terminal's width there, else as one line."""
+def note(*texts: str) -> None:
+    """Print texts for the user on stderr: in the terminal's width there, else as a line each."""
+    lines = [line for text in texts for line in text.split("\n")]
     if sys.stderr.isatty():  # words stay whole, and a continued line is indented
         width = max(WIDTH, shutil.get_terminal_size().columns)
         whole = TextWrapper(
             width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-        text = "\n".join(whole.fill(line) for line in text.split("\n"))
-    print(text, file=sys.stderr)
+        lines = [whole.fill(line) for line in lines]
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:

@@ -121,8 +121,7 @@ def fit(given: FitOptions) -> None:
     made = fit_file(measured, fitted, made_from)
     write_file(made, given.out)
     emit(given.as_json, made, lambda: show_fit(made, fitted if given.points else None))
-    for line in analytic_notes(measured.engine):
-        note(line)
+    note(*analytic_notes(measured.engine))
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
     if made.rounds:
         errors["rounds"] = made.rounds.overhead.error
@@ -153,8 +152,7 @@ def _profile_analytically(given: ProfileOptions) -> None:
     made = analytic_profile(loaded, made_from, basis)
     write_file(made, given.out)
     emit(given.as_json, made, lambda: show_profile(made))
-    for line in analytic_notes(made.engine):
-        note(line)
+    note(*analytic_notes(made.engine))
     note(f"wrote {given.out}; fit its laws with: llmctl fit {given.out}")
 
 

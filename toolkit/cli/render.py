@@ -225,8 +225,7 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
-    for line in analytic_notes(made.plan.fit.engine):
-        note(line)
+    note(*analytic_notes(made.plan.fit.engine))
     if order.trace is None and ttft_targets(recipe):
         lengths = f"computed for the lengths of {default_trace(recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")

@@ -287,7 +287,7 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
     check = partial(judge, strict=strict, say=note)
     announce = partial(announce_plan, as_json, plan, front.model, status_page=front.status_page)
     target: Where = "ray" if order.ray else "local"
-    server = Server(plan, front.model, order.manager, announce, target, certificate)
+    server = RecordedServer(plan, front.model, order.manager, announce, target, certificate)
     server.run(partial(launch, order, on_checked=check))
 
 
@@ -299,7 +299,7 @@ def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_js
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
-    server = Server(plan, model, manager, partial(announce_plan, as_json, plan, model))
+    server = RecordedServer(plan, model, manager, partial(announce_plan, as_json, plan, model))
     server.run(partial(backend.launch, replace(order, beat=manager.beat)))
 
 
@@ -324,12 +324,12 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
         emit(as_json, facts, lambda: print("\n".join(lines)))
 
     target: Where = "ray" if order.ray else "local"
-    server = Server(plan, front.model, order.manager, announce, target, certificate)
+    server = RecordedServer(plan, front.model, order.manager, announce, target, certificate)
     server.run(partial(launch_gateway, order))
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class RecordedServer:
     """A server of `plan`; `announce` prints that it is ready, given its URL."""
 
     plan: Plan
@@ -376,7 +376,7 @@ class Server:
                 note("stopped by a signal before it was ready")
             if record is not None:
                 remember(record.model_copy(update={"ended": dict(ended)}))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: a server that fails leaves no record
             if record is not None:
                 forget(record)
             raise

@@ -197,13 +197,24 @@ class Stage:
             return flags_of(self.kinds[0], own)
         return policy_for(self.fit, name, own)
 
-    def world(self, settings: Mapping[str, Value], flags: Mapping[str, Value] | None) -> World:
-        """The simulated world with these settings, and with `flags` of the scheduler of a fleet's
-        servers. `InputError` for a setting that it cannot have.
+    def world(
+        self,
+        settings: Mapping[str, Value],
+        flags: Mapping[str, Value] | None,
+        targets: Mapping[str, float],
+        failures: Path | None = None,
+    ) -> World:
+        """The simulated world with these settings, `flags` of the scheduler of a fleet's servers,
+        targets for its router and its front, and a file of failures of replicas.
+
+        `InputError` for a setting that it cannot have.
         """
+        from toolkit.routing.admission import UNLIMITED, LatencyLimits
+        from toolkit.routing.routers import make_router, router_parameters, targets_of
+        from toolkit.sim.replicas import Routing, read_outages
         from toolkit.sim.world import flagged, make_world
 
-        made = make_world(
+        world = make_world(
             self.fit,
             settings,
             workers=self.workers,
@@ -211,7 +222,23 @@ class Stage:
             seed=self.seed,
             others=self.kinds[1:],
         )
-        return flagged(made, self.kinds, flags)
+        world = flagged(world, self.kinds, flags)
+        routing = world.routing or Routing()
+        if failures is not None:
+            routing = replace(routing, outages=read_outages(failures, world.size))
+        elif world.routing is None:
+            return world
+        router, own = routing.router, router_parameters(routing.router)
+        known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
+        refuses = settings.get("admission") == "targets"
+        limits = LatencyLimits.of(targets) if refuses else UNLIMITED
+        if refuses and limits == UNLIMITED:
+            raise InputError(
+                "admission is 'targets', and no target for TTFT or E2E is given",
+                "add one, such as --sla ttft_p99_s=1",
+            )
+        routing = replace(routing, router=make_router(router.name, own | known), limits=limits)
+        return replace(world, routing=routing)
 
 
 def open_stage(given: StageOptions) -> Stage:
@@ -306,19 +333,23 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
 
 
 def result_notes(
-    refusals: Sequence[Refusal], metrics: Mapping[str, float], warning: str = ""
+    refusals: Sequence[Refusal], metrics: Mapping[str, float], measured: object = None
 ) -> list[str]:
     """What a reader must know before trusting the figures of a simulation, a line each: requests
-    that can never be served, the `warning`, hits of a prefix cache, and unfinished requests.
+    that can never be served, batches outside the `measured` range of the laws, if that is given,
+    hits of a prefix cache, and unfinished requests.
     """
+    from toolkit.sim.world import extrapolation_warning
+
     lines = []
     if refusals:
         first, count = refusals[0], len(refusals)
         counted = "1 request" if count == 1 else f"{count:,} requests"
         example = f"for example number {int(first.request_id) + 1}: {first.reason}"
         lines.append(f"{counted} rejected; {example}")
-    if warning:
-        lines.append(f"warning: {warning}")
+    beyond_percent = metrics.get("extrapolated_batches_percent", 0.0)
+    if measured is not None and beyond_percent:
+        lines.append(f"warning: {extrapolation_warning(beyond_percent, measured)}")
     if "hit_percent" in metrics:
         hit_percent, tokens = metrics["hit_percent"], metrics["query_tokens"]
         lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
@@ -345,34 +376,6 @@ def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
     if len(without) == 1:
         which = f"policy '{without[0]}' reuses"
     return [f"{which} no prompts: simulated as if they shared nothing"] if without else []
-
-
-def routed(
-    world: World, targets: Mapping[str, float], settings: Mapping[str, Value], failures: Path | None
-) -> World:
-    """The world with the targets for its router, for its front if the world's `settings` let it
-    refuse requests, and with failures of replicas from a file.
-    """
-    from toolkit.routing.admission import UNLIMITED, LatencyLimits
-    from toolkit.routing.routers import make_router, router_parameters, targets_of
-    from toolkit.sim.replicas import Routing, read_outages
-
-    routing = world.routing or Routing()
-    if failures is not None:
-        routing = replace(routing, outages=read_outages(failures, world.size))
-    elif world.routing is None:
-        return world
-    router, own = routing.router, router_parameters(routing.router)
-    known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
-    refuses = settings.get("admission") == "targets"
-    limits = LatencyLimits.of(targets) if refuses else UNLIMITED
-    if refuses and limits == UNLIMITED:
-        raise InputError(
-            "admission is 'targets', and no target for TTFT or E2E is given",
-            "add one, such as --sla ttft_p99_s=1",
-        )
-    routing = replace(routing, router=make_router(router.name, own | known), limits=limits)
-    return replace(world, routing=routing)
 
 
 def _failure_notes(
@@ -432,7 +435,7 @@ def command(given: SimulateOptions) -> None:
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
-    from toolkit.sim.world import assign_settings, check_capacity, extrapolation_warning
+    from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
     scenario = given.scenario()
@@ -443,25 +446,20 @@ def command(given: SimulateOptions) -> None:
     stage = open_stage(given)
     requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
     chosen = stage.policy(policy, of_policy[policy])
-    world = stage.world(of_world, of_policy[policy])
+    world = stage.world(of_world, of_policy[policy], targets, given.replica_failures)
     check_capacity(of_world, world, requests)
     note_rest(requests)
-    for line in sharing_notes(requests, [policy]):
-        note(line)
-    world = routed(world, targets, of_world, given.replica_failures)
+    note(*sharing_notes(requests, [policy]))
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
-    beyond, share = world.range_of(policy), metrics.get("extrapolated_batches_percent", 0.0)
-    warning = "" if beyond is None else extrapolation_warning(share, beyond)
-    notes = _failure_notes(requests, chosen, world, result, targets)
-    notes += result_notes(result.refusals, metrics, warning)
-    name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
-    for line in [*notes, *([remark] if remark else [])]:
-        note(line)
+    note(*_failure_notes(requests, chosen, world, result, targets))
+    note(*result_notes(result.refusals, metrics, world.range_of(policy)))
+    note(*filter(None, [footnote([policy], stage.engines)]))
     of_kinds = {  # of a fleet's servers
         kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
         for kind, part in zip(stage.kinds, result.kinds, strict=False)
     }
+    flags = {kind.name: parameters(kind.flags) for kind in world.others if kind.flags}
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),
@@ -470,16 +468,19 @@ def command(given: SimulateOptions) -> None:
         sla=dict(targets),
         trace=plain(requests),
         kinds=of_kinds or None,
-        kind_parameters={each.name: parameters(each.flags) for each in world.others if each.flags}
-        or None,
+        kind_parameters=flags or None,
         **metrics,
     )
 
     def show() -> None:
-        table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'")
+        table(
+            ["metric", "value"],
+            list(metrics.items()),
+            title=f"policy '{marked(policy, stage.engines)}'",
+        )
         if of_kinds:
             shown = [key for key in OF_KINDS if any(key in each for each in of_kinds.values())]
-            rows = [[name, *(one.get(key, "") for key in shown)] for name, one in of_kinds.items()]
-            table(["kind", *(f">{key}" for key in shown)], rows, title="by kind")
+            rows = [[kind, *(one.get(key, "") for key in shown)] for kind, one in of_kinds.items()]
+            table(["kind", *(f">{key}" for key in shown)], rows, "by kind")
 
     emit(given.as_json, found, show)

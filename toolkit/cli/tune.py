@@ -322,8 +322,7 @@ def _note_search(
     if settings.trials < count:
         left = ", ".join(space.key for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
-    for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
-        note(line)
+    note(*sharing_notes(trace, [space.policy for space in settings.spaces]))
     if others and routed:
         kinds = ", ".join(kind.recipe.name for kind in others)
         note(f"flags are searched for {recipe} and, each its own, for {kinds}")
