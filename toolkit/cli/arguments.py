@@ -103,6 +103,11 @@ def option(default: T, help: str, *names: str, **settings: Any) -> T:
     return field(default=default, metadata={"typer": typer.Option(*names, help=help, **settings)})
 
 
+def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """The same for an argument, required without a default; `settings` of `typer.Argument`."""
+    return field(default=default, metadata={"typer": typer.Argument(help=help, **settings)})
+
+
 def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a typer command of a function of one dataclass: its fields are the arguments and
     options.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -23,6 +23,7 @@ from toolkit.cli.arguments import (
     RateOption,
     SlaOption,
     TraceOption,
+    argument,
     command_of,
     option,
     parse_sla,
@@ -249,10 +250,7 @@ def _print_notes(result: BenchReport) -> None:
 class ValidateOptions:
     """The command line of `llmctl validate`."""
 
-    plan: Annotated[
-        Path,
-        typer.Argument(metavar="PLAN.json", help="The plan of the server, from `llmctl render`."),
-    ]
+    plan: Path = argument("The plan of the server, from `llmctl render`.", metavar="PLAN.json")
     url: str | None = option(
         None,
         "URL of the server; default: the recipe's engine.url, or its serve.port on this machine.",

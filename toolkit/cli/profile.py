@@ -12,11 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from toolkit.cli.arguments import JsonOption, RecipeArgument, command_of, open_recipe, option
+from toolkit.cli.arguments import (
+    JsonOption,
+    RecipeArgument,
+    argument,
+    command_of,
+    open_recipe,
+    option,
+)
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import InputError, TargetMissedError
@@ -94,9 +99,7 @@ def profile(given: ProfileOptions) -> None:
 class FitOptions:
     """The command line of `llmctl fit`."""
 
-    profile: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
-    ]
+    profile: Path = argument("profile.json, from `llmctl profile`.", metavar="PROFILE")
     out: Path = option(Path("fit.json"), "Write the fit to this file.")
     seed: int = option(0, "Split the points into held-out parts by this seed.", min=0)
     points: bool = option(False, "Print the held-out error of every point, too.")

@@ -10,15 +10,14 @@ import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
     JsonOption,
     SetOption,
+    argument,
     command_of,
     option,
     parse_settings,
@@ -51,14 +50,11 @@ _cluster = partial(option, rich_help_panel="Files of a target")
 class RenderOptions:
     """The command line of `llmctl render`."""
 
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE|FLEET|PLAN.json",
-            autocompletion=arguments.recipes_and_plans,
-            help="A recipe with --fit, a fleet, or a plan with --target.",
-        ),
-    ]
+    source: Path = argument(
+        "A recipe with --fit, a fleet, or a plan with --target.",
+        metavar="RECIPE|FLEET|PLAN.json",
+        autocompletion=arguments.recipes_and_plans,
+    )
     fit: Path | None = option(
         None,
         f"The fit of a recipe: {FIT_HELP}",

@@ -12,14 +12,13 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
     SET_HELP,
     JsonOption,
+    argument,
     command_of,
     limit_workers,
     option,
@@ -51,14 +50,12 @@ _watch = partial(option, rich_help_panel="Logs, metrics and checks")
 class ServeOptions:
     """The command line of `llmctl serve`."""
 
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PLAN.json|RECIPE|FLEET|FOLDER",
-            autocompletion=arguments.recipes_and_plans,
-            help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
-        ),
-    ] = None
+    source: str | None = argument(
+        "A plan, a recipe with --fit, a fleet, or a rendered folder.",
+        None,
+        metavar="PLAN.json|RECIPE|FLEET|FOLDER",
+        autocompletion=arguments.recipes_and_plans,
+    )
     target: str | None = _plan(
         None,
         "Where to run: local or ray; systemd or compose for a folder rendered for it.",

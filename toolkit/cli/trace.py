@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, option, refuse_useless, resolve_recipe
+from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
 from toolkit.cli.output import chart, emit, note, table
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
@@ -133,7 +133,7 @@ def inspect(
     recipe: Annotated[
         Path | None,
         typer.Option(
-            callback=resolve_recipe,
+            callback=arguments.resolve_recipe,
             help="A recipe, file or name: show the sizes of caches in GiB of its model too.",
         ),
     ] = None,
@@ -164,9 +164,7 @@ class ConvertOptions:
     """The command line of `llmctl trace convert`."""
 
     trace: TraceArgument
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Write the trace to this file, canonical JSONL.")
-    ]
+    out: Path = argument("Write the trace to this file, canonical JSONL.", metavar="OUT")
     start: float = option(
         0.0, "Leave out requests that arrive before this second (after scaling).", min=0.0
     )
