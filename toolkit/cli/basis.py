@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
+from toolkit.cli.results import Requests
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, StaleError
 from toolkit.files.bench import Validation
@@ -34,7 +35,6 @@ from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
 
 if TYPE_CHECKING:
-    from toolkit.cli.results import Requests
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
@@ -241,7 +241,5 @@ def note_rest(trace: Trace) -> None:
 
 def plain(trace: Trace) -> Requests:
     """The trace as `--json` shows it."""
-    from toolkit.cli.results import Requests
-
     notes = list(trace.notes)
     return Requests(source=trace.source, requests=len(trace), notes=notes, scaling=trace.scaling)

@@ -7,6 +7,7 @@ below it print the tables and the notes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -107,8 +108,8 @@ def bench(given: BenchOptions) -> None:
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
-    for written in filter(None, (given.out, given.save_requests)):
-        check_writable(written)
+    for file in filter(None, (given.out, given.save_requests)):
+        check_writable(file)
     planned = read_file(Plan, given.plan) if given.plan else None
     targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
     path = trace_path(given.trace)
@@ -117,7 +118,7 @@ def bench(given: BenchOptions) -> None:
     subject = _look_at_server(given, path, planned, settings)
     part = excerpt(subject.trace, given.start, given.duration)
     note_trace(part)
-    note(*(*subject.notes, *_rate_notes(planned, subject.trace)))
+    note(*subject.notes, *_rate_notes(planned, subject.trace))
     measurement = Measurement(subject, part, planned, targets, note, progress)
     if not measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1])):
         note("interrupted during the warm-up: nothing was measured")
@@ -180,13 +181,16 @@ def _show(result: BenchReport) -> None:
     def error(value: float | None) -> str | None:
         return None if value is None else percent(value)
 
+    def attained(metrics: Mapping[str, float]) -> str | None:
+        share = metrics.get("sla_attainment_percent")
+        return None if share is None else f"{share:.1f} %"
+
     predicted = bool(result.predicted)
     warm = predicted and result.warmup is not None
     rows: list[list[object]] = []
     for row in result.compared:
-        rows.append([row.metric, row.measured])
-        rows[-1] += [row.predicted, error(row.error_percent)] if predicted else []
-        rows[-1] += [row.as_fitted, error(row.as_fitted_error_percent)] if warm else []
+        rows.append([row.metric, row.measured, row.predicted, error(row.error_percent)])
+        rows[-1] += [row.as_fitted, error(row.as_fitted_error_percent)]
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
     table(columns[: 2 + 2 * predicted + 2 * warm], rows)
     if not result.targets:
@@ -194,17 +198,12 @@ def _show(result: BenchReport) -> None:
     words = {True: "yes", False: "NO", None: None}
     rows = []
     for one in result.targets:
-        rows.append([one.target, one.limit_s, one.measured_s, words[one.kept]])
-        rows[-1] += [one.predicted_s, words[one.predicted_kept]] if predicted else []
-    attained = [side.get("sla_attainment_percent") for side in (result.measured, result.predicted)]
-    rows.append(["requests within all", None, _share(attained[0]), None])
-    rows[-1] += [_share(attained[1]), None] if predicted else []
+        kept = words[one.kept], words[one.predicted_kept]
+        rows.append([one.target, one.limit_s, one.measured_s, kept[0], one.predicted_s, kept[1]])
+    shares = attained(result.measured), attained(result.predicted)
+    rows.append(["requests within all", None, shares[0], None, shares[1], None])
     columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
     table(columns[: 4 + 2 * predicted], rows)
-
-
-def _share(percent: float | None) -> str | None:
-    return None if percent is None else f"{percent:.1f} %"
 
 
 def _print_notes(result: BenchReport) -> None:
@@ -224,10 +223,7 @@ def _print_notes(result: BenchReport) -> None:
             if measured.get(name)
         ]
         note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
-    if result.scheduling:
-        note(result.scheduling.text())
-    if result.cache:
-        note(result.cache.text())
+    note(*(facts.text() for facts in (result.scheduling, result.cache) if facts))
     if result.interrupted:
         answered = f"{result.answered:,} of {result.requests:,} requests were answered"
         note(f"interrupted: {answered}, and are reported")
@@ -332,27 +328,17 @@ def validate(given: ValidateOptions) -> None:
 
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
-    rows = [
-        [
-            one.metric,
-            one.measured,
-            one.predicted,
-            *map(percent, (one.error_percent, one.worst_percent)),
-        ]
-        for one in result.metrics
-    ]
+    rows: list[list[object]] = []
+    for metric in result.metrics:
+        errors = percent(metric.error_percent), percent(metric.worst_percent)
+        rows.append([metric.metric, metric.measured, metric.predicted, *errors])
     columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
     table(columns, rows, "means over the windows")
-    requests = [
-        [
-            one.latency,
-            percent(one.median_percent),
-            f"{one.median_absolute_percent:.1f} %",
-            one.requests,
-        ]
-        for one in result.requests
-    ]
-    table(["request by request", ">median error", ">median size of it", ">requests"], requests)
+    rows = []
+    for one in result.requests:
+        errors = percent(one.median_percent), f"{one.median_absolute_percent:.1f} %"
+        rows.append([one.latency, *errors, one.requests])
+    table(["request by request", ">median error", ">median size of it", ">requests"], rows)
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
     took = f"batches took {slow} times as long as fitted"
     note(f"before the windows, {took}; the predictions include that")

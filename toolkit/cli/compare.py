@@ -30,18 +30,13 @@ from toolkit.cli.output import (
     require_matplotlib,
     table,
 )
-from toolkit.cli.simulate import (
-    StageOptions,
-    open_stage,
-    result_notes,
-    sharing_notes,
-)
+from toolkit.cli.results import ComparedRun, Comparison
+from toolkit.cli.simulate import StageOptions, open_stage, result_notes, sharing_notes
 from toolkit.errors import InputError, nearest
 from toolkit.files.io import check_writable
 from toolkit.units import number
 
 if TYPE_CHECKING:
-    from toolkit.cli.results import ComparedRun
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
 
@@ -76,7 +71,6 @@ def command(given: CompareOptions) -> None:
     --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
     it. Ctrl-C prints the finished runs.
     """
-    from toolkit.cli.results import Comparison
     from toolkit.sched.policies import BUILT_IN, KNOWN
     from toolkit.sim.api import compare, usual_policies
     from toolkit.sim.world import assign_settings, check_capacity
@@ -158,8 +152,8 @@ def _rates(words: Sequence[str] | None) -> list[float]:
 def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     """The metrics to show. `InputError` for one that no run has."""
     if text is None:
-        many = _rates_of(runs) > 1  # the column of rates leaves room for one metric less
-        return [name for name in COLUMNS if not many or name != "e2e_mean_s"]
+        # the column of rates leaves room for one metric less
+        return [name for name in COLUMNS if name != "e2e_mean_s" or not _several_rates(runs)]
     metrics, columns = {name for run in runs for name in run.metrics}, _words("--columns", text)
     for name in columns:
         if name not in metrics:
@@ -168,7 +162,6 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
 
 
 def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
-    from toolkit.cli.results import ComparedRun
     from toolkit.sched.policies import refusal
 
     refused = refusal(run.policy, engines)
@@ -187,7 +180,7 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
     """Print what a reader must know before trusting the table."""
     if not sla:
         note("no --sla was given: goodput counts every finished request")
-    many = _rates_of(runs) > 1
+    many = _several_rates(runs)
     beyond: dict[str, list[str]] = {}
     for run in runs:
         name = f"{run.policy} at {number(run.rate_rps)}/s" if many else run.policy
@@ -202,14 +195,14 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
         note(f"warning: {batches} are extrapolated: {', '.join(shares)}")
 
 
-def _rates_of(runs: Sequence[PolicyRun]) -> int:
-    return len({run.rate_rps for run in runs})
+def _several_rates(runs: Sequence[PolicyRun]) -> bool:
+    return len({run.rate_rps for run in runs}) > 1
 
 
 def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str]) -> None:
     from toolkit.sched.policies import footnote, marked
 
-    many = _rates_of(runs) > 1
+    many = _several_rates(runs)
     rows: list[list[object]] = []
     for run in runs:
         cells: list[object] = [marked(run.policy, engines)]
@@ -237,7 +230,7 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     done = [run for run in runs if len(run.e2e_s)]
     if not done:
         return []
-    if _rates_of(runs) > 1:
+    if _several_rates(runs):
         panels = []
         for title, metric in (
             ("goodput, requests/s", "goodput_rps"),

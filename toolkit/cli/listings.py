@@ -5,7 +5,7 @@ have.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -124,17 +124,15 @@ def recipes(as_json: JsonOption = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """A policy. `engines` are those that can serve with it; none: it runs in simulations only."""
+    """A policy. `engines` are those that can serve with it; none: it runs in simulations only, and
+    is not `live`.
+    """
 
     name: str
     does: str
     source: str
     engines: list[str]
-
-    @property
-    def live(self) -> bool:
-        """Whether a server can run it."""
-        return bool(self.engines)
+    live: bool
 
 
 def policies(as_json: JsonOption = False) -> None:
@@ -146,9 +144,10 @@ def policies(as_json: JsonOption = False) -> None:
     """
     from toolkit.sched.policies import KNOWN, engines_for
 
-    lines = [
-        PolicyLine(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN
-    ]
+    lines = []
+    for name in KNOWN:
+        about, engines = ABOUT[name], engines_for(name)
+        lines.append(PolicyLine(name, about.does, about.source, engines, bool(engines)))
 
     def show_all() -> None:
         groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -163,7 +162,7 @@ def policies(as_json: JsonOption = False) -> None:
             for row in rows:
                 show(row)
 
-    emit(as_json, {"policies": [asdict(one) | {"live": one.live} for one in lines]}, show_all)
+    emit(as_json, {"policies": lines}, show_all)
 
 
 def schema(as_json: JsonOption = False) -> None:

@@ -113,7 +113,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     A column's name may start with '<' or '>' for its alignment; otherwise columns of numbers are
     right-aligned, others left-aligned. Cells are plain text (no markup); floats are rounded by
     `number`. The first column holds names and is never cut. Numbers never wrap: where not all
-    columns fit, the table continues below, with the first column repeated.
+    columns fit, the table continues below, with the first column repeated. Cells of a row beyond
+    the columns are not shown.
     """
     from rich.console import Console
     from rich.text import Text

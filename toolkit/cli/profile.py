@@ -278,8 +278,7 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     columns = ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2", ">at least"]
     if not any(segment.flat for segment in fit.decode.segments):
         columns = columns[:-1]
-    shown = [line[: len(columns)] for line in coefficients]
-    table(columns, shown, "coefficients in microseconds")
+    table(columns, coefficients, "coefficients in microseconds")
     prefill = {tried.form: tried.error for tried in fit.prefill.candidates}
     decode = {tried.form: tried.error for tried in fit.decode.candidates}
     forms = []

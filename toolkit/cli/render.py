@@ -23,13 +23,7 @@ from toolkit.cli.arguments import (
     parse_settings,
     resolve_fit,
 )
-from toolkit.cli.basis import (
-    accept,
-    analytic_notes,
-    find_validation,
-    note_bases,
-    plan_from,
-)
+from toolkit.cli.basis import accept, analytic_notes, find_validation, note_bases, plan_from
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.io import file_text, read_file, write_file

@@ -38,6 +38,7 @@ from toolkit.cli.basis import (
     refuse_workers,
 )
 from toolkit.cli.output import emit, note, table
+from toolkit.cli.results import Simulation
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import fleet_sources, sized
@@ -431,7 +432,6 @@ def command(given: SimulateOptions) -> None:
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
     """
-    from toolkit.cli.results import Simulation
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate

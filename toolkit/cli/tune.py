@@ -462,10 +462,9 @@ def show(result: Tuning) -> None:
         if name in before.metrics and name in after.metrics:
             old, new = before.metrics[name], after.metrics[name]
             changes.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "-"))
-    short = [outcome.policy for outcome in (before, after)]
-    if before.replica_router and after.replica_router:
-        short = [before.replica_router.name, after.replica_router.name]
-    names = ("default", "best") if same else (f"{short[0]}, default", f"{short[1]}, best")
+    names = ["default", "best"]
+    if not same:
+        names = [f"{_short(before)}, default", f"{_short(after)}, best"]
     title = f"predicted on {len(result.held_out_windows)} held-out windows"
     table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
     # a target covers all windows' requests together
@@ -551,12 +550,17 @@ def _show_chart(result: Tuning) -> None:
     for name in [_short(one.held_out) for one in result.policies]:
         letters = [c for c in name if c.isalpha() and c != "o" and c not in marks.values()]
         marks[name] = letters[0] if letters else "."
-    best = next((t for t in known if t.outcome.same_settings(result.best_held_out)), None)
-    points = [_point(trial.outcome, latency, marks) for trial in known]
-    points += [_point(t.outcome, latency, {}, "o") for t in known if t.number in result.front]
-    for t in known:
-        points += [_point(t.outcome, latency, {}, "D")] if t.number == 0 else []
-        points += [_point(t.outcome, latency, {}, "B")] if t is best else []
+    best = [trial for trial in known if trial.outcome.same_settings(result.best_held_out)][:1]
+    points = []
+    for mark, trials in (
+        ("", known),
+        ("o", [trial for trial in known if trial.number in result.front]),
+        ("D", [trial for trial in known if trial.number == 0]),
+        ("B", best),
+    ):
+        for trial in trials:
+            metrics, own = trial.outcome.metrics, marks.get(_short(trial.outcome), ".")
+            points.append(PlotPoint(metrics[latency], metrics["goodput_rps"], mark or own))
     print("\ngoodput_rps of the trials")
     print("\n".join(scatter(points, x_name=latency)))
     legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
@@ -564,12 +568,6 @@ def _show_chart(result: Tuning) -> None:
     print(fill(text, WIDTH) + "\n")
 
 
-def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".") -> PlotPoint:
-    return PlotPoint(
-        outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(_short(outcome), mark)
-    )
-
-
 def _short(outcome: Outcome) -> str:
-    """What differs between the searched spaces: the router, or else the policy."""
+    """What the search compares: the router, or else the policy."""
     return outcome.replica_router.name if outcome.replica_router else outcome.policy

@@ -45,7 +45,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Numbers are rounded and right-aligned. A folded one shows only its caption."""
+    """A table. Numbers are rounded and right-aligned; cells beyond the columns are left out. A
+    folded table shows only its caption.
+    """
 
     caption: str
     columns: Sequence[str]
@@ -70,7 +72,7 @@ class Table:
                 return {True: "yes", False: "no", None: "–"}[cell]
             return number(cell) if isinstance(cell, int | float) else cell
 
-        return [[shown(cell) for cell in row] for row in self.rows]
+        return [[shown(cell) for cell in row[: len(self.columns)]] for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)

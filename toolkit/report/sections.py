@@ -67,7 +67,7 @@ def bench_section(found: Material) -> Section:
         rows: list[list[Cell]] = []
         for row in bench.content.compared:
             rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
-            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)] if warm else []
+            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)]
             if row.error_percent is not None:
                 errors[row.metric] = row.error_percent
             if row.predicted is not None and row.measured is not None:
