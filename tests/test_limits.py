@@ -378,7 +378,7 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
     monkeypatch.setattr(demo.Stages, "_start", start)
     monkeypatch.setattr(demo.Stages, "server", server)
     monkeypatch.setattr(
-        "toolkit.files.io.read_file", lambda kind, _: promised if kind is Tuning else seen
+        "toolkit.cli.demo.read_file", lambda kind, _: promised if kind is Tuning else seen
     )
     assert llmctl("demo", "--out", tmp_path / "out") == 0
     told = {words[0]: ALLOW_BROKEN in words for words in reversed(ran)}  # the first of each

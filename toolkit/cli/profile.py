@@ -279,14 +279,14 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     if not any(segment.flat for segment in fit.decode.segments):
         columns = columns[:-1]
     table(columns, coefficients, "coefficients in microseconds")
-    prefill = {tried.form: tried.error for tried in fit.prefill.candidates}
-    decode = {tried.form: tried.error for tried in fit.decode.candidates}
+    errors = [{tried.form: tried.error for tried in law.candidates} for _, law in laws]
     forms = []
-    for form in prefill | decode:
-        kept = [" <" if form == law.form else "" for _, law in laws]
-        forms.append(
-            (form, *_tried(prefill.get(form), kept[0]), *_tried(decode.get(form), kept[1]))
-        )
+    for form in errors[0] | errors[1]:
+        cells = [form]
+        for error_of, (_, law) in zip(errors, laws, strict=True):
+            median_, p95, _ = _errors(error_of[form]) if form in error_of else ("-", "-", "")
+            cells += [median_, f"{p95} <" if form == law.form else p95]
+        forms.append(cells)
     columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
     table(columns, forms, "forms that competed: held-out median and p95 (<: kept)")
     if fitted:
@@ -328,12 +328,6 @@ def _errors(error: HeldOutError) -> tuple[str, str, str]:
     shares = (error.median_percent, error.p95_percent, error.worst_percent)
     median_, p95, worst = (f"{share:.1f} %" for share in shares)
     return median_, p95, worst
-
-
-def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:
-    if error is None:
-        return "-", "-"
-    return f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %{mark}"
 
 
 def _show_points(name: str, law: FittedLaw) -> None:

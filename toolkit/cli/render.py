@@ -1,6 +1,6 @@
 """`llmctl render`: make a plan from a recipe, its fit and its tuning, or files for a target of it.
 
-In order: the options; the plan (`_make`), which is written or compared; and with --target the files
+In order: the options; the plan (`_plan`), which is written or compared; and with --target the files
 of the target (`_render`), written to a folder or compared with it.
 """
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # of the predicted metrics, those that are shown; the plan has all
 HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
-PLAN = Path("plan.json")
 _cluster = partial(option, rich_help_panel="Files of a target")
 
 
@@ -131,17 +130,17 @@ def command(given: RenderOptions) -> None:
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.deploy.plan import differences
 
-    made = _make(given)
-    plan, allowed = made.plan, given.force or given.allow_broken_limits
+    plan, near = _plan(given)
+    allowed = given.force or given.allow_broken_limits
     accept(plan, str(given.tuning or given.source), broken=allowed)
     if given.target is not None:
-        _render(made, given.target, given)
+        _render(plan, near, given.target, given)
         return
-    if made.file is not None:
+    if not is_recipe(given.source):
         raise InputError(
             f"{given.source} is already a plan", "add --target for files of a place to run it"
         )
-    out = given.out or PLAN
+    out = given.out or Path("plan.json")
     if given.check:
         found = differences(read_file(Plan, out), plan)
         changed = [(each.key, each.old, each.new) for each in found]
@@ -159,24 +158,15 @@ def command(given: RenderOptions) -> None:
     ]
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
     emit(given.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
-    note_bases({made.near: plan.fit})
+    note_bases({near: plan.fit})
     allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A plan, the file that it was read from (None: it was made here), and a file beside which its
-    validation may lie.
+def _plan(given: RenderOptions) -> tuple[Plan, Path]:
+    """The plan that is read or made, and its file or its first fit, beside which a validation may
+    lie. `InputError` for arguments that do not belong together.
     """
-
-    plan: Plan
-    file: Path | None
-    near: Path
-
-
-def _make(given: RenderOptions) -> Made:
-    """The plan of the arguments. `InputError` where they do not belong together."""
     source, policy = given.source, None
     if given.policy is not None:
         policy = PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
@@ -187,20 +177,19 @@ def _make(given: RenderOptions) -> Made:
             raise InputError(
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
-        return Made(read_file(Plan, source), source, source)
-    plan, fit = plan_from(source, given.fit, given.tuning, policy)
-    return Made(plan, None, fit)
+        return read_file(Plan, source), source
+    return plan_from(source, given.fit, given.tuning, policy)
 
 
-def _render(made: Made, target: str, given: RenderOptions) -> None:
+def _render(plan: Plan, near: Path, target: str, given: RenderOptions) -> None:
     """Write the target's folder, or compare it. `TargetMissedError` where a comparison finds
     differences.
     """
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import changes, manifest_of, render_target, write
 
-    folder, recipe = given.out or Path(target), made.plan.recipe
-    order = _order(made, folder, given)
+    folder = given.out or Path(target)
+    order = _order(plan, near, folder, given)
     files = render_target(target, order)
     if given.check:
         found = changes(files, folder)
@@ -215,34 +204,34 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
-    note(*analytic_notes(made.plan.fit.engine))
-    if order.trace is None and ttft_targets(recipe):
-        lengths = f"computed for the lengths of {default_trace(recipe)}"
+    note(*analytic_notes(plan.fit.engine))
+    if order.trace is None and ttft_targets(plan.recipe):
+        lengths = f"computed for the lengths of {default_trace(plan.recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
     if order.validation:
         note(order.validation.summary())
     note(f"{folder / 'EXPLAIN.md'} explains each value, and how to start the server")
 
 
-def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
+def _order(plan: Plan, near: Path, folder: Path, given: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
     from toolkit.deploy.render import digest, shipped_trace
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    if made.file is not None:
-        text = made.file.read_text(encoding="utf-8")
+    if not is_recipe(given.source):
+        text = given.source.read_text(encoding="utf-8")
     else:
-        text = file_text(made.plan)
+        text = file_text(plan)
         # An equal plan in the folder stays as it is: it may have been made on another machine. One
         # that cannot be read, such as one of another version of llmctl, counts as different.
         for existing in (folder / "core" / "plan.json", folder / "plan.json"):
             with contextlib.suppress(InputError):
-                if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
+                if existing.is_file() and not differences(read_file(Plan, existing), plan):
                     text = existing.read_text(encoding="utf-8")
-    fit = made.plan.inputs.get("fit")
-    validation = find_validation(made.near, fit.sha256) if fit else None
+    fit = plan.inputs.get("fit")
+    validation = find_validation(near, fit.sha256) if fit else None
     options = Options(
         image=given.image,
         namespace=given.namespace,
@@ -256,6 +245,6 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
         replica_image=given.replica_image,
         replica_python=given.replica_python,
     )
-    name = given.trace or shipped_trace(made.plan)
+    name = given.trace or shipped_trace(plan)
     trace = read_trace(trace_path(name))[0] if name else None
-    return Order(made.plan, text, digest(text.encode()), options, validation, trace)
+    return Order(plan, text, digest(text.encode()), options, validation, trace)

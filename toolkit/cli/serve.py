@@ -253,15 +253,12 @@ def command(given: ServeOptions) -> None:
     if given.replica or given.replicas or own is not None:
         file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
         gateway = _gateway(given, plan, access, manager, own, ray, file)
-        serve_start.start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
+        serve_start.start_gateway(gateway, given)
     elif isinstance(backend, Serves):
         order = _server_order(given, plan, access)
-        serve_start.start_server(backend, order, manager, as_json=given.as_json)
+        serve_start.start_server(backend, order, manager, given)
     else:
-        launch = _launch(given, plan, access, ray, manager)
-        serve_start.start(
-            launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json
-        )
+        serve_start.start(_launch(given, plan, access, ray, manager), given)
 
 
 def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:

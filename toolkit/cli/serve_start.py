@@ -275,23 +275,27 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     return checks_of(plan, seconds) if seconds else []
 
 
-def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: bool) -> None:
+def start(order: Launch, given: ServeOptions) -> None:
     """Serve until a signal ends the server.
 
-    With `strict` the command ends before it serves where a measured point contradicts the fit.
+    With --strict the command ends before it serves where a measured point contradicts the fit.
     """
     from toolkit.serve.drift import judge
     from toolkit.serve.launch import launch
 
     plan, front = order.plan, order.settings
-    check = partial(judge, strict=strict, say=note)
-    announce = partial(announce_plan, as_json, plan, front.model, status_page=front.status_page)
+    check = partial(judge, strict=given.strict, say=note)
+    announce = partial(
+        announce_plan, given.as_json, plan, front.model, status_page=front.status_page
+    )
+    serve = partial(launch, order, on_checked=check)
     target: Where = "ray" if order.ray else "local"
-    server = RecordedServer(plan, front.model, order.manager, announce, target, certificate)
-    server.run(partial(launch, order, on_checked=check))
+    serve_recorded(serve, announce, plan, front.model, order.manager, target, given.ssl_certfile)
 
 
-def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_json: bool) -> None:
+def start_server(
+    backend: Serves, order: ServerOrder, manager: Manager, given: ServeOptions
+) -> None:
     """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
@@ -299,11 +303,12 @@ def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_js
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
-    server = RecordedServer(plan, model, manager, partial(announce_plan, as_json, plan, model))
-    server.run(partial(backend.launch, replace(order, beat=manager.beat)))
+    announce = partial(announce_plan, given.as_json, plan, model)
+    launch = partial(backend.launch, replace(order, beat=manager.beat))
+    serve_recorded(launch, announce, plan, model, manager)
 
 
-def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bool) -> None:
+def start_gateway(order: GatewayLaunch, given: ServeOptions) -> None:
     """Start the front before replicas, and its own replicas, until a signal ends it."""
     from toolkit.gateway.launch import launch_gateway
 
@@ -321,65 +326,61 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
             f"router: {router}; replicas: {url}/replicas",
             *([f"status page: {page}"] if page else []),
         ]
-        emit(as_json, facts, lambda: print("\n".join(lines)))
+        emit(given.as_json, facts, lambda: print("\n".join(lines)))
 
+    serve = partial(launch_gateway, order)
     target: Where = "ray" if order.ray else "local"
-    server = RecordedServer(plan, front.model, order.manager, announce, target, certificate)
-    server.run(partial(launch_gateway, order))
+    serve_recorded(serve, announce, plan, front.model, order.manager, target, given.ssl_certfile)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedServer:
-    """A server of `plan`; `announce` prints that it is ready, given its URL."""
+def serve_recorded(
+    launch: Callable[[Callable[[str], None]], Mapping[str, int]],
+    announce: Callable[[str], None],
+    plan: Plan,
+    model: str,
+    manager: Manager,
+    target: Where = "local",
+    certificate: Path | None = None,
+) -> None:
+    """Serve, and record the server for `llmctl status` and `llmctl stop`.
 
-    plan: Plan
-    model: str
-    manager: Manager
-    announce: Callable[[str], None]
-    target: Where = "local"
-    certificate: Path | None = None
+    `launch` calls its argument with the URL once the server is ready, which `announce` prints. It
+    serves until a signal ends it, and returns how the requests ended, which `llmctl stop` waits
+    for. Where the record cannot be written, as in a container, the server runs without one.
+    """
+    from toolkit.deploy.running import forget, name_of, remember, this_process
 
-    def run(self, launch: Callable[[Callable[[str], None]], Mapping[str, int]]) -> None:
-        """Serve with `launch`, and record the server for `llmctl status` and `llmctl stop`.
+    record: Running | None = None
+    was_ready = False
 
-        `launch` calls its argument with the URL once the server is ready, serves until a signal
-        ends it, and returns how the requests ended, which `llmctl stop` waits for. A server that
-        fails leaves no record. Where the record cannot be written, as in a container, the server
-        runs without one.
-        """
-        from toolkit.deploy.running import forget, name_of, remember, this_process
-
-        plan, was_ready = self.plan, False
-        record: Running | None = None
-
-        def on_ready(url: str) -> None:
-            nonlocal was_ready, record
-            was_ready = True
-            name, target = name_of(plan.recipe.name, url), self.target
-            server = this_process(name, target, url, self.model, plan.workers, plan.policy.name)
-            facts = {"breaks": breaks(plan.limits)}
-            if self.certificate is not None:
-                facts["certificate"] = str(self.certificate.absolute())
-            try:
-                remember(server := server.model_copy(update=facts))
-            except InputError as error:
-                note(f"llmctl status will not list this server: {error.message}")
-            else:
-                record = server
-            self.manager.tell("READY=1")
-            self.announce(url)
-            sys.stdout.flush()
-
+    def on_ready(url: str) -> None:
+        nonlocal was_ready, record
+        was_ready = True
+        name = name_of(plan.recipe.name, url)
+        server = this_process(name, target, url, model, plan.workers, plan.policy.name)
+        facts = {"breaks": breaks(plan.limits)}
+        if certificate is not None:
+            facts["certificate"] = str(certificate.absolute())
+        server = server.model_copy(update=facts)
         try:
-            ended = launch(on_ready)
-            if not was_ready:
-                note("stopped by a signal before it was ready")
-            if record is not None:
-                remember(record.model_copy(update={"ended": dict(ended)}))
-        except BaseException:  # Ctrl-C, too: a server that fails leaves no record
-            if record is not None:
-                forget(record)
-            raise
+            remember(server)
+            record = server
+        except InputError as error:
+            note(f"llmctl status will not list this server: {error.message}")
+        manager.tell("READY=1")
+        announce(url)
+        sys.stdout.flush()
+
+    try:
+        ended = launch(on_ready)
+        if not was_ready:
+            note("stopped by a signal before it was ready")
+        if record is not None:
+            remember(record.model_copy(update={"ended": dict(ended)}))
+    except BaseException:  # Ctrl-C, too: a server that fails leaves no record
+        if record is not None:
+            forget(record)
+        raise
 
 
 def announce_plan(
