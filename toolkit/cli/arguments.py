@@ -1,7 +1,5 @@
-"""Arguments and options that several commands share, and how a command takes many of them.
-
-In order: the words that a shell completes; `command_of`, which makes a command of a function of one
-dataclass; the shared arguments and options, and the functions that check and parse their values.
+"""Arguments and options that several commands share, their completion by the shell, and
+`command_of`, which makes a command of a function that takes a dataclass.
 """
 
 from __future__ import annotations

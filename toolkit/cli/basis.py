@@ -1,9 +1,4 @@
-"""What predictions rest on (fits, fleets, validations, traces), as several commands read and print
-it.
-
-In order: warnings in place of refusals; reading a fit or a fleet, and making their plan; notes on
-fits, their validation, and the trace.
-"""
+"""What predictions rest on: fits, fleets, validations and traces, read and printed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """`llmctl bench` and `validate`: a trace, or some windows of it, replayed against a running server,
 measured beside predicted.
-
-Each reads its files, warms the server up, replays, and writes and prints the result; the helpers
-below it print the tables and the notes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots.
-
-`command` parses, simulates and prints; below it are the parsers of its lists, the notes, the table
-and the plots.
-"""
+"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`llmctl demo`: all steps on this machine, each one the command that a user would type.
-
-`command` runs the steps and prints what they achieved. `Stages` runs and shows commands, and the
-functions below it choose what is replayed.
-"""
+"""`llmctl demo`: all steps on this machine, each one the command that a user would type."""
 
 from __future__ import annotations
 

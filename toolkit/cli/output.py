@@ -1,8 +1,7 @@
 """Output of the commands: results on stdout; notes and progress on stderr, for a clean `--json`.
 
 Everything fits 80 columns; a table takes the width of a wider terminal. Numbers are rounded here
-for reading, and nowhere else: the files keep every digit. In order: characters that stdout cannot
-encode; `emit` and `note`; tables; the progress bar; plots.
+for reading, and nowhere else: the files keep every digit.
 """
 
 from __future__ import annotations

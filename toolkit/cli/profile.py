@@ -1,7 +1,5 @@
 """`llmctl profile` and `fit`: measure an engine as its recipe says, and fit the laws of time and
 memory to that, chosen by held-out error.
-
-In order: the two commands with their options, and what they print of a profile and of a fit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`llmctl render`: make a plan from a recipe, its fit and its tuning, or files for a target of it.
-
-In order: the options; the plan (`_plan`), which is written or compared; and with --target the files
-of the target (`_render`), written to a folder or compared with it.
-"""
+"""`llmctl render`: make a plan from a recipe, its fit and its tuning, or files of a target."""
 
 from __future__ import annotations
 

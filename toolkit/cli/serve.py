@@ -1,8 +1,7 @@
 """`llmctl serve`: start the server of a plan.
 
-`ServeOptions` declares the command line, in the order of `--help`. `command` finds the plan and
-starts our own server, that of an engine that is a server itself (vLLM), or a front before several
-of these; the steps in between are in `serve_start`.
+That is our own server, that of an engine that is a server itself (vLLM), or a front before several
+of these. The steps in between are in `serve_start`.
 """
 
 from __future__ import annotations

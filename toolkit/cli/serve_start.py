@@ -1,8 +1,5 @@
-"""The steps of `llmctl serve`: from the command line to a running server.
-
-In order: where to serve (`locate`, and `serve_managed` for service managers); the plan
-(`plan_to_serve`, `override`, `check_engine`); keys and certificates; starting the server (`start`,
-`start_server`, `start_gateway`), which records it for `llmctl status` and `llmctl stop`.
+"""The steps of `llmctl serve`: where to serve, the plan, keys and certificates, and running a
+server with a record for `llmctl status` and `llmctl stop`.
 """
 
 from __future__ import annotations

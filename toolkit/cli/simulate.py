@@ -1,8 +1,7 @@
 """`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world.
 
 `compare` takes its options, its trace and its laws from here, too: `StageOptions.scenario` adds
-what a tuning recommends, `open_stage` reads the files, `Stage.world` makes the simulated world, and
-the functions after it make the notes on a result.
+what a tuning recommends, `open_stage` reads the files, and `Stage.world` makes the simulated world.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""`llmctl tune`: search the scheduler's policy and parameters on a trace, with the simulator.
-
-`TuneOptions` declares the command line. `command` reads the files, searches, and writes and prints
-the result. The helpers below it prepare the search (the fleet, the number of workers, the profile,
-the processes that simulate, the store of evaluations), show its progress, and print its result.
-"""
+"""`llmctl tune`: search the scheduler's policy and parameters on a trace, with the simulator."""
 
 from __future__ import annotations
 
