@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from toolkit import api
-from toolkit.report.parts import Axes, ChartSeries, bars, chart
+from toolkit.report.parts import ChartSeries, bars, chart
 
 HERE = Path(__file__).parent / "pictures"
 STYLE = """\
@@ -167,7 +167,7 @@ def predicted() -> str:
         [""] * len(runs),
     )
     line = ChartSeries("predicted before, median", loads, medians, "line", [""] * len(loads))
-    drawn = chart(Axes("load, % of capacity", "goodput, requests/s", [measured, line]))
+    drawn = chart("load, % of capacity", "goodput, requests/s", [measured, line])
     return charted(drawn, "Goodput over load: measured runs, and what was predicted before them")
 
 

@@ -19,7 +19,6 @@ from toolkit.files.profile import Profile
 from toolkit.files.tuning import Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
-    Axes,
     Cell,
     ChartSeries,
     Figure,
@@ -206,11 +205,11 @@ def _law_figures(
             )
         )
     drawn = ChartSeries(name, measured, predicted, labels=labels)
-    both = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    errors = Axes("length, tokens", "residual, %", by_size, level=0.0)
+    both = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
+    errors = chart("length, tokens", "residual, %", by_size, level=0.0)
     medians = f"{len(points)} points, medians of their repeats; equal on the line"
     less_one = "predicted over measured, less 1, by length and batch size N"
-    return [Figure(chart(both), f"{name}: {medians}"), Figure(chart(errors), f"{name}: {less_one}")]
+    return [Figure(both, f"{name}: {medians}"), Figure(errors, f"{name}: {less_one}")]
 
 
 def _slices(laws: Laws, profile: Profile) -> Figure:
@@ -228,8 +227,8 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
         for point, by_law_s in zip(profile.slices, predicted, strict=True)
     ]
     drawn = ChartSeries("slices", measured, predicted, labels=labels)
-    axes = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    return Figure(chart(axes), f"whole slices on all workers: {len(measured)}, overhead included")
+    svg = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
+    return Figure(svg, f"whole slices on all workers: {len(measured)}, overhead included")
 
 
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
@@ -249,7 +248,7 @@ def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
     ]
     capacity = f"capacity {number(fit.memory.capacity_tokens)} tokens"
     caption = f"the memory edge of batches that generate {steps} more tokens; {capacity}"
-    return Figure(chart(Axes("input length, tokens", "batch size", series, log=True)), caption)
+    return Figure(chart("input length, tokens", "batch size", series, log=True), caption)
 
 
 def plan_section(found: Material) -> Section:
@@ -330,7 +329,7 @@ def _front(tuning: Tuning) -> Figure:
         _series("best", best, latency, "marks"),
     ]
     caption = "each trial on the search windows; no trial beats those on the front in both"
-    return Figure(chart(Axes(latency, "goodput, requests/s", series)), caption)
+    return Figure(chart(latency, "goodput, requests/s", series), caption)
 
 
 def _series(
