@@ -24,9 +24,7 @@ POLL_S = 0.05
 
 KeyOption = Annotated[
     str,
-    typer.Option(
-        "--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The API key of the servers."
-    ),
+    typer.Option("--api-key", envvar="LLMCTL_API_KEY", help="The API key of the servers."),
 ]
 
 

@@ -111,13 +111,11 @@ class ServeOptions:
         "As --replica, with a list that may change: a URL a line in a file, all addresses of a "
         "name, or the endpoints of a Kubernetes Service; again for each kind.",
         metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
-        show_default=False,
     )
     router: str = _replicas(
         "",
         "What chooses a request's replica; default: the plan's, else round-robin.",
         autocompletion=arguments.router,
-        show_default=False,
     )
     router_settings: list[str] | None = _replicas(
         None, "Set a parameter of the router.", "--set-router", metavar="KEY=VALUE"
@@ -130,7 +128,6 @@ class ServeOptions:
         "",
         "Require this key from all clients. The environment variable hides it better.",
         envvar="LLMCTL_API_KEY",
-        show_default=False,
     )
     api_key_file: Path | None = _network(
         None, "Read the key from this file, as service managers provide secrets."
@@ -139,7 +136,6 @@ class ServeOptions:
         None,
         "Read the sha256 of several keys from this file, each with a name and limits.",
         envvar="LLMCTL_API_KEYS",
-        show_default=False,
     )
     ssl_certfile: Path | None = _network(
         None, "Use TLS with this certificate (PEM, with its chain)."
@@ -163,7 +159,6 @@ class ServeOptions:
         "The deadline of requests that name none, and the longest that a request may name; "
         "default: the recipe's.",
         min=0.001,
-        show_default=False,
         metavar="SECONDS",
     )
     client_share: float | None = _load(
@@ -172,7 +167,6 @@ class ServeOptions:
         "behind a proxy on another machine.",
         min=0.001,
         max=1,
-        show_default=False,
         metavar="SHARE",
     )
     shutdown_timeout: float = _load(
@@ -197,14 +191,12 @@ class ServeOptions:
         "Serve a page at / for people, without the key: totals, no requests. Default: only where "
         "the server listens on this machine alone.",
         "--status-page/--no-status-page",
-        show_default=False,
     )
     check: float | None = _watch(
         None,
         "Measure points of the fit again for this long before the first request; default: 3, and "
         "0 for engine fake.",
         min=0,
-        show_default=False,
         metavar="SECONDS",
     )
     strict: bool = _watch(

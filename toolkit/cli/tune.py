@@ -146,7 +146,6 @@ class TuneOptions:
         "",
         "A trace file, or the name of a shipped trace; default: the recipe's.",
         autocompletion=arguments.traces,
-        show_default=False,
     )
     rate: float | None = _traffic(None, "Scale arrivals to this many requests per second.")
     window: float | None = _traffic(
@@ -179,7 +178,6 @@ class TuneOptions:
         "beside the result.",
         metavar="URL",
         envvar="LLMCTL_STORAGE",
-        show_default=False,
     )
     as_json: JsonOption = False
 
