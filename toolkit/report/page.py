@@ -66,15 +66,6 @@ class Promise:
     limits: list[Limit]
     measured: list[MeasuredTargets] = field(default_factory=list)
 
-    @property
-    def broken_measured(self) -> list[tuple[Limit, MeasuredTargets]]:
-        return [
-            (limit, source)
-            for source in self.measured
-            for limit in self.limits
-            if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
-        ]
-
 
 def summary_section(found: Material) -> Section:
     """The verdict on the found files, and the next command."""
@@ -147,7 +138,13 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
     if promise is None:
         what = "These settings were not tuned" if found.plan else "Nothing was tuned yet"
         return Badge("open", f"{what}: nothing predicts whether the targets will be kept.")
-    missed, measured = broken(promise.limits), promise.broken_measured
+    missed = broken(promise.limits)
+    measured = [
+        (limit, source)
+        for source in promise.measured
+        for limit in promise.limits
+        if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
+    ]
     if missed:
         texts = []
         for limit in sorted(missed, key=lambda limit: -(_share(limit) or 0.0)):
@@ -165,10 +162,9 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
         if slow > NOTABLE_SLOWDOWN:
             text += f" Batches took {slow:.2f} times as long as fitted."
         return Badge("broken", text)
-    if any(limit.kept is None for limit in promise.limits):
-        unpredicted = [limit.name for limit in promise.limits if limit.kept is None]
-        unknown = _listed([metric_name(name) for name in unpredicted])
-        return Badge("open", f"Nothing predicts {unknown}.")
+    unpredicted = [metric_name(limit.name) for limit in promise.limits if limit.kept is None]
+    if unpredicted:
+        return Badge("open", f"Nothing predicts {_listed(unpredicted)}.")
     if promise.measured:
         where = _listed([source.name for source in promise.measured])
         return Badge("kept", f"Every target is kept: as predicted, and as measured ({where}).")
@@ -176,8 +172,8 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
 
 
 def _listed(names: list[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    return " and ".join(filter(None, [", ".join(unique[:-1]), unique[-1]]))
+    *first, last = dict.fromkeys(names)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _what_to_run(found: Material) -> list[tuple[str, str]]:
@@ -260,14 +256,13 @@ def _table(promise: Promise) -> Table:
     known = {limit.name for limit in promise.limits}
     for key in SHOWN_METRICS:
         if key in promise.metrics and key not in known:
-            values = [m.values.get(key) for m in promise.measured]
-            given = [None if value is None else quantity(key, value) for value in values]
-            rows.append([metric_name(key), "none", quantity(key, promise.metrics[key]), *given])
+            values = [promise.metrics[key], *(m.values.get(key) for m in promise.measured)]
+            shown = [None if value is None else quantity(key, value) for value in values]
+            rows.append([metric_name(key), "none", *shown])
     for limit in promise.limits:
         measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
-        predicted: Cell = limit.prediction()
-        if limit.kept is not None:
-            predicted = Judged(limit.prediction(), limit.kept)
+        text, kept = limit.prediction(), limit.kept
+        predicted = text if kept is None else Judged(text, kept)
         rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
     columns = ["", "limit", "predicted", *sources]
     return Table("What it will give", columns, rows, folded=False)
