@@ -167,12 +167,11 @@ class Stages:
 
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
-        line = [str(word) for word in (*words, "--json")]
-        self.say(f"$ llmctl {shlex.join(line)}")
-        done = subprocess.run([sys.executable, "-m", "toolkit", *line], stdout=subprocess.PIPE)
-        if done.returncode:
-            raise typer.Exit(done.returncode)
-        return {key: value for key, value in json.loads(done.stdout).items() if key in SHOWN}
+        process = self._start([*words, "--json"], out=subprocess.PIPE)
+        text, _ = process.communicate()
+        if process.returncode:
+            raise typer.Exit(process.returncode)
+        return {key: value for key, value in json.loads(text).items() if key in SHOWN}
 
     def tune(self, *words: object) -> list[str]:
         """Run `llmctl tune`. Where no setting keeps the limits: the option that allows that."""
@@ -190,15 +189,17 @@ class Stages:
         options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
         self.llmctl("bench", "--url", url, *options, "--out", report)
 
-    def _start(self, words: Sequence[object], end: str = "") -> subprocess.Popen[bytes]:
+    def _start(
+        self, words: Sequence[object], end: str = "", out: int | TextIO | None = None
+    ) -> subprocess.Popen[bytes]:
         line = [str(word) for word in words]
         self.say(f"$ llmctl {shlex.join(line)}{end}")
-        return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=self.out)
+        return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=out or self.out)
 
     @contextmanager
     def server(self, plan: Path, *options: object) -> Iterator[str]:
         """`llmctl serve` in the background until the block ends; yields its URL once ready."""
-        from urllib.request import urlopen
+        from toolkit.endpoints.target import look
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -207,14 +208,10 @@ class Stages:
         server = self._start(words, " &")
         try:
             url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
-            while True:
+            while not look(url).ready:
                 if server.poll() is not None:
                     raise typer.Exit(server.returncode or 1)
-                try:
-                    with urlopen(f"{url}/ready", timeout=5):
-                        break
-                except OSError:  # also URLError: nothing listens yet, or 503 while workers load
-                    time.sleep(0.2)
+                time.sleep(0.2)
                 if time.monotonic() > end:
                     late = f"the server was not ready within {START_TIMEOUT_S:.0f} s"
                     print(f"error: {late}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
+    FIT,
     FIT_HELP,
     JsonOption,
     SetOption,
@@ -17,7 +18,6 @@ from toolkit.cli.arguments import (
     command_of,
     option,
     parse_settings,
-    resolve_fit,
 )
 from toolkit.cli.basis import accept, analytic_notes, find_validation, note_bases, plan_from
 from toolkit.cli.output import emit, note, table
@@ -44,12 +44,7 @@ class RenderOptions:
         metavar="RECIPE|FLEET|PLAN.json",
         autocompletion=arguments.recipes_and_plans,
     )
-    fit: Path | None = option(
-        None,
-        f"The fit of a recipe: {FIT_HELP}",
-        callback=resolve_fit,
-        autocompletion=arguments.fits,
-    )
+    fit: Path | None = option(None, f"The fit of a recipe: {FIT_HELP}", **FIT)
     tuning: Path | None = option(None, "tuning.json; without it the plan has the recipe's policy.")
     policy: str | None = option(
         None,

@@ -22,7 +22,6 @@ from toolkit.cli.arguments import (
     limit_workers,
     option,
     parse_settings,
-    resolve_fit,
 )
 from toolkit.cli.basis import accept, warn
 from toolkit.cli.output import note
@@ -66,8 +65,7 @@ class ServeOptions:
         None,
         "The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. The plan "
         "is made here.",
-        callback=resolve_fit,
-        autocompletion=arguments.fits,
+        **arguments.FIT,
     )
     tuning: Path | None = _plan(None, "The tuning of a recipe, used with --fit.")
     policy: str | None = _plan(

@@ -18,6 +18,7 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
+    FIT,
     FIT_HELP,
     JsonOption,
     RecipeArgument,
@@ -25,7 +26,6 @@ from toolkit.cli.arguments import (
     limit_workers,
     open_recipe,
     option,
-    resolve_fit,
 )
 from toolkit.cli.basis import Fleet, note_bases, note_trace, open_fleet, read_fit, refuse_workers
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
@@ -110,9 +110,7 @@ class TuneOptions:
     """The command line of `llmctl tune`."""
 
     recipe: RecipeArgument
-    fit: Path = option(
-        Path("fit.json"), FIT_HELP, callback=resolve_fit, autocompletion=arguments.fits
-    )
+    fit: Path = option(Path("fit.json"), FIT_HELP, **FIT)
     out: Path = option(Path("tuning.json"), "Write the result to this file.")
     force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     policies: str | None = _search(
