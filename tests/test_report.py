@@ -386,7 +386,7 @@ def test_names_are_escaped(folder: Path):
     assert "<img" not in page
     assert page.count("&lt;script&gt;") >= 3
     assert "<script" not in bars({EVIL: 1.0}) + chart(
-        EVIL, EVIL, [ChartSeries(EVIL, [1], [2]), ChartSeries("b", [1], [2])]
+        EVIL, EVIL, [ChartSeries(EVIL, [(1, 2, EVIL)]), ChartSeries("b", [(1, 2, "")])]
     )
 
 
@@ -423,7 +423,7 @@ def test_an_unreadable_source_is_one_line(tmp_path: Path, capsys):
 @pytest.mark.parametrize("values", [[], [0.0], [1.0], [-1.0, 0.0, 3.0], [1e-9, 1e9], [5.0, 5.0]])
 def test_charts_of_all_numbers_can_be_drawn(values, log):
     for kind in ("points", "line", "marks"):
-        series = ChartSeries("a", values, values, kind)
+        series = ChartSeries("a", [(value, value, "") for value in values], kind)
         text = chart("x", "y", [series], log=log, level=None if log else 0.0)
         assert "nan" not in text
         assert text == "" or text.startswith("<svg ")

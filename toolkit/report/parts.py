@@ -175,18 +175,16 @@ MAX_POINTS = 2000  # of a series: more would show nothing new and make the page 
 Element = ElementTree.Element
 
 
+ChartPoint = tuple[float, float, str]  # x, y, and what it is; '': it shows its two values
+
+
 @dataclass(frozen=True, slots=True)
 class ChartSeries:
-    """Points of one kind. `name` is for the legend; the index of the series decides the colour.
-
-    `labels` describe the points; without them a point shows its two values.
-    """
+    """Points of one kind. `name` is for the legend; the index of the series decides the colour."""
 
     name: str
-    xs: Sequence[float]
-    ys: Sequence[float]
+    points: Sequence[ChartPoint]
     kind: Literal["points", "line", "marks"] = "points"  # marks: larger points
-    labels: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -220,9 +218,9 @@ def chart(
     """
     drawn = []
     for one in series:
-        points = list(zip(one.xs, one.ys, one.labels or [""] * len(one.xs), strict=True))
+        points = one.points
         if log:
-            points = [point for point in points if point[0] > 0 and point[1] > 0]
+            points = [(x, y, label) for x, y, label in points if x > 0 and y > 0]
         if points:
             drawn.append((one, points[:: -(-len(points) // MAX_POINTS)]))
     xs = [x for _, points in drawn for x, _, _ in points]

@@ -20,6 +20,7 @@ from toolkit.files.tuning import Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
     Cell,
+    ChartPoint,
     ChartSeries,
     Figure,
     Section,
@@ -182,29 +183,28 @@ def _law_figures(
 
     The residuals are in-sample: the law is the one in use.
     """
-    measured = [real_s for _, _, real_s in points]
-    predicted = [law(size, length) for size, length, _ in points]
-    residuals = [100 * (a / b - 1) if b else 0.0 for a, b in zip(predicted, measured, strict=True)]
-    sizes = sorted({size for size, _, _ in points})
+    by_law: list[ChartPoint] = []
+    residuals: dict[int, list[ChartPoint]] = {}  # by batch size
+    for size, length, real_s in points:
+        by_law_s = law(size, length)
+        off = 100 * (by_law_s / real_s - 1) if real_s else 0.0
+        label = (
+            f"N {size}, length {length}: predicted {seconds(by_law_s)}, "
+            f"measured {seconds(real_s)} ({percent(off)})"
+        )
+        by_law.append((real_s, by_law_s, label))
+        residuals.setdefault(size, []).append((length, off, label))
+    sizes = sorted(residuals)
     third = -(-len(sizes) // 3) or 1
     groups = [sizes[start : start + third] for start in range(0, len(sizes), third)]
-    labels = [
-        f"N {size}, length {length}: predicted {seconds(by_law_s)}, "
-        f"measured {seconds(real_s)} ({percent(off)})"
-        for (size, length, real_s), by_law_s, off in zip(points, predicted, residuals, strict=True)
-    ]
-    by_size = []
-    for group in groups:
-        chosen = [place for place, (size, _, _) in enumerate(points) if size in group]
-        by_size.append(
-            ChartSeries(
-                f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
-                [points[place][1] for place in chosen],
-                [residuals[place] for place in chosen],
-                labels=[labels[place] for place in chosen],
-            )
+    by_size = [
+        ChartSeries(
+            f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
+            [point for size in group for point in residuals[size]],
         )
-    drawn = ChartSeries(name, measured, predicted, labels=labels)
+        for group in groups
+    ]
+    drawn = ChartSeries(name, by_law)
     both = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
     errors = chart("length, tokens", "residual, %", by_size, level=0.0)
     medians = f"{len(points)} points, medians of their repeats; equal on the line"
@@ -213,38 +213,36 @@ def _law_figures(
 
 
 def _slices(laws: Laws, profile: Profile) -> Figure:
-    measured = [point.seconds for point in profile.slices]
-    predicted = [
-        laws.latency.prefill_s(point.batch_size, point.input_length)
-        + laws.latency.decode_s(
-            point.batch_size, point.input_length, laws.engine.iterations(point.steps)
-        )
-        for point in profile.slices
-    ]
-    labels = [
-        f"N {point.batch_size}, length {point.input_length}, {point.steps} steps: "
-        f"predicted {seconds(by_law_s)}, measured {seconds(point.seconds)}"
-        for point, by_law_s in zip(profile.slices, predicted, strict=True)
-    ]
-    drawn = ChartSeries("slices", measured, predicted, labels=labels)
+    points: list[ChartPoint] = []
+    for one in profile.slices:
+        size, length, law = one.batch_size, one.input_length, laws.latency
+        decode_s = law.decode_s(size, length, laws.engine.iterations(one.steps))
+        by_law_s = law.prefill_s(size, length) + decode_s
+        times = f"predicted {seconds(by_law_s)}, measured {seconds(one.seconds)}"
+        label = f"N {size}, length {length}, {one.steps} steps: {times}"
+        points.append((one.seconds, by_law_s, label))
+    drawn = ChartSeries("slices", points)
     svg = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    return Figure(svg, f"whole slices on all workers: {len(measured)}, overhead included")
+    return Figure(svg, f"whole slices on all workers: {len(points)}, overhead included")
 
 
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
     """The memory edge, probed and by the law, for the least number of steps that was probed."""
     steps = min((point.steps for point in profile.memory), default=1)
-    points = [point for point in profile.memory if point.steps == steps]
-    points.sort(key=lambda point: point.input_length)
-    lengths = np.array([point.input_length for point in points], dtype=np.int64)
-    allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if points else []
-    failed = [(p.input_length, p.smallest_oom) for p in points if p.smallest_oom is not None]
+    ran: list[ChartPoint] = []
+    failed: list[ChartPoint] = []
+    for point in sorted(profile.memory, key=lambda point: point.input_length):
+        if point.steps == steps:
+            ran.append((point.input_length, point.largest_ok, ""))
+            if point.smallest_oom is not None:
+                failed.append((point.input_length, point.smallest_oom, ""))
+    lengths = np.array([length for length, _, _ in ran], dtype=np.int64)
+    allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if ran else []
+    law = [(length, size, "") for length, size in zip(lengths.tolist(), allowed, strict=True)]
     series = [
-        ChartSeries("ran", lengths.tolist(), [point.largest_ok for point in points]),
-        ChartSeries("the law allows", lengths.tolist(), allowed, "line"),
-        ChartSeries(
-            "out of memory", [length for length, _ in failed], [size for _, size in failed]
-        ),
+        ChartSeries("ran", ran),
+        ChartSeries("the law allows", law, "line"),
+        ChartSeries("out of memory", failed),
     ]
     capacity = f"capacity {number(fit.memory.capacity_tokens)} tokens"
     caption = f"the memory edge of batches that generate {steps} more tokens; {capacity}"
@@ -339,17 +337,18 @@ def _series(
     kind: Literal["points", "line", "marks"] = "points",
 ) -> ChartSeries:
     """The goodput of trials over a latency; a point's label is its trial in one line."""
-    xs, ys = ([trial.outcome.metrics[key] for trial in trials] for key in (latency, "goodput_rps"))
-    labels = []
-    for trial, latency_s, goodput_rps in zip(trials, xs, ys, strict=True):
+    points: list[ChartPoint] = []
+    for trial in trials:
         outcome = trial.outcome
+        latency_s, goodput_rps = outcome.metrics[latency], outcome.metrics["goodput_rps"]
         settings = [f"{key} {word(value)}" for key, value in outcome.every_parameter.items()]
         goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
         values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
         limits = "keeps all limits" if trial.feasible else "breaks a limit"
         which = f"trial {trial.number}, {outcome.policy}"
-        labels.append(f"{which}: {values}, {limits}; {', '.join(settings)}")
-    return ChartSeries(name, xs, ys, kind, labels)
+        label = f"{which}: {values}, {limits}; {', '.join(settings)}"
+        points.append((latency_s, goodput_rps, label))
+    return ChartSeries(name, points, kind)
 
 
 def _held_out(tuning: Tuning) -> list[Table]:
