@@ -107,9 +107,7 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
 
 
 def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a typer command of a function of one dataclass: its fields are the arguments and
-    options.
-    """
+    """Make a command of a function that takes a dataclass: its fields are the options."""
     hints = get_type_hints(options, include_extras=True)
     parameters = []
     for one in fields(options):  # type: ignore[arg-type]  # it is a dataclass
@@ -235,9 +233,7 @@ def refuse_useless(
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
-    """Parse `key=value` words: whole numbers, numbers, true and false, else text. `InputError`
-    without a '='.
-    """
+    """Parse `key=value` words, of numbers, true, false, or else text. `InputError` without '='."""
     from toolkit.sched.policies.parameters import from_words
 
     return from_words(settings or [])

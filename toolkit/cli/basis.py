@@ -41,9 +41,7 @@ def warn(text: str) -> None:
 
 
 def accept(plan: Plan, file: str, *, broken: bool) -> None:
-    """`InputError` where `plan`, from this file, is predicted to break limits; with `broken` a
-    warning.
-    """
+    """`InputError` where this plan is predicted to break limits; with `broken` a warning."""
     from toolkit.deploy.plan import refuse_broken
 
     try:

@@ -92,7 +92,7 @@ class BenchOptions:
 
 
 @command_of(BenchOptions)
-def bench(given: BenchOptions) -> None:
+def bench(args: BenchOptions) -> None:
     """Replay a trace against a running server, and print measured values beside the plan's
     predictions.
 
@@ -105,29 +105,29 @@ def bench(given: BenchOptions) -> None:
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
-    for file in filter(None, (given.out, given.save_requests)):
+    for file in filter(None, (args.out, args.save_requests)):
         check_writable(file)
-    planned = read_file(Plan, given.plan) if given.plan else None
-    targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
-    path = trace_path(given.trace)
-    of_prompts = (given.lengths, given.max_new_tokens, given.vocab_size)
-    settings = RequestSettings(given.rate, *of_prompts, given.timeout, given.seed, given.loop)
-    subject = _look_at_server(given, path, planned, settings)
-    part = excerpt(subject.trace, given.start, given.duration)
+    planned = read_file(Plan, args.plan) if args.plan else None
+    targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
+    path = trace_path(args.trace)
+    of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
+    settings = RequestSettings(args.rate, *of_prompts, args.timeout, args.seed, args.loop)
+    subject = _look_at_server(args, path, planned, settings)
+    part = excerpt(subject.trace, args.start, args.duration)
     note_trace(part)
     note(*subject.notes, *_rate_notes(planned, subject.trace))
     measurement = Measurement(subject, part, planned, targets, note, progress)
-    if not measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1])):
+    if not measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1])):
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(130)
     replay = measurement.replay()
-    made_from = {"trace": path} | ({"plan": given.plan} if given.plan else {})
+    made_from = {"trace": path} | ({"plan": args.plan} if args.plan else {})
     result = measurement.report(replay, made_from)
-    if given.save_requests:
-        write_lines(request_lines(replay.samples), given.save_requests)
-    if given.out:
-        write_file(result, given.out)
-    emit(given.as_json, result, lambda: _show(result))
+    if args.save_requests:
+        write_lines(request_lines(replay.samples), args.save_requests)
+    if args.out:
+        write_file(result, args.out)
+    emit(args.as_json, result, lambda: _show(result))
     _print_notes(result)
     if replay.interrupted:
         raise typer.Exit(130)
@@ -135,12 +135,12 @@ def bench(given: BenchOptions) -> None:
         raise LlmctlError(
             f"none of {result.requests:,} requests was served", "the reasons are above"
         )
-    if given.max_error is not None:
-        hold(((row.metric, row.error_percent) for row in result.compared), given.max_error)
+    if args.max_error is not None:
+        hold(((row.metric, row.error_percent) for row in result.compared), args.max_error)
 
 
 def _look_at_server(
-    given: BenchOptions | ValidateOptions,
+    args: BenchOptions | ValidateOptions,
     path: Path,
     planned: Plan | None,
     settings: RequestSettings,
@@ -151,16 +151,14 @@ def _look_at_server(
     from toolkit.traces.read import read_trace
 
     loaded, _ = read_trace(path)
-    address = given.url or (plan_address(planned) if planned else LOCAL)
-    served_model = given.model or (planned.recipe.engine.served_model if planned else None)
-    target = find_target(address, served_model, given.api_key)
-    return look_at(target, loaded, planned, settings, warn if given.force else None)
+    address = args.url or (plan_address(planned) if planned else LOCAL)
+    served_model = args.model or (planned.recipe.engine.served_model if planned else None)
+    target = find_target(address, served_model, args.api_key)
+    return look_at(target, loaded, planned, settings, warn if args.force else None)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
-    """A line, if the trace's rate differs from the rate that the plan was tuned for: its promise
-    holds for that rate only.
-    """
+    """A line where the replay's rate is not the one that the plan was tuned and predicted for."""
     from toolkit.traces.windows import mean_rate
 
     if plan is None or plan.workload is None:
@@ -279,7 +277,7 @@ class ValidateOptions:
 
 
 @command_of(ValidateOptions)
-def validate(given: ValidateOptions) -> None:
+def validate(args: ValidateOptions) -> None:
     """Compare a plan's predictions with the server that runs it.
 
     Windows of a trace are replayed, each after some other requests that show how fast the machine
@@ -290,37 +288,37 @@ def validate(given: ValidateOptions) -> None:
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
 
-    written = given.out or given.plan.with_name(VALIDATION)
-    for file in filter(None, (written, given.save_requests)):
+    written = args.out or args.plan.with_name(VALIDATION)
+    for file in filter(None, (written, args.save_requests)):
         check_writable(file)
-    planned = read_file(Plan, given.plan)
-    path = trace_path(given.trace)
-    tuned = read_tuning(given.tuning, {"trace": path})
-    rate = tuned.request_rate_rps if tuned else given.rate
-    settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
-    subject = _look_at_server(given, path, planned, settings)
+    planned = read_file(Plan, args.plan)
+    path = trace_path(args.trace)
+    tuned = read_tuning(args.tuning, {"trace": path})
+    rate = tuned.request_rate_rps if tuned else args.rate
+    settings = RequestSettings(rate, seed=args.seed, loop=args.loop)
+    subject = _look_at_server(args, path, planned, settings)
     if tuned:
         spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
         chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]
     else:
-        found = fit_windows(subject.trace, given.window_s, given.windows, 0, given.seed)
+        found = fit_windows(subject.trace, args.window_s, args.windows, 0, args.seed)
         subject, chosen = replace(subject, trace=found.trace), found.search
     note_trace(subject.trace)
     note(*subject.notes)
-    session = Session(subject, planned, given.warmup, progress)
+    session = Session(subject, planned, args.warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:
         raise LlmctlError("no window was replayed to its end", "nothing was written")
-    result = session.validation(path, given.plan)
+    result = session.validation(path, args.plan)
     write_file(result, written)
-    if given.save_requests:
-        write_text(given.save_requests, "".join(session.lines))
-    emit(given.as_json, result, lambda: _show_validation(result))
+    if args.save_requests:
+        write_text(args.save_requests, "".join(session.lines))
+    emit(args.as_json, result, lambda: _show_validation(result))
     note(f"wrote {written}")
     if interrupted:
         raise typer.Exit(130)
-    if given.max_error is not None:
-        hold(((each.metric, each.error_percent) for each in result.metrics), given.max_error)
+    if args.max_error is not None:
+        hold(((each.metric, each.error_percent) for each in result.metrics), args.max_error)
 
 
 def _show_validation(result: Validation) -> None:

@@ -60,7 +60,7 @@ class CompareOptions(StageOptions):
 
 
 @command_of(CompareOptions)
-def command(given: CompareOptions) -> None:
+def command(args: CompareOptions) -> None:
     """Simulate policies on the same requests with the same random draws, and show which one serves
     them best.
 
@@ -71,16 +71,16 @@ def command(given: CompareOptions) -> None:
     from toolkit.sim.api import compare, usual_policies
     from toolkit.sim.world import assign_settings, check_capacity
 
-    if given.png:
+    if args.png:
         require_matplotlib()
-        check_writable(given.png)
-    listed = [] if given.policies is None else _words("--policies", given.policies)
+        check_writable(args.png)
+    listed = [] if args.policies is None else _words("--policies", args.policies)
     named = list(dict.fromkeys(listed))
-    scenario = given.scenario()
+    scenario = args.scenario()
     # checks --set before fits and the trace are read
     assign_settings(scenario.policies(named, list(KNOWN)), scenario.settings, scenario.kinds)
-    targets, rates = scenario.targets, _rates(given.rate)
-    stage = open_stage(given)
+    targets, rates = scenario.targets, _rates(args.rate)
+    stage = open_stage(args)
     names = scenario.policies(named, usual_policies(stage.fit))
     of_world, of_policy = assign_settings(names, scenario.settings, scenario.kinds)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
@@ -92,7 +92,7 @@ def command(given: CompareOptions) -> None:
     total = len(names) * max(len(rates), 1)
     runs = _collect(compare(stage.trace, contenders, world, rates, targets), total)
     interrupted = len(runs) < total
-    shown = _columns(given.columns, runs)
+    shown = _columns(args.columns, runs)
     _print_notes(runs, world, targets)
     result = Comparison(
         sla=dict(targets),
@@ -102,10 +102,10 @@ def command(given: CompareOptions) -> None:
         trace=plain(stage.trace),
         runs=[_of_run(run, stage.engines) for run in runs],
     )
-    emit(given.as_json, result, lambda: _show(runs, shown, stage.engines))
-    if given.png:
-        draw(_panels(runs), given.png)
-        note(f"wrote {given.png}")
+    emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
+    if args.png:
+        draw(_panels(runs), args.png)
+        note(f"wrote {args.png}")
     if interrupted:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(130)
@@ -218,9 +218,7 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
 
 
 def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
-    """Goodput and tail latency over several rates; for one rate bars, and the distribution of
-    latencies.
-    """
+    """Goodput and tail latency, over the rates or as bars; for one rate also the CDF of E2E."""
     import numpy as np
 
     done = [run for run in runs if len(run.e2e_s)]

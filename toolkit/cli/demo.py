@@ -249,9 +249,7 @@ def as_typed(recipe: Path) -> str:
 
 
 def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
-    """The options for replaying a part of the trace faster than the tuned policy is predicted to
-    serve it.
-    """
+    """Options of `bench`: a part of the trace, above the predicted capacity of the tuned policy."""
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare

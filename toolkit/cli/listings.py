@@ -124,9 +124,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """A policy. `engines` are those that can serve with it; none: it runs in simulations only, and
-    is not `live`.
-    """
+    """A policy, and the engines that can serve with it. Without any it is not `live`."""
 
     name: str
     does: str

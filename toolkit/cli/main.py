@@ -141,9 +141,7 @@ def _load(name: str) -> Any:
 
 
 def _paragraphs(doc: str | None) -> str:
-    """A docstring with the lines of each paragraph joined: typer keeps the line breaks of the
-    source.
-    """
+    """A docstring with a line per paragraph, since typer keeps line breaks."""
     return "\n\n".join(" ".join(text.split()) for text in (doc or "").split("\n\n"))
 
 

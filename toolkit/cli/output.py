@@ -199,9 +199,7 @@ def _is_number(value: object) -> bool:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
-    """A function that prints one of `rows`, a line each, with its cells aligned with those of the
-    others.
-    """
+    """A function that prints one of `rows` with its cells aligned with those of the others."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def show(row: Sequence[str]) -> None:
@@ -267,9 +265,7 @@ Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 
 def blocks() -> bool:
-    """Whether stdout shows block characters: a terminal that supports Unicode. Otherwise bars are
-    of '#'.
-    """
+    """Whether stdout is a terminal that shows block characters; else bars are of '#'."""
     return sys.stdout.isatty() and shows_unicode()
 
 
@@ -333,9 +329,7 @@ class PlotPoint:
 
 
 def scatter(points: Sequence[PlotPoint], *, x_name: str) -> list[str]:
-    """Points; both axes run from the least value to the greatest, and x is logarithmic if all x are
-    positive.
-    """
+    """Points on axes from the least value to the greatest; x is logarithmic if all are positive."""
     if not points:
         return []
     xs, ys = [point.x for point in points], [point.y for point in points]

@@ -59,7 +59,7 @@ class ProfileOptions:
 
 
 @command_of(ProfileOptions)
-def profile(given: ProfileOptions) -> None:
+def profile(args: ProfileOptions) -> None:
     """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and
     the memory edge.
 
@@ -70,18 +70,16 @@ def profile(given: ProfileOptions) -> None:
     from toolkit.profiling.run import OtherLoad, journal_path
     from toolkit.profiling.run import profile as measure
 
-    recipe, out = given.recipe, given.out
+    recipe, out = args.recipe, args.out
     check_writable(out)
-    if given.analytic or given.like:
-        _profile_analytically(given)
+    if args.analytic or args.like:
+        _profile_analytically(args)
         return
     others = OtherLoad()
     with ExitStack() as stack:
         loaded = open_recipe(recipe).measured
         timed = backend_of(loaded.engine.name).timed
-        measured = measure(
-            loaded, recipe, out, TerminalWatch(stack), fresh=given.fresh, timed=timed
-        )
+        measured = measure(loaded, recipe, out, TerminalWatch(stack), fresh=args.fresh, timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
@@ -89,7 +87,7 @@ def profile(given: ProfileOptions) -> None:
         if others_percent > OTHERS_MAX_PERCENT:
             used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
             note(f"{used}: the fitted laws will be too slow")
-    emit(given.as_json, measured, lambda: show_profile(measured))
+    emit(args.as_json, measured, lambda: show_profile(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
 
@@ -108,7 +106,7 @@ class FitOptions:
 
 
 @command_of(FitOptions)
-def fit(given: FitOptions) -> None:
+def fit(args: FitOptions) -> None:
     """Fit the laws of time and memory to a profile, and print their errors on held-out points.
 
     Several forms of each law compete; the one with the least held-out error is kept and fitted to
@@ -116,12 +114,12 @@ def fit(given: FitOptions) -> None:
     """
     from toolkit.estimators.fitting import fit_file, fit_profile
 
-    measured = read_file(Profile, given.profile)
-    fitted = fit_profile(measured, given.seed)
-    made_from = head(inputs={"profile": given.profile}, device=measured.environment.device)
+    measured = read_file(Profile, args.profile)
+    fitted = fit_profile(measured, args.seed)
+    made_from = head(inputs={"profile": args.profile}, device=measured.environment.device)
     made = fit_file(measured, fitted, made_from)
-    write_file(made, given.out)
-    emit(given.as_json, made, lambda: show_fit(made, fitted if given.points else None))
+    write_file(made, args.out)
+    emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
     note(*analytic_notes(measured.engine))
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
     if made.rounds:
@@ -130,31 +128,31 @@ def fit(given: FitOptions) -> None:
         if found > LARGE_PERCENT:
             remedy = "profile again on a quieter machine, or with more sequences"
             note(f"rounds: the held-out median error is {found:.0f} %; {remedy}")
-    note(f"wrote {given.out}")
+    note(f"wrote {args.out}")
     for name, error in errors.items():
-        if given.max_error is not None and error.median_percent > given.max_error:
-            above = f"{error.median_percent:.1f} % is above --max-error {given.max_error:g}"
+        if args.max_error is not None and error.median_percent > args.max_error:
+            above = f"{error.median_percent:.1f} % is above --max-error {args.max_error:g}"
             hint = "profile on a quieter machine, or with more repeats"
             raise TargetMissedError(f"{name}: held-out median error {above}", hint)
 
 
-def _profile_analytically(given: ProfileOptions) -> None:
+def _profile_analytically(args: ProfileOptions) -> None:
     from toolkit.profiling.analytic import analytic_profile, basis_of
 
-    if not given.analytic:
+    if not args.analytic:
         raise InputError("--like needs --analytic", "add --analytic")
-    loaded = open_recipe(given.recipe).measured
+    loaded = open_recipe(args.recipe).measured
     basis = None
-    if given.like is not None:
-        made_with = recipe_path(given.like[1])
-        measured = read_file(Profile, given.like[0], inputs={"recipe": made_with})
+    if args.like is not None:
+        made_with = recipe_path(args.like[1])
+        measured = read_file(Profile, args.like[0], inputs={"recipe": made_with})
         basis = basis_of(measured, open_recipe(made_with))
-    made_from = head(inputs={"recipe": given.recipe}, device=loaded.hardware.name)
+    made_from = head(inputs={"recipe": args.recipe}, device=loaded.hardware.name)
     made = analytic_profile(loaded, made_from, basis)
-    write_file(made, given.out)
-    emit(given.as_json, made, lambda: show_profile(made))
+    write_file(made, args.out)
+    emit(args.as_json, made, lambda: show_profile(made))
     note(*analytic_notes(made.engine))
-    note(f"wrote {given.out}; fit its laws with: llmctl fit {given.out}")
+    note(f"wrote {args.out}; fit its laws with: llmctl fit {args.out}")
 
 
 class TerminalWatch:

@@ -111,7 +111,7 @@ class RenderOptions:
 
 
 @command_of(RenderOptions)
-def command(given: RenderOptions) -> None:
+def command(args: RenderOptions) -> None:
     """Write the plan that `llmctl serve` starts, and print the source of every value.
 
     With --target the plan becomes a folder of files for the place where it will run, explained in
@@ -121,22 +121,22 @@ def command(given: RenderOptions) -> None:
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.deploy.plan import differences
 
-    plan, near = _plan(given)
-    allowed = given.force or given.allow_broken_limits
-    accept(plan, str(given.tuning or given.source), broken=allowed)
-    if given.target is not None:
-        _render(plan, near, given.target, given)
+    plan, near = _plan(args)
+    allowed = args.force or args.allow_broken_limits
+    accept(plan, str(args.tuning or args.source), broken=allowed)
+    if args.target is not None:
+        _render(plan, near, args.target, args)
         return
-    if not is_recipe(given.source):
+    if not is_recipe(args.source):
         raise InputError(
-            f"{given.source} is already a plan", "add --target for files of a place to run it"
+            f"{args.source} is already a plan", "add --target for files of a place to run it"
         )
-    out = given.out or Path("plan.json")
-    if given.check:
+    out = args.out or Path("plan.json")
+    if args.check:
         found = differences(read_file(Plan, out), plan)
         changed = [(each.key, each.old, each.new) for each in found]
         show = partial(table, ["value", "<in the file", "<now"], changed)
-        emit(given.as_json, {"differences": found}, show if found else lambda: print("up to date"))
+        emit(args.as_json, {"differences": found}, show if found else lambda: print("up to date"))
         if found:
             text = f"{out} is out of date: {len(found)} values differ"
             raise TargetMissedError(text, "run it without --check")
@@ -148,53 +148,51 @@ def command(given: RenderOptions) -> None:
         if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
     ]
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
-    emit(given.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
+    emit(args.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
     note_bases({near: plan.fit})
     allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
-def _plan(given: RenderOptions) -> tuple[Plan, Path]:
+def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     """The plan that is read or made, and its file or its first fit, beside which a validation may
     lie. `InputError` for arguments that do not belong together.
     """
-    source, policy = given.source, None
-    if given.policy is not None:
-        policy = PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
-    elif given.settings:
+    source, policy = args.source, None
+    if args.policy is not None:
+        policy = PlannedPolicy(name=args.policy, parameters=parse_settings(args.settings))
+    elif args.settings:
         raise InputError("--set needs --policy", "add --policy NAME")
     if not is_recipe(source):
-        if given.fit or given.tuning or policy:
+        if args.fit or args.tuning or policy:
             raise InputError(
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
         return read_file(Plan, source), source
-    return plan_from(source, given.fit, given.tuning, policy)
+    return plan_from(source, args.fit, args.tuning, policy)
 
 
-def _render(plan: Plan, near: Path, target: str, given: RenderOptions) -> None:
-    """Write the target's folder, or compare it. `TargetMissedError` where a comparison finds
-    differences.
-    """
+def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
+    """Write the target's folder, or compare it: `TargetMissedError` where it differs."""
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import changes, manifest_of, render_target, write
 
-    folder = given.out or Path(target)
-    order = _order(plan, near, folder, given)
+    folder = args.out or Path(target)
+    order = _order(plan, near, folder, args)
     files = render_target(target, order)
-    if given.check:
+    if args.check:
         found = changes(files, folder)
         shown = "\n".join(each.diff.rstrip("\n") for each in found) or "up to date"
-        emit(given.as_json, {"changes": found}, lambda: print(shown))
+        emit(args.as_json, {"changes": found}, lambda: print(shown))
         if found:
             names = ", ".join(each.file for each in found)
             raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
         return
     manifest = manifest_of(files, target, order.name, order.stamp())
-    write(files, folder, manifest, force=given.force)
+    write(files, folder, manifest, force=args.force)
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
-    emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
+    emit(args.as_json, written, lambda: table(["file", ">bytes"], rows))
     note(*analytic_notes(plan.fit.engine))
     if order.trace is None and ttft_targets(plan.recipe):
         lengths = f"computed for the lengths of {default_trace(plan.recipe)}"
@@ -204,15 +202,15 @@ def _render(plan: Plan, near: Path, target: str, given: RenderOptions) -> None:
     note(f"{folder / 'EXPLAIN.md'} explains each value, and how to start the server")
 
 
-def _order(plan: Plan, near: Path, folder: Path, given: RenderOptions) -> Order:
+def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
     from toolkit.deploy.render import digest, shipped_trace
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    if not is_recipe(given.source):
-        text = given.source.read_text(encoding="utf-8")
+    if not is_recipe(args.source):
+        text = args.source.read_text(encoding="utf-8")
     else:
         text = file_text(plan)
         # An equal plan in the folder stays as it is: it may have been made on another machine. One
@@ -224,18 +222,18 @@ def _order(plan: Plan, near: Path, folder: Path, given: RenderOptions) -> Order:
     fit = plan.inputs.get("fit")
     validation = find_validation(near, fit.sha256) if fit else None
     options = Options(
-        image=given.image,
-        namespace=given.namespace,
-        replicas=given.replicas,
-        max_replicas=given.max_replicas,
-        prometheus=given.prometheus,
-        model_claim=given.model_claim,
-        program=given.program,
+        image=args.image,
+        namespace=args.namespace,
+        replicas=args.replicas,
+        max_replicas=args.max_replicas,
+        prometheus=args.prometheus,
+        model_claim=args.model_claim,
+        program=args.program,
         folder=str(folder.absolute()),
-        gpu_products=tuple(given.gpu_product or ()),
-        replica_image=given.replica_image,
-        replica_python=given.replica_python,
+        gpu_products=tuple(args.gpu_product or ()),
+        replica_image=args.replica_image,
+        replica_python=args.replica_python,
     )
-    name = given.trace or shipped_trace(plan)
+    name = args.trace or shipped_trace(plan)
     trace = read_trace(trace_path(name))[0] if name else None
     return Order(plan, text, digest(text.encode()), options, validation, trace)

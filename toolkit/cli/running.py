@@ -72,9 +72,7 @@ def status(
 
 
 def alive() -> list[Running]:
-    """The servers that run. The records of others are removed, with a note on those that did not
-    shut down in order.
-    """
+    """The servers that run. The records of others are removed, and crashes are noted."""
     from toolkit.deploy.running import forget, remembered
 
     running = []

@@ -206,7 +206,7 @@ class ServeOptions:
 
 
 @command_of(ServeOptions)
-def command(given: ServeOptions) -> None:
+def command(args: ServeOptions) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit
     fit.json`.
 
@@ -222,35 +222,35 @@ def command(given: ServeOptions) -> None:
     from toolkit.backends import Serves, StartsReplicas, backend_of
     from toolkit.serve.launch import Manager
 
-    location = serve_start.locate(given.source, given.target)
-    broken = given.force or given.allow_broken_limits
+    location = serve_start.locate(args.source, args.target)
+    broken = args.force or args.allow_broken_limits
     if location.target in arguments.MANAGED:
-        serve_start.serve_managed(location, given.as_json, broken=broken)
+        serve_start.serve_managed(location, args.as_json, broken=broken)
         return
     # the workers inherit the environment, and run models' own code
     serve_start.forget_variable("LLMCTL_API_KEY")
     manager = Manager.take()
-    access = serve_start.find_keys(given.api_key, given.api_key_file, given.api_keys)
-    plan = serve_start.plan_to_serve(location.plan or given.source, given)
-    plan = serve_start.override(plan, given.policy, given.settings, given.workers)
-    accept(plan, str(given.tuning or location.plan or given.plan or given.source), broken=broken)
-    serve_start.check_engine(plan, given.engine)
-    ray = given.ray or ("auto" if location.target == "ray" else "")
+    access = serve_start.find_keys(args.api_key, args.api_key_file, args.api_keys)
+    plan = serve_start.plan_to_serve(location.plan or args.source, args)
+    plan = serve_start.override(plan, args.policy, args.settings, args.workers)
+    accept(plan, str(args.tuning or location.plan or args.plan or args.source), broken=broken)
+    serve_start.check_engine(plan, args.engine)
+    ray = args.ray or ("auto" if location.target == "ray" else "")
     backend = backend_of(plan.recipe.engine.name)
     several = plan.workers > 1 or bool(ray)
     own = backend if isinstance(backend, StartsReplicas) and several else None
-    if given.replica or given.replicas or own is not None:
-        file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
-        gateway = _gateway(given, plan, access, manager, own, ray, file)
-        serve_start.start_gateway(gateway, given)
+    if args.replica or args.replicas or own is not None:
+        file = Path(location.plan) if location.plan else args.plan or Path(args.source or "")
+        gateway = _gateway(args, plan, access, manager, own, ray, file)
+        serve_start.start_gateway(gateway, args)
     elif isinstance(backend, Serves):
-        order = _server_order(given, plan, access)
-        serve_start.start_server(backend, order, manager, given)
+        order = _server_order(args, plan, access)
+        serve_start.start_server(backend, order, manager, args)
     else:
-        serve_start.start(_launch(given, plan, access, ray, manager), given)
+        serve_start.start(_launch(args, plan, access, ray, manager), args)
 
 
-def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
+def _launch(args: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
     """Our own server for `plan`."""
     from toolkit.serve.assemble import make_limits, make_settings
     from toolkit.serve.http import CLIENT_SHARE
@@ -258,65 +258,63 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
     from toolkit.serve.server import Ending, is_loopback
 
     (api_key, keys), watched_keys = access
-    host, port = _address(given, plan)
+    host, port = _address(args, plan)
     return Launch(
         plan=plan,
         settings=make_settings(
             plan,
-            model=given.served_model_name,
+            model=args.served_model_name,
             api_key=api_key,
             keys=keys,
-            request_timeout_s=given.request_timeout,
-            allow_end_after=given.allow_end_after,
-            vllm_metrics=given.vllm_metrics,
-            open_metrics=given.open_metrics,
-            status_page=is_loopback(host) if given.status_page is None else given.status_page,
+            request_timeout_s=args.request_timeout,
+            allow_end_after=args.allow_end_after,
+            vllm_metrics=args.vllm_metrics,
+            open_metrics=args.open_metrics,
+            status_page=is_loopback(host) if args.status_page is None else args.status_page,
         ),
         host=host,
         port=port,
-        insecure=given.insecure,
-        limits=make_limits(plan, given.admission, replays=given.allow_end_after),
-        client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
-        event_log=given.event_log,
-        request_log=given.request_log,
-        ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
-        checks=serve_start.points_to_check(plan, given.check),
-        on_foreign=warn if given.force else None,
+        insecure=args.insecure,
+        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
+        client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
+        event_log=args.event_log,
+        request_log=args.request_log,
+        ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
+        checks=serve_start.points_to_check(plan, args.check),
+        on_foreign=warn if args.force else None,
         ray=ray,
-        room_timeout_s=given.room_timeout,
+        room_timeout_s=args.room_timeout,
         callers=watched_keys,
-        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
         manager=manager,
     )
 
 
-def _server_order(given: ServeOptions, plan: Plan, access: Access) -> ServerOrder:
-    """The server of an engine that is one itself. `InputError` for options that it does not
-    have.
-    """
+def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder:
+    """The server of an engine that is one. `InputError` for options that it does not have."""
     from toolkit.backends import ServerOrder
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
 
     engine = plan.recipe.engine.name
     what, why = f"engine {engine}", ": it has a server of its own"
-    _refuse(given, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
+    _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
     return ServerOrder(
         plan,
-        given.served_model_name or model_name(plan),
-        *_address(given, plan),
-        Ending(given.shutdown_notice, given.shutdown_timeout, note),
+        args.served_model_name or model_name(plan),
+        *_address(args, plan),
+        Ending(args.shutdown_notice, args.shutdown_timeout, note),
         access[0][0],
-        given.insecure,
-        given.event_log,
-        warn if given.force else None,
+        args.insecure,
+        args.event_log,
+        warn if args.force else None,
     )
 
 
 def _gateway(
-    given: ServeOptions,
+    args: ServeOptions,
     plan: Plan,
     access: Access,
     manager: Manager,
@@ -336,50 +334,48 @@ def _gateway(
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending, is_loopback
 
-    _refuse(given, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
-    source = _replica_source(given, ray)
+    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
+    source = _replica_source(args, ray)
     (api_key, keys), watched_keys = access
-    needs = replicas_like(plan, given.served_model_name, strict=given.strict)
-    serve, (host, port) = plan.recipe.serve, _address(given, plan)
+    needs = replicas_like(plan, args.served_model_name, strict=args.strict)
+    serve, (host, port) = plan.recipe.serve, _address(args, plan)
     return GatewayLaunch(
         plan=plan,
         settings=GatewaySettings(
             model=needs.model,
             max_new_tokens=serve.max_new_tokens,
             max_waiting=serve.max_waiting,
-            request_timeout_s=given.request_timeout or serve.request_timeout_s or math.inf,
-            open_metrics=given.open_metrics,
-            status_page=is_loopback(host) if given.status_page is None else given.status_page,
+            request_timeout_s=args.request_timeout or serve.request_timeout_s or math.inf,
+            open_metrics=args.open_metrics,
+            status_page=is_loopback(host) if args.status_page is None else args.status_page,
         ),
-        router=_router(given, plan),
+        router=_router(args, plan),
         needs=needs,
-        kinds=kinds_of_replicas(plan, any_version=given.force),
+        kinds=kinds_of_replicas(plan, any_version=args.force),
         host=host,
         port=port,
         source=source,
         own=None if source is not None else own,
         ray=ray,
-        room_timeout_s=given.room_timeout,
-        reread=partial(_reread, given, file, plan) if file.is_file() else None,
+        room_timeout_s=args.room_timeout,
+        reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
-        on_foreign=warn if given.force else None,
+        on_foreign=warn if args.force else None,
         access=(api_key, keys),
-        insecure=given.insecure,
-        client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
-        limits=limits_of_replicas(plan, given.admission, note),
-        event_log=given.event_log,
-        request_log=given.request_log,
-        ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
+        insecure=args.insecure,
+        client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
+        limits=limits_of_replicas(plan, args.admission, note),
+        event_log=args.event_log,
+        request_log=args.request_log,
+        ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
         callers=watched_keys,
-        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
         manager=manager,
     )
 
 
-def _router(given: ServeOptions, plan: Plan) -> Router:
-    """The router of the command line with the plan's targets, else the plan's; with the parameters
-    of --set-router.
-    """
+def _router(args: ServeOptions, plan: Plan) -> Router:
+    """The router of --router with the plan's targets, else the plan's; --set-router changes it."""
     from toolkit.routing.routers import (
         RoundRobinRouter,
         make_router,
@@ -387,25 +383,25 @@ def _router(given: ServeOptions, plan: Plan) -> Router:
         targets_of,
     )
 
-    planned, changes = plan.replica_router, parse_settings(given.router_settings)
-    if planned is not None and given.router in ("", planned.name):
+    planned, changes = plan.replica_router, parse_settings(args.router_settings)
+    if planned is not None and args.router in ("", planned.name):
         return make_router(planned.name, planned.parameters | changes)
-    name = given.router or RoundRobinRouter.name
+    name = args.router or RoundRobinRouter.name
     refuse_unknown_router(name)
     return make_router(name, targets_of(name, plan.recipe.sla) | changes)
 
 
-def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
+def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     """The plan as its file has it now, with the options of the command line.
 
     Raises `InputError` where it needs another front than `before` does: another number of workers,
     another router, or other keys of `serve` or targets.
     """
-    plan = serve_start.override(read_file(Plan, file), given.policy, given.settings, given.workers)
+    plan = serve_start.override(read_file(Plan, file), args.policy, args.settings, args.workers)
     old, new = before.recipe, plan.recipe
     changes = {
         f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,
-        "another router, or other parameters of it": _router(given, plan) != _router(given, before),
+        "another router, or other parameters of it": _router(args, plan) != _router(args, before),
         "other keys of serve": new.serve != old.serve,
         "other targets": new.sla != old.sla,
     }
@@ -413,34 +409,34 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     if found:
         text = f"{file}: the plan has {' and '.join(found)}: restart llmctl serve for that"
         raise InputError(text, "keep what the front uses, and change the replicas' flags only")
-    accept(plan, str(file), broken=given.force or given.allow_broken_limits)
+    accept(plan, str(file), broken=args.force or args.allow_broken_limits)
     return plan
 
 
-def _replica_source(given: ServeOptions, ray: str) -> ReplicaSource | None:
+def _replica_source(args: ServeOptions, ray: str) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
-    if ray and (given.replica or given.replicas):
+    if ray and (args.replica or args.replicas):
         raise InputError(
             f"--ray {ray}: the replicas of --replica and --replicas run already",
             "leave one of the two out",
         )
-    if given.replica and given.replicas:
+    if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
-    if given.replica:
-        return GivenReplicas(given.replica)
-    return replica_source(given.replicas) if given.replicas else None
+    if args.replica:
+        return GivenReplicas(args.replica)
+    return replica_source(args.replicas) if args.replicas else None
 
 
-def _refuse(given: ServeOptions, what: str, *names: str, why: str = "") -> None:
+def _refuse(args: ServeOptions, what: str, *names: str, why: str = "") -> None:
     """`InputError` where one of these options is given."""
-    found = [name for name in names if getattr(given, name[2:].replace("-", "_"))]
+    found = [name for name in names if getattr(args, name[2:].replace("-", "_"))]
     if found:
         raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
 
 
-def _address(given: ServeOptions, plan: Plan) -> tuple[str, int]:
+def _address(args: ServeOptions, plan: Plan) -> tuple[str, int]:
     """The host and the port to listen on."""
     serve = plan.recipe.serve
-    return given.host or serve.host, serve.port if given.port is None else given.port
+    return args.host or serve.host, serve.port if args.port is None else args.port

@@ -123,12 +123,10 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     emit(as_json, server, show)
 
 
-def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
-    """Read the plan `source` or --plan, or make one of a recipe or a fleet with its fits.
-    `InputError` for both, and for neither.
-    """
+def plan_to_serve(source: str | None, args: ServeOptions) -> Plan:
+    """The plan that is given, or made of a recipe or fleet. `InputError` for both and neither."""
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
-    plan, fit, tuning = given.plan, given.fit, given.tuning
+    plan, fit, tuning = args.plan, args.fit, args.tuning
     if plan is None and source and not is_recipe(source):
         plan, source = Path(source), None
     if plan is not None:
@@ -139,15 +137,13 @@ def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
         return read_file(Plan, plan)
     if source is None or not (fit or is_fleet(source)):
         raise InputError("neither a plan nor a recipe with --fit is given", usage)
-    return plan_from(source, fit, tuning, force=given.force)[0]
+    return plan_from(source, fit, tuning, force=args.force)[0]
 
 
 def override(
     plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None
 ) -> Plan:
-    """The plan with the policy, parameters and workers of the command line. `InputError` for an
-    unknown policy or parameter.
-    """
+    """The plan with these parts replaced. `InputError` for an unknown policy or parameter."""
     from toolkit.deploy.plan import replaced
     from toolkit.sched.policies import make_any
     from toolkit.sched.policies.parameters import parameters
@@ -163,8 +159,8 @@ def override(
     chosen = make_any(name, (planned.parameters if name == planned.name else {}) | own)
     if policy is None and not changes and workers is None:
         return plan
-    given = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
-    made = replaced(plan, given, policy is not None, changes, workers or plan.workers)
+    new = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
+    made = replaced(plan, new, policy is not None, changes, workers or plan.workers)
     if plan.predicted and not made.predicted:
         note("note: the tuning's predictions are for other settings; this plan has no predictions")
     return made
@@ -181,32 +177,30 @@ def check_engine(plan: Plan, engine: str | None) -> None:
         )
 
 
-def read_key(given: str, file: Path | None) -> str:
-    """The API key: the given one, or the one line of a file. `InputError` for both, and for a file
-    without a key.
-    """
+def read_key(key: str, file: Path | None) -> str:
+    """The given key, or that of a file with one line. `InputError` for both, or a file without."""
     if file is None:
-        return given.strip()
-    if given:
+        return key.strip()
+    if key:
         raise InputError(
             "the API key is given twice",
             "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
         )
     try:
-        key = file.read_text(encoding="ascii").strip()
+        words = file.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
         raise InputError(
             f"{file}: cannot be read: {reason}", "the file must hold the API key in one line"
         ) from None
-    if not key or len(key.split()) != 1:
+    if len(words) != 1:
         raise InputError(
             f"{file}: the file holds no API key", "write the key alone into it, in one line"
         )
-    return key
+    return words[0]
 
 
-def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
+def find_keys(key: str, file: Path | None, keys: Path | None) -> Access:
     """The API key, or the keys of a file; and the file, where one may change while the server runs.
 
     `InputError` for both a key and a file of keys, and for a file without a key.
@@ -214,7 +208,7 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
     from toolkit.serve.access import read_keys
     from toolkit.serve.server import WatchedFiles
 
-    if keys is not None and (given or file is not None):
+    if keys is not None and (key or file is not None):
         raise InputError(
             "an API key and a file of keys are given",
             "keep --api-keys, or the key of --api-key, --api-key-file or LLMCTL_API_KEY",
@@ -222,17 +216,15 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
     source: WatchedFiles[Callers]
     if keys is not None:
         source = WatchedFiles([keys], lambda: ("", read_keys(keys)))
-    elif file is not None and not given:
+    elif file is not None and not key:
         source = WatchedFiles([file], lambda: (read_key("", file), ()))
     else:
-        return (read_key(given, file), ()), None
+        return (read_key(key, file), ()), None
     return source.value, source
 
 
 def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles[SSLContext] | None:
-    """The certificate for TLS; None: no TLS. `InputError` for a key without a certificate, and for
-    files that hold neither.
-    """
+    """The certificate for TLS, if any. `InputError` for a key alone, and for unusable files."""
     from toolkit.serve.server import certificate_source
 
     if certificate is None:
@@ -261,9 +253,7 @@ def forget_variable(name: str) -> None:
 
 
 def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
-    """The points of the fits to measure again before the first request, within `seconds`; None: the
-    default.
-    """
+    """The points of the fits to measure again before the first request; None: the default time."""
     from toolkit.serve.drift import BUDGET_S, checks_of
 
     if seconds is None:
@@ -272,7 +262,7 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     return checks_of(plan, seconds) if seconds else []
 
 
-def start(order: Launch, given: ServeOptions) -> None:
+def start(order: Launch, args: ServeOptions) -> None:
     """Serve until a signal ends the server.
 
     With --strict the command ends before it serves where a measured point contradicts the fit.
@@ -281,18 +271,16 @@ def start(order: Launch, given: ServeOptions) -> None:
     from toolkit.serve.launch import launch
 
     plan, front = order.plan, order.settings
-    check = partial(judge, strict=given.strict, say=note)
+    check = partial(judge, strict=args.strict, say=note)
     announce = partial(
-        announce_plan, given.as_json, plan, front.model, status_page=front.status_page
+        announce_plan, args.as_json, plan, front.model, status_page=front.status_page
     )
     serve = partial(launch, order, on_checked=check)
     target: Where = "ray" if order.ray else "local"
-    serve_recorded(serve, announce, plan, front.model, order.manager, target, given.ssl_certfile)
+    serve_recorded(serve, announce, plan, front.model, order.manager, target, args.ssl_certfile)
 
 
-def start_server(
-    backend: Serves, order: ServerOrder, manager: Manager, given: ServeOptions
-) -> None:
+def start_server(backend: Serves, order: ServerOrder, manager: Manager, args: ServeOptions) -> None:
     """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
@@ -300,12 +288,12 @@ def start_server(
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
-    announce = partial(announce_plan, given.as_json, plan, model)
+    announce = partial(announce_plan, args.as_json, plan, model)
     launch = partial(backend.launch, replace(order, beat=manager.beat))
     serve_recorded(launch, announce, plan, model, manager)
 
 
-def start_gateway(order: GatewayLaunch, given: ServeOptions) -> None:
+def start_gateway(order: GatewayLaunch, args: ServeOptions) -> None:
     """Start the front before replicas, and its own replicas, until a signal ends it."""
     from toolkit.gateway.launch import launch_gateway
 
@@ -323,11 +311,11 @@ def start_gateway(order: GatewayLaunch, given: ServeOptions) -> None:
             f"router: {router}; replicas: {url}/replicas",
             *([f"status page: {page}"] if page else []),
         ]
-        emit(given.as_json, facts, lambda: print("\n".join(lines)))
+        emit(args.as_json, facts, lambda: print("\n".join(lines)))
 
     serve = partial(launch_gateway, order)
     target: Where = "ray" if order.ray else "local"
-    serve_recorded(serve, announce, plan, front.model, order.manager, target, given.ssl_certfile)
+    serve_recorded(serve, announce, plan, front.model, order.manager, target, args.ssl_certfile)
 
 
 def serve_recorded(

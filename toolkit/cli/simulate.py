@@ -109,9 +109,7 @@ class StageOptions:
     )
 
     def scenario(self) -> Scenario:
-        """What to simulate. `InputError` for words that cannot be parsed, and for a file that is no
-        tuning.
-        """
+        """What to simulate. `InputError` for words that cannot be parsed and for a wrong file."""
         from toolkit.sched.policies import BUILT_IN
 
         settings, targets = parse_settings(self.settings), parse_sla(self.sla)
@@ -241,7 +239,7 @@ class Stage:
         return replace(world, routing=routing)
 
 
-def open_stage(given: StageOptions) -> Stage:
+def open_stage(args: StageOptions) -> Stage:
     """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
     rests on.
 
@@ -261,43 +259,43 @@ def open_stage(given: StageOptions) -> Stage:
     fitted: Fit | None = None
     tuning: Tuning | None = None
     fleet = None
-    if given.fleet is not None:
-        refuse_useless({"--recipe": given.recipe}, "a fleet names its recipes")
-        refuse_workers(given.workers)
-        fleet = open_fleet(given.fleet)
-        tuning = read_tuning(given.tuning, fleet.inputs)
+    if args.fleet is not None:
+        refuse_useless({"--recipe": args.recipe}, "a fleet names its recipes")
+        refuse_workers(args.workers)
+        fleet = open_fleet(args.fleet)
+        tuning = read_tuning(args.tuning, fleet.inputs)
         kinds = sized(fleet.kinds, tuning)
         spec, fitted = kinds[0].recipe, kinds[0].fit
-    elif given.fit == UNIT_STEP and not Path(given.fit).exists():
-        refuse_useless({"--recipe": given.recipe}, f"--fit {UNIT_STEP} has none")
-        refuse_useless({"--tuning": given.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
+    elif args.fit == UNIT_STEP and not Path(args.fit).exists():
+        refuse_useless({"--recipe": args.recipe}, f"--fit {UNIT_STEP} has none")
+        refuse_useless({"--tuning": args.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
     else:
-        path = _existing_fit(given.fit)
+        path = _existing_fit(args.fit)
         fitted = read_file(Fit, path)
-        spec = _recipe_of(fitted, path, given.recipe, needed=given.max_new_tokens is None)
-        made_from = {"fit": path} | ({"recipe": given.recipe} if given.recipe else {})
-        tuning = read_tuning(given.tuning, made_from)
+        spec = _recipe_of(fitted, path, args.recipe, needed=args.max_new_tokens is None)
+        made_from = {"fit": path} | ({"recipe": args.recipe} if args.recipe else {})
+        tuning = read_tuning(args.tuning, made_from)
         if tuning and "fleet" in tuning.inputs:
             raise InputError(
-                f"{given.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
+                f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
                 "name the fleet with --fleet in place of --fit",
             )
         bases[path] = fitted
-    limit = given.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
-    requests, _ = read_trace(trace_path(given.trace))
-    if given.fit_lengths and spec:
+    limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
+    requests, _ = read_trace(trace_path(args.trace))
+    if args.fit_lengths and spec:
         serve = spec.serve.model_copy(update={"max_new_tokens": limit})
         requests = prepare(requests, spec.model_copy(update={"serve": serve}))
-    elif given.fit_lengths and fitted:
+    elif args.fit_lengths and fitted:
         requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
     note_scaling(requests)
     if fleet:
         fleet.note_bases(tuning)
     note_bases(bases)
-    if given.tuning and tuning:
-        note(f"{given.tuning.name} recommends {tuning.recommended.key}")
-    workers = kinds[0].workers if kinds else given.workers or (tuning.workers if tuning else 0)
-    seed = given.seed if given.seed is not None else tuning.seed if tuning else 0
+    if args.tuning and tuning:
+        note(f"{args.tuning.name} recommends {tuning.recommended.key}")
+    workers = kinds[0].workers if kinds else args.workers or (tuning.workers if tuning else 0)
+    seed = args.seed if args.seed is not None else tuning.seed if tuning else 0
     return Stage(requests, fitted, limit, workers, seed, kinds)
 
 
@@ -314,14 +312,14 @@ def _existing_fit(fit: str) -> Path:
     return path
 
 
-def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Recipe | None:
-    """The recipe that `fit` was made from: the `given` one, or the one at the usual places.
+def _recipe_of(fit: Fit, path: Path, recipe: Path | None, *, needed: bool) -> Recipe | None:
+    """The recipe that `fit` was made from: `recipe`, or the one at the usual places.
 
-    `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
+    `InputError` where it is `needed` and not found, `StaleError` where `recipe` is another.
     """
-    if given is not None:
-        read_file(Fit, path, {"recipe": given})
-        return load_recipe(given)
+    if recipe is not None:
+        read_file(Fit, path, {"recipe": recipe})
+        return load_recipe(recipe)
     found = find_recipe(fit, path)
     if found is None and needed:
         raise InputError(
@@ -364,9 +362,7 @@ def result_notes(
 
 
 def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
-    """What simulations under these policies make of a trace that says what prompts share; empty for
-    one that does not.
-    """
+    """A line on the policies that ignore what the trace says that prompts share; else none."""
     from toolkit.sched.policies import BUILT_IN
 
     if trace.shared is None and trace.sessions is None:
@@ -424,7 +420,7 @@ class SimulateOptions(StageOptions):
 
 
 @command_of(SimulateOptions)
-def command(given: SimulateOptions) -> None:
+def command(args: SimulateOptions) -> None:
     """Simulate a trace under a policy by the fitted laws, and print the metrics.
 
     --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
@@ -437,15 +433,15 @@ def command(given: SimulateOptions) -> None:
     from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
-    scenario = given.scenario()
+    scenario = args.scenario()
     targets, tuning = scenario.targets, scenario.tuning
     usual = tuning.recommended.policy if tuning else "slice"
-    [policy] = scenario.policies([given.policy] if given.policy else [], [usual])
+    [policy] = scenario.policies([args.policy] if args.policy else [], [usual])
     of_world, of_policy = assign_settings([policy], scenario.settings, scenario.kinds)
-    stage = open_stage(given)
-    requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
+    stage = open_stage(args)
+    requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     chosen = stage.policy(policy, of_policy[policy])
-    world = stage.world(of_world, of_policy[policy], targets, given.replica_failures)
+    world = stage.world(of_world, of_policy[policy], targets, args.replica_failures)
     check_capacity(of_world, world, requests)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
@@ -482,4 +478,4 @@ def command(given: SimulateOptions) -> None:
             rows = [[kind, *(one.get(key, "") for key in shown)] for kind, one in of_kinds.items()]
             table(["kind", *(f">{key}" for key in shown)], rows, "by kind")
 
-    emit(given.as_json, found, show)
+    emit(args.as_json, found, show)

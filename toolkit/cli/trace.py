@@ -63,7 +63,7 @@ class RecordOptions:
 
 
 @command_of(RecordOptions)
-def record(given: RecordOptions) -> None:
+def record(args: RecordOptions) -> None:
     """Record a trace in front of a running server: lengths and times, and what prompts share, never
     text or keys.
 
@@ -74,28 +74,28 @@ def record(given: RecordOptions) -> None:
     """
     from toolkit.serve.recording import Recording, record
 
-    host, _, port = given.listen.rpartition(":")
+    host, _, port = args.listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(
-            f"--listen '{given.listen}': not an address",
+            f"--listen '{args.listen}': not an address",
             "for example 127.0.0.1:8100, or [::1]:8100",
         )
     order = Recording(
-        given.upstream,
+        args.upstream,
         host.removeprefix("[").removesuffix("]"),
         int(port),
-        given.out,
-        given.max_mib << 20,
-        given.timeout,
-        given.shutdown_timeout,
-        given.insecure,
-        given.block_tokens,
-        given.upstream_ca,
+        args.out,
+        args.max_mib << 20,
+        args.timeout,
+        args.shutdown_timeout,
+        args.insecure,
+        args.block_tokens,
+        args.upstream_ca,
     )
 
     def announce(url: str) -> None:
-        facts = {"url": url, "upstream": given.upstream, "out": str(given.out)}
-        emit(given.as_json, facts, lambda: print(f"recording: {url} to {given.out}"))
+        facts = {"url": url, "upstream": args.upstream, "out": str(args.out)}
+        emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
         sys.stdout.flush()
 
     ended = record(order, announce)
@@ -103,7 +103,7 @@ def record(given: RecordOptions) -> None:
         note("no client requested tokens; nothing was recorded")
         return
     counts = ", ".join(f"{count:,} {status}" for status, count in sorted(ended.items()))
-    note(f"requests: {counts}; see them with: llmctl trace inspect {given.out}")
+    note(f"requests: {counts}; see them with: llmctl trace inspect {args.out}")
 
 
 BAR_WIDTH = 18
@@ -191,7 +191,7 @@ class ConvertOptions:
 
 @app.command("convert")
 @command_of(ConvertOptions)
-def convert(given: ConvertOptions) -> None:
+def convert(args: ConvertOptions) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
 
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
@@ -202,29 +202,29 @@ def convert(given: ConvertOptions) -> None:
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
-    if (given.max_model_len is None) != (given.max_new_tokens is None):
+    if (args.max_model_len is None) != (args.max_new_tokens is None):
         raise InputError(
             "--max-model-len and --max-new-tokens need each other", "give both, or neither"
         )
-    if given.rate is not None and given.draw_rate is not None:
-        both = f"--rate {given.rate:g} and --draw-rate {given.draw_rate:g}"
+    if args.rate is not None and args.draw_rate is not None:
+        both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
-    if given.draw_rate is None:
-        drawn = {"--cv": given.cv, "--seed": given.seed}
+    if args.draw_rate is None:
+        drawn = {"--cv": args.cv, "--seed": args.seed}
         refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
-    loaded, _ = read_trace(trace_path(given.trace, folders=True))
-    if given.draw_rate is not None:
-        arrivals = Arrivals(given.draw_rate, 1.0 if given.cv is None else given.cv)
-        loaded = draw_arrivals(loaded, arrivals, given.seed or 0)
-    if given.rate is not None:
-        loaded = scale_rate(loaded, given.rate)
-    if given.divide is not None:
-        loaded = divide_lengths(loaded, given.divide)
-    if given.max_model_len is not None and given.max_new_tokens is not None:
-        loaded = scale_lengths(loaded, given.max_model_len, given.max_new_tokens)
-    loaded = excerpt(loaded, given.start, given.duration)
-    write_trace(loaded, given.out)
-    _wrote(loaded, given.out, given.as_json)
+    loaded, _ = read_trace(trace_path(args.trace, folders=True))
+    if args.draw_rate is not None:
+        arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
+        loaded = draw_arrivals(loaded, arrivals, args.seed or 0)
+    if args.rate is not None:
+        loaded = scale_rate(loaded, args.rate)
+    if args.divide is not None:
+        loaded = divide_lengths(loaded, args.divide)
+    if args.max_model_len is not None and args.max_new_tokens is not None:
+        loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
+    loaded = excerpt(loaded, args.start, args.duration)
+    write_trace(loaded, args.out)
+    _wrote(loaded, args.out, args.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class GenerateOptions:
 
 @app.command("generate")
 @command_of(GenerateOptions)
-def generate(given: GenerateOptions) -> None:
+def generate(args: GenerateOptions) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
     from toolkit.traces.generate import (
         Arrivals,
@@ -294,49 +294,49 @@ def generate(given: GenerateOptions) -> None:
     from toolkit.traces.write import write_trace
 
     prompts, outputs = (
-        parse_lengths(text, given.longest or default_max_length(text))
-        for text in (given.prompt, given.output)
+        parse_lengths(text, args.longest or default_max_length(text))
+        for text in (args.prompt, args.output)
     )
-    content = _content(given)
-    if given.all_at_once is not None:
-        useless = {"--rate": given.rate, "--duration": given.duration, "--cv": given.cv}
+    content = _content(args)
+    if args.all_at_once is not None:
+        useless = {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv}
         refuse_useless(
             useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out"
         )
-        made = backlog(given.all_at_once, prompts, outputs, given.seed, content)
+        made = backlog(args.all_at_once, prompts, outputs, args.seed, content)
     else:
         arrivals = Arrivals(
-            20.0 if given.rate is None else given.rate, 1.0 if given.cv is None else given.cv
+            20.0 if args.rate is None else args.rate, 1.0 if args.cv is None else args.cv
         )
-        seconds_long = 600.0 if given.duration is None else given.duration
-        made = synthesize(arrivals, seconds_long, prompts, outputs, given.seed, content)
-    if given.max_tokens:
-        made = limited(made, given.max_tokens)
-    write_trace(made, given.out)
-    _wrote(made, given.out, given.as_json)
+        seconds_long = 600.0 if args.duration is None else args.duration
+        made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
+    if args.max_tokens:
+        made = limited(made, args.max_tokens)
+    write_trace(made, args.out)
+    _wrote(made, args.out, args.as_json)
 
 
-def _content(given: GenerateOptions) -> SharedContent | None:
+def _content(args: GenerateOptions) -> SharedContent | None:
     """What generated prompts share; None for nothing. `InputError` for options without effect."""
     from toolkit.traces.generate import SharedContent, parse_lengths, parse_times
 
-    if given.templates is None:
-        needs = {"--template-tokens": given.template_tokens, "--zipf": given.zipf}
+    if args.templates is None:
+        needs = {"--template-tokens": args.template_tokens, "--zipf": args.zipf}
         refuse_useless(needs, "there are no templates", "add --templates")
-    if given.turns is None:
-        refuse_useless({"--think": given.think}, "requests have one turn", "add --turns")
-    if not (given.system_tokens or given.templates or given.turns):
+    if args.turns is None:
+        refuse_useless({"--think": args.think}, "requests have one turn", "add --turns")
+    if not (args.system_tokens or args.templates or args.turns):
         shares = "add --system-tokens, --templates or --turns"
-        refuse_useless({"--block-tokens": given.block_tokens}, "prompts share nothing", shares)
+        refuse_useless({"--block-tokens": args.block_tokens}, "prompts share nothing", shares)
         return None
     return SharedContent(
-        given.system_tokens or 0,
-        given.templates or 0,
-        parse_lengths(given.template_tokens or "fixed:512"),
-        1.0 if given.zipf is None else given.zipf,
-        parse_lengths(given.turns) if given.turns else None,
-        parse_times(given.think) if given.think else None,
-        given.block_tokens or 16,
+        args.system_tokens or 0,
+        args.templates or 0,
+        parse_lengths(args.template_tokens or "fixed:512"),
+        1.0 if args.zipf is None else args.zipf,
+        parse_lengths(args.turns) if args.turns else None,
+        parse_times(args.think) if args.think else None,
+        args.block_tokens or 16,
     )
 
 

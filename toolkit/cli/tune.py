@@ -181,7 +181,7 @@ class TuneOptions:
 
 
 @command_of(TuneOptions)
-def command(given: TuneOptions) -> None:
+def command(args: TuneOptions) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on
     other windows.
 
@@ -199,39 +199,39 @@ def command(given: TuneOptions) -> None:
     from toolkit.tuning.fleet_size import tune_fleet_to_size
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
 
-    fleet, spec, fit, others = _open(given)
-    traffic = trace_path(given.trace or spec.tune.trace)
+    fleet, spec, fit, others = _open(args)
+    traffic = trace_path(args.trace or spec.tune.trace)
     # a load is a share of what the recipe's own number of workers serves
     workload = make_workload(spec, fit, read_trace(traffic)[0], others)
-    spec = spec.model_copy(update={"workers": _worker_count(given.workers) or spec.workers})
+    spec = spec.model_copy(update={"workers": _worker_count(args.workers) or spec.workers})
     settings = settings_of(spec, fit, others)
     siblings = [] if others else shipped_siblings(spec)
-    profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else given.fit)
+    profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else args.fit)
     note_trace(workload.trace)
-    check_writable(given.out)
-    files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
+    check_writable(args.out)
+    files = fleet.inputs if fleet else {"recipe": args.recipe, "fit": args.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
     _note_search(settings, total, workload.trace, spec.name, others)
-    store = _store(given, made_from, spec, siblings, with_profile=profile is not None)
-    with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
+    store = _store(args, made_from, spec, siblings, with_profile=profile is not None)
+    with _runner(args) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
-        search: Callable[..., Tuning] = tune_to_size if given.workers == AUTO else tune
-        if given.workers == AUTO and fleet:
+        search: Callable[..., Tuning] = tune_to_size if args.workers == AUTO else tune
+        if args.workers == AUTO and fleet:
             search = partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
         result = search(inputs, remembering, made_from, watch)
-    write_file(result, given.out)
+    write_file(result, args.out)
     store.forget()
-    emit(given.as_json, result, lambda: show(result))
+    emit(args.as_json, result, lambda: show(result))
     if fleet:
         fleet.note_bases(result)
     else:
-        note_bases({given.fit: fit})
-    note(f"wrote {given.out}")
+        note_bases({args.fit: fit})
+    note(f"wrote {args.out}")
     if not result.keeps_limits:
         unbeaten = "the recipe's settings, which nothing beat,"
         which = unbeaten if result.keep_defaults else "the best settings"
@@ -239,31 +239,31 @@ def command(given: TuneOptions) -> None:
         raise LimitsBrokenError(f"held out, {which} {breaks(result.limits)}", hint)
 
 
-def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
+def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
     also itself and its kinds after the first. The settings of a fleet's search are the first's.
     """
     fleet: Fleet | None = None
     others: list[Kind] = []
-    if is_fleet(given.recipe):
-        if given.workers != AUTO:
-            refuse_workers(given.workers)
-        fleet = open_fleet(given.recipe, force=given.force)
+    if is_fleet(args.recipe):
+        if args.workers != AUTO:
+            refuse_workers(args.workers)
+        fleet = open_fleet(args.recipe, force=args.force)
         first, others = fleet.kinds[0], fleet.kinds[1:]
         if not traits_of(first.recipe.engine.name).server:
-            refuse_workers(given.workers)
+            refuse_workers(args.workers)
         recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
     else:
-        recipe = open_recipe(given.recipe)
-        fit = read_fit(given.fit, given.recipe, force=given.force)
+        recipe = open_recipe(args.recipe)
+        fit = read_fit(args.fit, args.recipe, force=args.force)
     settings = {
-        "policies": _names(given.policies),
-        "routers": _names(given.routers),
-        "trials": given.trials,
-        "seed": given.seed,
-        "request_rate_rps": given.rate,
-        "draws": given.draws,
-        "window_s": given.window,
+        "policies": _names(args.policies),
+        "routers": _names(args.routers),
+        "trials": args.trials,
+        "seed": args.seed,
+        "request_rate_rps": args.rate,
+        "draws": args.draws,
+        "window_s": args.window,
     }
     changed = {key: value for key, value in settings.items() if value is not None}
     tune = recipe.tune.model_copy(update=changed)
@@ -320,31 +320,31 @@ def _note_search(
 
 
 @contextmanager
-def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
+def _runner(args: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
     from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
-    if given.executor == "local":
-        jobs = given.jobs or usable_cpus()
+    if args.executor == "local":
+        jobs = args.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
             yield (pool if jobs > 1 else InProcessRunner()), jobs
-    elif given.executor == "ray":
+    elif args.executor == "ray":
         from toolkit.cluster.connect import joined, processors
 
-        with joined(given.ray, given.jobs or usable_cpus()) as cluster:
-            jobs = given.jobs or processors()
+        with joined(args.ray, args.jobs or usable_cpus()) as cluster:
+            jobs = args.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")
             yield ClusterRunner(jobs), jobs
     else:
         raise InputError(
-            f"--executor {given.executor}: no executor has that name",
-            nearest(given.executor, ("local", "ray")),
+            f"--executor {args.executor}: no executor has that name",
+            nearest(args.executor, ("local", "ray")),
         )
 
 
 def _store(
-    given: TuneOptions,
+    args: TuneOptions,
     made_from: EnvelopeFields,
     spec: Recipe,
     siblings: Sequence[Kind],
@@ -360,12 +360,12 @@ def _store(
     others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
     version = made_from["tool_version"]
     fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
-    if not given.storage:
-        return JournalFile(Path(f"{given.out}.partial"), fingerprint)
+    if not args.storage:
+        return JournalFile(Path(f"{args.out}.partial"), fingerprint)
     from toolkit.tuning.studies import Studies
 
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
-    return Studies(given.storage, spec.name, fingerprint)
+    return Studies(args.storage, spec.name, fingerprint)
 
 
 class TuneProgress:
@@ -430,9 +430,7 @@ class TuneProgress:
 
 
 def show(result: Tuning) -> None:
-    """Print a tuning, within 80 columns: its recommendation, its gain and certainty, the limits,
-    and the trials.
-    """
+    """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
     from toolkit.report.verdict import verdict
 
     before, after = result.defaults_held_out, result.best_held_out

@@ -355,11 +355,11 @@ def _add(
     anchor: str = "",
     **attributes: object,
 ) -> Element:
-    given = {
+    texts = {
         name: f"{value:g}" if isinstance(value, float) else str(value)
         for name, value in attributes.items()
     }
-    given |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
-    element = ElementTree.SubElement(parent, tag, given)
+    texts |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
+    element = ElementTree.SubElement(parent, tag, texts)
     element.text = text or None
     return element

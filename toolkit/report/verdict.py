@@ -65,9 +65,7 @@ def verdict(result: Tuning) -> list[str]:
 
 
 def _router_lines(result: Tuning) -> list[str]:
-    """What the router of the best settings gains over dealing requests in turn; empty without
-    replicas.
-    """
+    """What the best settings' router gains over requests in turn; empty without replicas."""
     best, in_turn = result.best_held_out, result.in_turn
     if best.replica_router is None or in_turn is None:
         return []
