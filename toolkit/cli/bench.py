@@ -301,8 +301,8 @@ def validate(args: ValidateOptions) -> None:
         spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
         chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]
     else:
-        found = fit_windows(subject.trace, args.window_s, args.windows, 0, args.seed)
-        subject, chosen = replace(subject, trace=found.trace), found.search
+        windows = fit_windows(subject.trace, args.window_s, args.windows, 0, args.seed)
+        subject, chosen = replace(subject, trace=windows.trace), windows.search
     note_trace(subject.trace)
     note(*subject.notes)
     session = Session(subject, planned, args.warmup, progress)
@@ -318,7 +318,7 @@ def validate(args: ValidateOptions) -> None:
     if interrupted:
         raise typer.Exit(130)
     if args.max_error is not None:
-        hold(((each.metric, each.error_percent) for each in result.metrics), args.max_error)
+        hold(((row.metric, row.error_percent) for row in result.metrics), args.max_error)
 
 
 def _show_validation(result: Validation) -> None:

@@ -117,9 +117,7 @@ class LazyGroup(TyperGroup):
 
 
 def _drop_output() -> int:
-    """Discard what is still to be printed, since Python would report the broken pipe again at exit;
-    the exit code.
-    """
+    """Discard the rest, since Python would report the broken pipe again at exit; the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
@@ -135,7 +133,7 @@ def _load(name: str) -> Any:
             command.help = _paragraphs(command.help)
         return group
     single = typer.Typer(add_completion=False)
-    function = getattr(module, "command" if hasattr(module, "command") else name)
+    function = getattr(module, "command", None) or getattr(module, name)
     single.command(name, help=_paragraphs(function.__doc__))(function)
     return typer.main.get_command(single)
 

@@ -133,12 +133,12 @@ def command(args: RenderOptions) -> None:
         )
     out = args.out or Path("plan.json")
     if args.check:
-        found = differences(read_file(Plan, out), plan)
-        changed = [(each.key, each.old, each.new) for each in found]
-        show = partial(table, ["value", "<in the file", "<now"], changed)
-        emit(args.as_json, {"differences": found}, show if found else lambda: print("up to date"))
-        if found:
-            text = f"{out} is out of date: {len(found)} values differ"
+        changed = differences(read_file(Plan, out), plan)
+        rows = [(change.key, change.old, change.new) for change in changed]
+        show = partial(table, ["value", "<in the file", "<now"], rows)
+        emit(args.as_json, {"differences": changed}, show if rows else lambda: print("up to date"))
+        if changed:
+            text = f"{out} is out of date: {len(changed)} values differ"
             raise TargetMissedError(text, "run it without --check")
         return
     write_file(plan, out)
@@ -181,11 +181,11 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     order = _order(plan, near, folder, args)
     files = render_target(target, order)
     if args.check:
-        found = changes(files, folder)
-        shown = "\n".join(each.diff.rstrip("\n") for each in found) or "up to date"
-        emit(args.as_json, {"changes": found}, lambda: print(shown))
-        if found:
-            names = ", ".join(each.file for each in found)
+        changed = changes(files, folder)
+        shown = "\n".join(change.diff.rstrip("\n") for change in changed) or "up to date"
+        emit(args.as_json, {"changes": changed}, lambda: print(shown))
+        if changed:
+            names = ", ".join(change.file for change in changed)
             raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
         return
     manifest = manifest_of(files, target, order.name, order.stamp())

@@ -50,15 +50,12 @@ def command(
             "name the folder of profile.json, fit.json and the other files",
         )
     check_writable(out)
-    found = gather(source, folder)
-    page = report(found)
+    material = gather(source, folder)
+    page = report(material)
     write_text(out, page)
-    for role, why in found.why.items():
+    for role, why in material.why.items():
         note(f"{role} is not shown: {why}")
-    shown = [one.role for one in found.sources]
-    text = f"wrote {out} ({size(len(page.encode()))}), from: {', '.join(shown)}"
-    emit(
-        as_json,
-        {"out": str(out), "bytes": len(page.encode()), "shown": shown, "why": found.why},
-        lambda: print(text),
-    )
+    shown, length = [file.role for file in material.sources], len(page.encode())
+    text = f"wrote {out} ({size(length)}), from: {', '.join(shown)}"
+    facts = {"out": str(out), "bytes": length, "shown": shown, "why": material.why}
+    emit(as_json, facts, lambda: print(text))

@@ -38,29 +38,29 @@ from toolkit.units import number, percent, seconds, word
 Point = tuple[int, int, float]  # batch size, length, seconds
 
 
-def _missing(found: Material, key: str, lead: str, command: str) -> Section:
+def _missing(files: Material, key: str, lead: str, command: str) -> Section:
     """A section without content, the command that makes it, and why its file was left out."""
-    why = found.why.get(key)
+    why = files.why.get(key)
     return Section(key, lead, lines=[why] if why else [], command=command)
 
 
-def bench_section(found: Material) -> Section:
+def bench_section(files: Material) -> Section:
     """The replays against running servers (`llmctl bench --out`), measured and predicted."""
-    left_out = [why for name, why in found.why.items() if name.endswith(".json")]
-    if not found.benches:
-        plan, rate = found.file_name("plan"), found.rate_rps
+    left_out = [why for name, why in files.why.items() if name.endswith(".json")]
+    if not files.benches:
+        plan, rate = files.file_name("plan"), files.rate_rps
         at = f" --rate {rate:.3g}" if rate else ""
         command = f"llmctl bench --plan {plan} --trace TRACE{at} --out bench.json"
         lead = "No trace was replayed against a running server of this plan yet."
-        section = _missing(found, "bench", lead, command)
+        section = _missing(files, "bench", lead, command)
         section.lines += [f"Left out: {why}." for why in left_out]
         return section
-    requests = sum(bench.content.answered for bench in found.benches)
-    counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
+    requests = sum(bench.content.answered for bench in files.benches)
+    counted = f"{len(files.benches)} replay{'s' if len(files.benches) > 1 else ''}"
     lead = f"{counted} against a running server, {requests:,} requests: measured, not simulated."
     section = Section("bench", lead)
-    for bench in found.benches:
-        section.lines.append(_bench_line(bench, found.rate_rps))
+    for bench in files.benches:
+        section.lines.append(_bench_line(bench, files.rate_rps))
         warm = bench.content.warmup is not None
         errors: dict[str, float] = {}
         titles: dict[str, str] = {}
@@ -78,13 +78,13 @@ def bench_section(found: Material) -> Section:
         section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
         columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
         section.tables.append(Table(_title(bench), columns if warm else columns[:4], rows))
-    if len(found.benches) > 1:
-        metrics = [row.metric for bench in found.benches for row in bench.content.compared]
+    if len(files.benches) > 1:
+        metrics = [row.metric for bench in files.benches for row in bench.content.compared]
         rows = [
-            [name, *(bench.content.measured.get(name) for bench in found.benches)]
+            [name, *(bench.content.measured.get(name) for bench in files.benches)]
             for name in dict.fromkeys(metrics)
         ]
-        columns = ["metric", *(bench.name for bench in found.benches)]
+        columns = ["metric", *(bench.name for bench in files.benches)]
         section.tables.insert(0, Table("Measured, side by side", columns, rows))
     section.lines += [f"Left out: {why}." for why in left_out]
     return section
@@ -124,12 +124,12 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     return "; ".join(parts) + "."
 
 
-def fit_section(found: Material) -> Section:
+def fit_section(files: Material) -> Section:
     """The laws of `fit.json` and their errors, with plots where their profile is known."""
-    fit = found.fit
+    fit = files.fit
     if fit is None:
-        command = f"llmctl profile {found.recipe.name}; llmctl fit profile.json"
-        return _missing(found, "fit", "Nothing was fitted yet.", command)
+        command = f"llmctl profile {files.recipe.name}; llmctl fit profile.json"
+        return _missing(files, "fit", "Nothing was fitted yet.", command)
     where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
     section = Section("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
@@ -158,9 +158,9 @@ def fit_section(found: Material) -> Section:
             competed.append((name, tried.form, *error_cells(tried.error)[:2], kept))
     columns = ["law", "form", "median error", "p95", ""]
     section.tables.append(Table("Forms that competed", columns, competed))
-    profile = found.profile
+    profile = files.profile
     if profile is None:
-        why = found.why.get("profile", "there is no profile.json in its folder")
+        why = files.why.get("profile", "there is no profile.json in its folder")
         section.lines.append(f"There are no plots of residuals without its profile: {why}.")
         return section
     predicted = laws_from_fit(fit)
@@ -249,13 +249,13 @@ def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
     return Figure(chart("input length, tokens", "batch size", series, log=True), caption)
 
 
-def plan_section(found: Material) -> Section:
+def plan_section(files: Material) -> Section:
     """Every value of `plan.json`, with the explanation that the plan holds."""
-    plan = found.plan
+    plan = files.plan
     if plan is None:
-        tuning = " --tuning tuning.json" if found.tuning else ""
-        command = f"llmctl render {found.recipe.name} --fit fit.json{tuning}"
-        return _missing(found, "plan", "There is no plan to serve yet.", command)
+        tuning = " --tuning tuning.json" if files.tuning else ""
+        command = f"llmctl render {files.recipe.name} --fit fit.json{tuning}"
+        return _missing(files, "plan", "There is no plan to serve yet.", command)
     decided: list[tuple[str, str, str]] = []
     predicted: list[tuple[str, str]] = []
     source = ""
@@ -275,12 +275,12 @@ def plan_section(found: Material) -> Section:
     return section
 
 
-def tuning_section(found: Material) -> Section:
+def tuning_section(files: Material) -> Section:
     """The trials of `tuning.json`, their front, the gain on held-out windows, and what matters."""
-    tuning = found.tuning
+    tuning = files.tuning
     if tuning is None:
-        command = f"llmctl tune {found.recipe.name} --fit fit.json --trace TRACE"
-        return _missing(found, "tuning", "The settings were not tuned yet.", command)
+        command = f"llmctl tune {files.recipe.name} --fit fit.json --trace TRACE"
+        return _missing(files, "tuning", "The settings were not tuned yet.", command)
     rate = f"{number(tuning.request_rate_rps)} requests/s on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best_held_out.policy}'{others}"
@@ -373,12 +373,12 @@ def _held_out(tuning: Tuning) -> list[Table]:
     ]
 
 
-def validation_section(found: Material) -> Section:
+def validation_section(files: Material) -> Section:
     """The predictions and measurements of `validation.json`, with signed errors."""
-    validation = found.validation
+    validation = files.validation
     if validation is None:
         lead = "The predictions were not compared with a running server yet."
-        return _missing(found, "validation", lead, "llmctl validate plan.json --url URL")
+        return _missing(files, "validation", lead, "llmctl validate plan.json --url URL")
     requests = sum(window.requests for window in validation.windows)
     failed = sum(window.failed for window in validation.windows)
     lead = (
