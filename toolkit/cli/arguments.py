@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
+import toolkit
 from toolkit.errors import InputError
 from toolkit.files.io import fit_path, shipped_fits
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
@@ -26,8 +27,8 @@ SLA_EXAMPLE = "ttft_p99_s=2"
 
 T = TypeVar("T")
 
-# What the shell completes. Each function takes the start of a word, returns the words that begin
-# with it, and imports no more than they need. Without a function the shell completes files.
+# What the shell completes. Each function takes the start of a word, and returns the words that
+# begin with it. Without a function the shell completes files.
 
 
 def recipes(incomplete: str) -> list[str]:
@@ -52,8 +53,6 @@ def fits_and_clock(incomplete: str) -> list[str]:
 
 def traces(incomplete: str) -> list[str]:
     """Shipped traces, and the traces of the current folder."""
-    import toolkit
-
     shipped = (Path(toolkit.__file__).parent / "traces" / "data").glob("*.jsonl")
     return _words(incomplete, (path.stem for path in shipped), "*.jsonl", "*.csv")
 
@@ -95,7 +94,7 @@ def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
 def option(default: T, help: str, *names: str, **settings: Any) -> T:
     """A field that `command_of` makes an option; `settings` are those of `typer.Option`.
 
-    Without `names` the field's name is the option's; of a switch that is off by default without
+    Without `names` the option is called like the field, and a switch that is off by default has no
     `--no-NAME`.
     """
     return field(default=default, metadata={"typer": typer.Option(*names, help=help, **settings)})

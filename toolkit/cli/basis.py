@@ -139,8 +139,8 @@ def plan_from(
     *,
     force: bool = False,
 ) -> tuple[Plan, Path]:
-    """The plan of a recipe with its fit, or of a fleet, which names its fits; optionally tuned, or
-    with this policy. Beside it the file of the first fit.
+    """Make the plan of a recipe and its fit, or of a fleet, which names its fits; with a tuning or
+    a policy, if given. Returns the plan and the file of its first fit.
 
     `InputError` for a fit beside a fleet, and for a recipe without one; else as `open_fleet`,
     `read_fit` and `make_plan`.
@@ -200,15 +200,15 @@ def find_validation(near: Path, fit_sha256: str) -> Validation | None:
     if not beside.is_file():
         return None
     try:
-        found = read_file(Validation, beside)
+        validation = read_file(Validation, beside)
     except InputError as error:
         note(f"{beside.name} is not used: {error.message}")
         return None
-    about = found.inputs.get("fit")
+    about = validation.inputs.get("fit")
     if about is None or about.sha256 != fit_sha256:
         note(f"{beside.name} is not used: it is about another fit")
         return None
-    return found
+    return validation
 
 
 def note_trace(trace: Trace) -> None:

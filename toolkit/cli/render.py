@@ -155,8 +155,8 @@ def command(args: RenderOptions) -> None:
 
 
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
-    """The plan that is read or made, and its file or its first fit, beside which a validation may
-    lie. `InputError` for arguments that do not belong together.
+    """The plan, read or made, and the file beside which its validation may lie: the plan's own or
+    the (first) fit. `InputError` for arguments that contradict each other.
     """
     source, policy = args.source, None
     if args.policy is not None:

@@ -149,8 +149,8 @@ def stop(
 
 
 def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
-    """Shut a server down: SIGTERM, or its service manager. Its name, how many requests finished,
-    others by reason, and that in words; `LlmctlError` where it takes too long, or was killed.
+    """Shut a server down, by SIGTERM or its service manager. Returns its name, the number of its
+    finished requests, of others by reason, and a sentence. `LlmctlError` if it hangs or was killed.
     """
     from toolkit.deploy.render import read_manifest
     from toolkit.deploy.running import forget, recall, stop

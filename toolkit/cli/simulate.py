@@ -167,7 +167,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A trace as it will be simulated, and its fit; None: the token-step world."""
+    """A trace that will be simulated, and the fit of its laws; None: the token-step world."""
 
     trace: Trace
     fit: Fit | None

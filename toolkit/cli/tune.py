@@ -240,8 +240,8 @@ def command(args: TuneOptions) -> None:
 
 
 def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
-    """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
-    also itself and its kinds after the first. The settings of a fleet's search are the first's.
+    """The fleet, if one is tuned; the first recipe with the settings of the command line, and its
+    fit; and the fleet's other kinds. A fleet is searched with its first recipe's settings.
     """
     fleet: Fleet | None = None
     others: list[Kind] = []
@@ -419,8 +419,8 @@ class TuneProgress:
                 self._end_s = now_s + left_s
 
     def expect(self, more: int) -> None:
-        """There are at most so many more simulations than was said; fewer where it is negative.
-        Many are announced, with a new estimate.
+        """Expect at most `more` further simulations; negative: fewer. Many are announced, with a
+        new estimate of the time.
         """
         self._total += more
         self._advance(0, total=self._total)
@@ -504,8 +504,8 @@ def _show_policies(result: Tuning) -> None:
 
 
 def _show_sizing(sizing: Sizing) -> None:
-    """The counts of workers that were tried; of a fleet's, all that keep the limits, and of each
-    settings the last ones that break them.
+    """Print the tried numbers of workers; of a fleet those that keep the limits, and for each
+    settings the last few that break them.
     """
     shown: list[SizingRow] = []
     broken: Counter[str] = Counter()
