@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from toolkit import api
-from toolkit.report.parts import Axes, ChartSeries, bars, chart
+from toolkit.report.parts import ChartSeries, bars, chart
 
 HERE = Path(__file__).parent / "pictures"
 STYLE = """\
@@ -156,18 +156,16 @@ def predicted() -> str:
     runs = json.loads((HERE / "online-rebatch.json").read_text(encoding="utf-8"))["runs"]
     loads = sorted({run["load_percent"] for run in runs})
     medians = [
-        median(run["goodput_rps"][1] for run in runs if run["load_percent"] == load)
+        (load, median(run["goodput_rps"][1] for run in runs if run["load_percent"] == load), "")
         for load in loads
     ]
     measured = ChartSeries(
         "measured, three runs each",
-        [run["load_percent"] for run in runs],
-        [run["goodput_rps"][0] for run in runs],
+        [(run["load_percent"], run["goodput_rps"][0], "") for run in runs],
         "marks",
-        [""] * len(runs),
     )
-    line = ChartSeries("predicted before, median", loads, medians, "line", [""] * len(loads))
-    drawn = chart(Axes("load, % of capacity", "goodput, requests/s", [measured, line]))
+    line = ChartSeries("predicted before, median", medians, "line")
+    drawn = chart("load, % of capacity", "goodput, requests/s", [measured, line])
     return charted(drawn, "Goodput over load: measured runs, and what was predicted before them")
 
 

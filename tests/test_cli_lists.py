@@ -11,7 +11,6 @@ from commands import llmctl
 from test_cli_main import HEAVY
 
 from toolkit.cli import arguments
-from toolkit.cli.serve_start import IN_PROCESS, MANAGED
 from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
@@ -108,7 +107,7 @@ def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None
         (arguments.traces, shipped_traces()),
         (arguments.policy, KNOWN),
         (arguments.rendered_targets, TARGETS),
-        (arguments.served_targets, IN_PROCESS + MANAGED),
+        (arguments.served_targets, arguments.IN_PROCESS + arguments.MANAGED),
     ],
 )
 def test_completion_offers_exactly_the_existing_names(

@@ -17,7 +17,7 @@ from operator_kinds import check_object
 from test_deploy_replicas import NEWER, command_in, fronts, objects, parsed, services, with_engine
 
 from toolkit.backends.vllm.backend import VllmBackend
-from toolkit.cli.basis import plan_of_fleet
+from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.render import manifest_of, render_target
@@ -40,7 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Two kinds of shipped recipes: one server on an H200, and two on A100s."""
     path = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     path.write_text(FLEET)
-    return plan_of_fleet(path, None)[0]
+    return plan_from(path, None, None)[0]
 
 
 @pytest.fixture

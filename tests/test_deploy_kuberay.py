@@ -18,7 +18,7 @@ import yaml
 from operator_kinds import RayCluster, check_pod
 
 import toolkit
-from toolkit.cli.basis import plan_of_fleet, plan_of_recipe
+from toolkit.cli.basis import plan_from
 from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy.render import render_target
@@ -64,7 +64,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 @pytest.fixture(scope="module")
 def servers() -> Plan:
     """Two servers of vLLM, with a shipped recipe and fit."""
-    plan = plan_of_recipe(recipe_path(VLLM), shipped_fit(VLLM), None)
+    plan = plan_from(recipe_path(VLLM), shipped_fit(VLLM), None)[0]
     return plan.model_copy(update={"workers": 2})
 
 
@@ -72,7 +72,7 @@ def servers() -> Plan:
 def servers_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path = tmp_path_factory.mktemp("servers") / "fleet.yaml"
     path.write_text(test_deploy_fleets.FLEET)
-    return plan_of_fleet(path, None)[0]
+    return plan_from(path, None, None)[0]
 
 
 @pytest.fixture(params=["cpu", "gpu", "fleet", "servers", "servers_of_kinds"])

@@ -21,7 +21,7 @@ from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
-from toolkit.cli.basis import plan_of_recipe
+from toolkit.cli.basis import plan_from
 from toolkit.deploy.monitoring import replica_rules
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import startup_s, waiting_threshold
@@ -44,7 +44,7 @@ NEWER = ("RestartSteps", "RestartMaxDelaySec")
 @pytest.fixture(scope="module")
 def shipped() -> Plan:
     """A shipped recipe of engine vllm, with its shipped fit."""
-    return plan_of_recipe(recipe_path("llama-3.1-8b-h200"), shipped_fit("llama-3.1-8b-h200"), None)
+    return plan_from(recipe_path("llama-3.1-8b-h200"), shipped_fit("llama-3.1-8b-h200"), None)[0]
 
 
 @pytest.fixture

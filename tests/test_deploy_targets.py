@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from operator_kinds import OWN_MODELS, RulesFile, check_object
 
-from toolkit.cli.basis import plan_of_recipe
+from toolkit.cli.basis import plan_from
 from toolkit.deploy import reckon
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import default_trace, waiting_threshold
@@ -424,7 +424,7 @@ def test_the_threshold_is_the_largest_backlog_that_keeps_the_ttft_target() -> No
 )
 def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> None:
     """One that is 1 would have an alert fire for ever, and SGLang refuse what it can serve."""
-    plan = plan_of_recipe(recipe, shipped_fit(recipe), None)
+    plan = plan_from(recipe, shipped_fit(recipe), None)[0]
     shipped = read_trace(trace_path(plan.recipe.tune.trace))[0]
     found = waiting_threshold(plan, None)
     assert found.value == waiting_threshold(plan, shipped).value

@@ -9,7 +9,7 @@ import samples
 from commands import llmctl
 
 from toolkit.bench.predict import ServerConditions, predicted
-from toolkit.cli.basis import open_fleet, plan_of_fleet
+from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
@@ -64,7 +64,7 @@ def unequal(tmp_path: Path) -> Path:
 
 
 def test_a_plan_has_all_kinds_and_both_clocks_the_same_workers(unequal):
-    plan, _ = plan_of_fleet(unequal, None)
+    plan, _ = plan_from(unequal, None, None)
     write_file(plan, unequal.with_name("plan.json"))
     again = read_file(Plan, unequal.with_name("plan.json"))
     assert again == plan
@@ -89,7 +89,7 @@ def test_a_fleet_of_one_kind_is_the_plain_plan(tmp_path):
     [kind] = fleet.kinds
     inputs = {"recipe": tmp_path / "large.yaml", "fit": tmp_path / "large.fit.json"}
     plain = make_plan(load_recipe(inputs["recipe"]), kind.fit, None, inputs)
-    written = make_plan(kind.recipe, kind.fit, None, inputs, None, fleet.others, kind.workers)
+    written = make_plan(kind.recipe, kind.fit, None, inputs, None, fleet.kinds[1:], kind.workers)
     assert file_text(written) == file_text(plain)
     assert "others" not in file_text(plain)
 
@@ -99,13 +99,13 @@ def test_a_fleet_names_the_machines_of_each_kind(unequal):
         "workers: 1}", "workers: 1, nodes: {pool: new, example.com/rack: r7}}"
     )
     unequal.write_text(text)
-    plan, _ = plan_of_fleet(unequal, None)
+    plan, _ = plan_from(unequal, None, None)
     write_file(plan, unequal.with_name("plan.json"))
     kinds = read_file(Plan, unequal.with_name("plan.json")).kinds
     assert [kind.nodes for kind in kinds] == [{"pool": "new", "example.com/rack": "r7"}, {}]
     unequal.write_text(text.replace("r7", "'!r7'"))
     with pytest.raises(InputError, match=r"fleet\[0\].nodes.example.com/rack: .!r7"):
-        plan_of_fleet(unequal, None)
+        plan_from(unequal, None, None)
 
 
 def test_the_first_difference_between_models_is_named(tmp_path):
@@ -209,7 +209,7 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
 
 
 def test_a_plan_of_servers_has_each_kinds_flags_and_one_router(servers):
-    plan, _ = plan_of_fleet(servers, None)
+    plan, _ = plan_from(servers, None, None)
     write_file(plan, servers.with_name("plan.json"))
     again = read_file(Plan, servers.with_name("plan.json"))
     assert again == plan
@@ -245,7 +245,7 @@ def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, ca
     routers = {trial["outcome"]["replica_router"]["name"] for trial in tuned["trials"]}
     assert routers == {"round-robin", "by-law"}
     chosen = tuned["defaults_held_out" if tuned["keep_defaults"] else "best_held_out"]
-    plan, _ = plan_of_fleet(servers, Path("tuning.json"))
+    plan, _ = plan_from(servers, None, Path("tuning.json"))
     assert plan.replica_router is not None
     assert plan.replica_router.name == chosen["replica_router"]["name"]
     assert plan.policy_of(0)["max_num_seqs"] == chosen["parameters"]["max_num_seqs"]
@@ -258,7 +258,7 @@ def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, ca
 
 
 def test_a_fleet_of_servers_is_predicted_with_all_laws(servers):
-    plan, _ = plan_of_fleet(servers, None)
+    plan, _ = plan_from(servers, None, None)
     trace = Trace(np.arange(60) / 30, np.full(60, 200), np.full(60, 20), np.full(60, 20))
     usual = predicted(plan, trace)
     assert len(usual.kinds) == 2

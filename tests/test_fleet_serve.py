@@ -12,7 +12,7 @@ from live import ThreadWorkers
 from test_fleet_files import write_fleet, write_kind
 
 from benchmarks.common.serving import LAW, Server
-from toolkit.cli.basis import plan_of_fleet
+from toolkit.cli.basis import plan_from
 from toolkit.engines.protocol import make_engine
 from toolkit.estimators.laws import LinearSwap, WithOverhead
 from toolkit.estimators.memory import ZetaMemory
@@ -99,7 +99,7 @@ def test_a_fleet_is_served_by_processes_and_its_log_replays(tmp_path: Path) -> N
     fast = {"name": "fake", "kv_cache_memory_mib": 64.0}
     write_kind(tmp_path, "large", 8192, 4.0, engine=fast, serve={"port": 0, "max_new_tokens": 64})
     write_kind(tmp_path, "small", 256, engine={"name": "fake", "kv_cache_memory_mib": 1.0})
-    plan, _ = plan_of_fleet(write_fleet(tmp_path, ("large", 1), ("small", 1)), None)
+    plan, _ = plan_from(write_fleet(tmp_path, ("large", 1), ("small", 1)), None, None)
     write_file(plan, tmp_path / "plan.json")
     log = tmp_path / "events.jsonl"
     with Server(
@@ -127,7 +127,7 @@ def test_a_fleet_is_served_by_processes_and_its_log_replays(tmp_path: Path) -> N
 def test_each_kind_is_measured_again_on_its_own_workers(tmp_path: Path) -> None:
     write_kind(tmp_path, "large", 8192, 4.0)
     write_kind(tmp_path, "small", 1024)
-    plan, _ = plan_of_fleet(write_fleet(tmp_path, ("large", 1), ("small", 2)), None)
+    plan, _ = plan_from(write_fleet(tmp_path, ("large", 1), ("small", 2)), None, None)
     large, small = checks_of(plan, 10.0)
     assert (large.workers, small.workers) == ((0,), (1, 2))
     point = small.points[0]

@@ -15,7 +15,7 @@ from test_cli_render import RECIPE, limits, outcome, tuning
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.cli import demo
-from toolkit.cli.serve_start import _announce
+from toolkit.cli.serve_start import announce_plan
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
@@ -193,7 +193,7 @@ def test_the_lines_of_a_server_that_starts_warn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for plan, warned in ((broken_plan(tmp_path), True), (orders.plan(tmp_path), False)):
-        _announce(False, "http://127.0.0.1:8000", "toy", plan)
+        announce_plan(False, plan, "toy", "http://127.0.0.1:8000")
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("ready: ")
         assert (
@@ -210,7 +210,7 @@ def test_the_first_lines_round_what_a_search_chose(
     chosen = plan.policy.model_copy(
         update={"parameters": plan.policy.parameters | {"min_interval_s": 4.779730550735673}}
     )
-    _announce(False, "http://h", "toy", plan.model_copy(update={"policy": chosen}))
+    announce_plan(False, plan.model_copy(update={"policy": chosen}), "toy", "http://h")
     assert "min_interval_s=4.78" in " ".join(capsys.readouterr().out.split())
 
 
@@ -378,7 +378,7 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
     monkeypatch.setattr(demo.Stages, "_start", start)
     monkeypatch.setattr(demo.Stages, "server", server)
     monkeypatch.setattr(
-        "toolkit.files.io.read_file", lambda kind, _: promised if kind is Tuning else seen
+        "toolkit.cli.demo.read_file", lambda kind, _: promised if kind is Tuning else seen
     )
     assert llmctl("demo", "--out", tmp_path / "out") == 0
     told = {words[0]: ALLOW_BROKEN in words for words in reversed(ran)}  # the first of each

@@ -26,7 +26,7 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.tuning import ATTAINMENT, Limit, Outcome, Trial, Tuning, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report, summary_section
-from toolkit.report.parts import Axes, ChartSeries, Judged, bars, chart
+from toolkit.report.parts import ChartSeries, Judged, bars, chart
 from toolkit.report.sections import fit_section
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
@@ -386,7 +386,7 @@ def test_names_are_escaped(folder: Path):
     assert "<img" not in page
     assert page.count("&lt;script&gt;") >= 3
     assert "<script" not in bars({EVIL: 1.0}) + chart(
-        Axes(EVIL, EVIL, [ChartSeries(EVIL, [1], [2]), ChartSeries("b", [1], [2])])
+        EVIL, EVIL, [ChartSeries(EVIL, [(1, 2, EVIL)]), ChartSeries("b", [(1, 2, "")])]
     )
 
 
@@ -423,15 +423,8 @@ def test_an_unreadable_source_is_one_line(tmp_path: Path, capsys):
 @pytest.mark.parametrize("values", [[], [0.0], [1.0], [-1.0, 0.0, 3.0], [1e-9, 1e9], [5.0, 5.0]])
 def test_charts_of_all_numbers_can_be_drawn(values, log):
     for kind in ("points", "line", "marks"):
-        text = chart(
-            Axes(
-                "x",
-                "y",
-                [ChartSeries("a", values, values, kind)],
-                log=log,
-                level=None if log else 0.0,
-            )
-        )
+        series = ChartSeries("a", [(value, value, "") for value in values], kind)
+        text = chart("x", "y", [series], log=log, level=None if log else 0.0)
         assert "nan" not in text
         assert text == "" or text.startswith("<svg ")
 

@@ -50,7 +50,7 @@ def test_a_client_has_half_unless_it_is_said(
     monkeypatch: pytest.MonkeyPatch, plan: str, words: tuple, share: float
 ):
     started = []
-    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda order, **_: started.append(order))
+    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda order, _: started.append(order))
     assert llmctl("serve", plan, *words) == 0
     assert [order.client_share for order in started] == [share]
 

@@ -84,7 +84,7 @@ def test_simulate_and_compare_have_the_requests_that_tune_has(
     assert list(stage.trace.rows()) == list(tuned.rows())
     assert stage.trace.scaling == tuned.scaling
     assert tuned.scaling is not None
-    assert stage.world({}).max_new_tokens == recipe.serve.max_new_tokens
+    assert stage.world({}, None, {}).max_new_tokens == recipe.serve.max_new_tokens
     first = capsys.readouterr().err.splitlines()[0]
     assert first.removeprefix("warning: ") == f"trace: {tuned.scaling.summary()}"
 

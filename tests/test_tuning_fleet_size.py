@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_fleet_files import write_fleet, write_server
 from test_tuning import HEAD
 
-from toolkit.cli.basis import open_fleet, plan_of_fleet
+from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.tune import show
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.fit import Fit
@@ -476,7 +476,7 @@ def test_a_plan_has_the_counts_that_tune_found(
     render = ["render", "fleet.yaml", "--tuning", "tuning.json", "--allow-broken-limits"]
     assert llmctl(*render) == 0
     plan = json.loads(Path("plan.json").read_text())
-    made, _ = plan_of_fleet(servers, Path("tuning.json"))
+    made, _ = plan_from(servers, None, Path("tuning.json"))
     assert {one.recipe.name: one.workers for one in made.kinds} == {
         name: count for name, count in counts.items() if count
     }

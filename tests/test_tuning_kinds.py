@@ -12,7 +12,7 @@ from test_fleet_files import write_fleet, write_server
 from test_tuning import HEAD
 
 from toolkit.backends.vllm.backend import VllmBackend
-from toolkit.cli.basis import open_fleet, plan_of_fleet
+from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.serve_start import override
 from toolkit.cli.tune import show
 from toolkit.deploy.plan import make_plan
@@ -290,7 +290,7 @@ def test_a_member_has_a_price_of_its_own(servers: Path) -> None:
     servers.write_text(text.replace("workers: 1}", "workers: 1, usd_per_hour: 2.5}", 1))
     prices = [one.recipe.hardware.usd_per_hour for one in open_fleet(servers).kinds]
     assert prices == [2.5, None]
-    plan, _ = plan_of_fleet(servers, None)
+    plan, _ = plan_from(servers, None, None)
     assert plan.recipe.hardware.usd_per_hour == 2.5
     for wrong in ("0", "-1", ".inf"):
         servers.write_text(text.replace("workers: 1}", f"workers: 1, usd_per_hour: {wrong}}}", 1))

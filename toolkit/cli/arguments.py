@@ -1,41 +1,39 @@
-"""Arguments and options that several commands share, and how a command takes many of them.
-
-In order: the words that a shell completes; `command_of`, which makes a command of a function of one
-dataclass; the shared arguments and options, and the functions that check and parse their values.
+"""Arguments and options that several commands share, their completion by the shell, and
+`command_of`, which makes a command of a function that takes a dataclass.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
+import toolkit
 from toolkit.errors import InputError
+from toolkit.files.io import fit_path, shipped_fits
+from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.sched.catalogue import ABOUT
-
-if TYPE_CHECKING:
-    from toolkit.files.recipe import Recipe
 
 UNIT_STEP = "unit-step"
 RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
-SERVED = ("local", "ray", "systemd", "compose")
+IN_PROCESS = ("local", "ray")  # the command itself is the server
+MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"
 
 T = TypeVar("T")
 
-# What the shell completes. Each function takes the start of a word, returns the words that begin
-# with it, and imports no more than they need. Without a function the shell completes files.
+# What the shell completes. Each function takes the start of a word, and returns the words that
+# begin with it. Without a function the shell completes files.
 
 
 def recipes(incomplete: str) -> list[str]:
     """Shipped recipes, and YAML files of the current folder."""
-    from toolkit.files.shipped import shipped_recipes
-
-    return _words(incomplete, (path.stem for path in shipped_recipes().glob("*.yaml")), "*.yaml")
+    return _words(incomplete, shipped_names(), "*.yaml")
 
 
 def recipes_and_plans(incomplete: str) -> list[str]:
@@ -45,11 +43,7 @@ def recipes_and_plans(incomplete: str) -> list[str]:
 
 def fits(incomplete: str) -> list[str]:
     """Recipes with a shipped fit, and JSON files of the current folder."""
-    from toolkit.files.shipped import shipped_profiles
-
-    return _words(
-        incomplete, (path.parent.name for path in shipped_profiles().glob("*/fit.json")), "*.json"
-    )
+    return _words(incomplete, shipped_fits(), "*.json")
 
 
 def fits_and_clock(incomplete: str) -> list[str]:
@@ -59,8 +53,6 @@ def fits_and_clock(incomplete: str) -> list[str]:
 
 def traces(incomplete: str) -> list[str]:
     """Shipped traces, and the traces of the current folder."""
-    import toolkit
-
     shipped = (Path(toolkit.__file__).parent / "traces" / "data").glob("*.jsonl")
     return _words(incomplete, (path.stem for path in shipped), "*.jsonl", "*.csv")
 
@@ -70,18 +62,18 @@ def policy(incomplete: str) -> list[str]:
     return _words(incomplete, ABOUT)
 
 
-def router(incomplete: str) -> list[str]:
-    """The names of routers of replicas."""
-    from toolkit.routing.routers import ROUTERS
-
-    return _words(incomplete, ROUTERS)
-
-
 def policies(incomplete: str) -> list[str]:
     """The same after the last comma, for options that take several."""
     before, comma, last = incomplete.rpartition(",")
     named = before.split(",")
     return [f"{before}{comma}{name}" for name in policy(last) if name not in named]
+
+
+def router(incomplete: str) -> list[str]:
+    """The names of routers of replicas."""
+    from toolkit.routing.routers import ROUTERS
+
+    return _words(incomplete, ROUTERS)
 
 
 def rendered_targets(incomplete: str) -> list[str]:
@@ -91,7 +83,7 @@ def rendered_targets(incomplete: str) -> list[str]:
 
 def served_targets(incomplete: str) -> list[str]:
     """The targets of `serve`."""
-    return _words(incomplete, SERVED)
+    return _words(incomplete, IN_PROCESS + MANAGED)
 
 
 def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
@@ -99,38 +91,37 @@ def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
     return sorted({word for word in [*names, *here] if word.startswith(incomplete)})
 
 
-def option(default: T, *names: str, **settings: Any) -> T:
-    """A field that `command_of` makes an option: its default value, its names where they are not
-    the field's, and the settings of `typer.Option`.
+def option(default: T, help: str, *names: str, **settings: Any) -> T:
+    """A field that `command_of` makes an option; `settings` are those of `typer.Option`.
+
+    Without `names` the option is called like the field, and a switch that is off by default has no
+    `--no-NAME`.
     """
-    return field(default=default, metadata={"typer": typer.Option(*names, **settings)})
+    return field(default=default, metadata={"typer": typer.Option(*names, help=help, **settings)})
 
 
-def argument(default: T, **settings: Any) -> T:
-    """The same for an argument, with the settings of `typer.Argument`."""
-    return field(default=default, metadata={"typer": typer.Argument(**settings)})
+def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """The same for an argument, required without a default; `settings` of `typer.Argument`."""
+    return field(default=default, metadata={"typer": typer.Argument(help=help, **settings)})
 
 
 def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a typer command of a function of one dataclass: its fields are the arguments and
-    options.
-    """
+    """Make a command of a function that takes a dataclass: its fields are the options."""
     hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
-            annotation=Annotated[hints[one.name], one.metadata["typer"]]
-            if one.metadata
-            else hints[one.name],
-        )
-        for one in fields(options)  # type: ignore[arg-type]  # it is a dataclass
-    ]
+    parameters = []
+    for one in fields(options):  # type: ignore[arg-type]  # it is a dataclass
+        annotation = hints[one.name]
+        if setting := one.metadata.get("typer"):
+            if one.default is False and not setting.param_decls:
+                setting.param_decls = (f"--{one.name.replace('_', '-')}",)
+            annotation = Annotated[annotation, setting]
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(one.name, kind, default=default, annotation=annotation))
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:
-            function(options(**given))
+        def command(**values: Any) -> None:
+            function(options(**values))
 
         command.__doc__ = function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -141,22 +132,16 @@ def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[...
 
 def resolve_recipe(recipe: Path | None) -> Path | None:
     """The file of a recipe, from its path or its name."""
-    from toolkit.files.shipped import recipe_path
-
     return None if recipe is None else recipe_path(recipe)
 
 
 def resolve_fit(fit: Path | None) -> Path | None:
     """The file of a fit, from its path or its recipe's name."""
-    from toolkit.files.io import fit_path
-
     return None if fit is None else fit_path(fit)
 
 
 def limit_workers(workers: int | None) -> int | None:
     """The value of --workers. `InputError` above the limit of one scheduler."""
-    from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT
-
     if workers is not None and workers > MAX_WORKERS:
         raise InputError(f"--workers {workers}: {WORKERS_LIMIT}", MORE_WORKERS)
     return workers
@@ -171,6 +156,7 @@ RecipeArgument = Annotated[
         help="A recipe's file, or the name of a shipped recipe.",
     ),
 ]
+FIT: dict[str, Any] = {"callback": resolve_fit, "autocompletion": fits}  # of an option for a fit
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
 SET_HELP = "Set a parameter of the policy, like slice_tokens=64; repeatable."
 JsonOption = Annotated[
@@ -180,7 +166,6 @@ JsonOption = Annotated[
 
 def open_recipe(path: Path) -> Recipe:
     """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
-    from toolkit.files.shipped import load_recipe
     from toolkit.sched.policies import make_any
 
     recipe = load_recipe(path)
@@ -232,10 +217,22 @@ LoopOption = Annotated[
 ]
 
 
-def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
-    """Parse `key=value` words: whole numbers, numbers, true and false, else text. `InputError`
-    without a '='.
+def refuse_useless(
+    values: Mapping[str, float | str | Path | None], why: str, hint: str = ""
+) -> None:
+    """`InputError` for the first of these options that was given, since it has no effect; by
+    default the hint is to leave it out.
     """
+    for name, value in values.items():
+        if value is not None:
+            shown = f"{value:g}" if isinstance(value, float | int) else value
+            if isinstance(value, Path):
+                shown = value.name
+            raise InputError(f"{name} {shown} changes nothing: {why}", hint or f"leave {name} out")
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
+    """Parse `key=value` words, of numbers, true, false, or else text. `InputError` without '='."""
     from toolkit.sched.policies.parameters import from_words
 
     return from_words(settings or [])
@@ -245,7 +242,6 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
     """Parse `key=seconds` words. `InputError` for a key that is not a target, and for a value that
     is not a positive number.
     """
-    from toolkit.files.recipe import sla_problem
     from toolkit.sched.policies.parameters import split, value
 
     sla = {}

@@ -1,98 +1,171 @@
-"""What predictions rest on, as several commands read and print it.
-
-In order: warnings in place of refusals; reading a fit and making a plan of a recipe; notes on the
-fit, its validation and the trace; fleets, which have several recipes and fits.
-"""
+"""What predictions rest on: fits, fleets, validations and traces, read and printed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
+from toolkit.cli.results import Requests
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, StaleError
+from toolkit.files.bench import Validation
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import (
+    CountRange,
+    fleet_sources,
+    inputs_of,
+    is_fleet,
+    merged,
+    ranges_of,
+    sized,
+)
+from toolkit.files.io import digest, read_file, shipped_fit
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.profile import EngineFacts
+from toolkit.files.shipped import recipe_path
+from toolkit.files.tuning import Tuning
 
 if TYPE_CHECKING:
-    from toolkit.cli.results import Requests
-    from toolkit.files.bench import Validation
-    from toolkit.files.fit import Fit
-    from toolkit.files.fleet import CountRange
-    from toolkit.files.plan import Kind, Plan, PlannedPolicy
-    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
 
 
-def warn_of_foreign(text: str) -> None:
-    """The warning that `--force` prints in place of a refusal."""
+def warn(text: str) -> None:
+    """Print a warning, such as the one of `--force` in place of a refusal."""
     note(f"warning: {text}")
 
 
-def accept(plan: Plan, which: str, *, broken: bool) -> None:
-    """`InputError` where `plan`, from the file `which`, is predicted to break limits; with `broken`
-    a warning.
-    """
+def accept(plan: Plan, file: str, *, broken: bool) -> None:
+    """`InputError` where this plan is predicted to break limits; with `broken` a warning."""
     from toolkit.deploy.plan import refuse_broken
 
     try:
-        refuse_broken(plan, which)
+        refuse_broken(plan, file)
     except InputError as error:
         if not broken:
             raise
-        note(f"warning: {error.message}")
+        warn(error.message)
 
 
 def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     """The fit of `recipe`. `StaleError` for a fit of another recipe, or of sections that changed;
     with `force` a warning.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file, shipped_fit
-
-    shipped = shipped_fit(recipe.stem)
-    ships = (
-        f", or take the one that ships: --fit {recipe.stem}" if shipped not in (None, path) else ""
-    )
-    if not path.exists() and ships:
-        raise InputError(
-            f"{path}: no such file", f"make it with `llmctl profile` and `llmctl fit`{ships}"
-        )
+    ships = ""
+    if shipped_fit(recipe.stem) not in (None, path):
+        ships = f", or take the one that ships: --fit {recipe.stem}"
+        if not path.exists():
+            hint = f"make it with `llmctl profile` and `llmctl fit`{ships}"
+            raise InputError(f"{path}: no such file", hint)
     try:
         return read_file(Fit, path, {"recipe": recipe})
     except StaleError as error:
         if not force:
             raise StaleError(error.message, f"{error.hint}{ships}") from None
-        warn_of_foreign(error.message)
+        warn(error.message)
         return read_file(Fit, path)
 
 
-def plan_of_recipe(
-    recipe: str | Path,
-    fit: Path,
+def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) -> Tuning | None:
+    """The tuning, if a file is given. `StaleError` where it was made from other files."""
+    return read_file(Tuning, path, made_from) if path else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
+    fits, by file; `ranges` are how many of each kind `tune --workers auto` may try.
+    """
+
+    kinds: list[Kind]
+    inputs: dict[str, Path]
+    bases: dict[Path, Fit]
+    ranges: list[CountRange]
+
+    def note_bases(self, tuned: Tuning | None) -> None:
+        """Print the number of workers of each kind, as tuned, and what predictions rest on."""
+        kinds = sized(self.kinds, tuned)
+        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
+        note_bases(self.bases)
+
+
+def open_fleet(path: Path, *, force: bool = False) -> Fleet:
+    """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
+    a fit of another recipe; with `force` a warning.
+    """
+    sources = fleet_sources(path)
+    kinds = []
+    for source in sources:
+        recipe = source.priced(open_recipe(source.recipe))
+        fit = read_fit(source.fit, source.recipe, force=force)
+        count, nodes = source.member.workers or recipe.workers, source.member.nodes
+        kinds.append(Kind(recipe=recipe, fit=fit, workers=count, nodes=nodes))
+        # servers do not slow each other: their fit is of one
+        if count != fit.workers and not traits_of(recipe.engine.name).server:
+            note_other_count(f"{recipe.name} was measured", fit, count)
+    bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
+    together = merged(kinds)
+    names = [kind.recipe.name for kind in kinds]
+    ranges = ranges_of(together, list(zip(names, sources, strict=True)))
+    return Fleet(together, inputs_of(path, sources), bases, ranges)
+
+
+def refuse_workers(workers: object) -> None:
+    """`InputError` where --workers was given beside a fleet."""
+    if workers is not None:
+        raise InputError(
+            "--workers: a fleet sets the number of workers of each kind",
+            "change it in the fleet's file",
+        )
+
+
+def note_other_count(measured: str, fit: Fit, workers: int) -> None:
+    """Print that the fit holds for another number of workers."""
+    note(
+        f"note: {measured} with {fit.workers} workers at once; with {workers} the times may differ"
+    )
+
+
+def plan_from(
+    source: str | Path,
+    fit: Path | None,
     tuning: Path | None,
-    given: PlannedPolicy | None = None,
+    policy: PlannedPolicy | None = None,
     *,
     force: bool = False,
-) -> Plan:
-    """The plan of a recipe, its fit and optionally its tuning; with `force` also from a fit of
-    another recipe.
+) -> tuple[Plan, Path]:
+    """Make the plan of a recipe and its fit, or of a fleet, which names its fits; with a tuning or
+    a policy, if given. Returns the plan and the file of its first fit.
+
+    `InputError` for a fit beside a fleet, and for a recipe without one; else as `open_fleet`,
+    `read_fit` and `make_plan`.
     """
     from toolkit.deploy.plan import make_plan
-    from toolkit.files.io import read_file
-    from toolkit.files.shipped import recipe_path
-    from toolkit.files.tuning import Tuning
 
-    made_from = {"recipe": recipe_path(recipe), "fit": fit}
-    tuned = read_file(Tuning, tuning, inputs=made_from) if tuning else None
-    inputs = made_from | ({"tuning": tuning} if tuning else {})
-    fitted = read_fit(fit, made_from["recipe"], force=force)
-    return make_plan(open_recipe(made_from["recipe"]), fitted, tuned, inputs, given)
+    fleet: Fleet | None = None
+    if is_fleet(source):
+        if fit is not None:
+            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
+        fleet = open_fleet(Path(source), force=force)
+        inputs = fleet.inputs
+    else:
+        recipe = recipe_path(source)  # a missing recipe is reported first
+        if fit is None:
+            raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
+        inputs = {"recipe": recipe, "fit": fit}
+    tuned = read_tuning(tuning, inputs)
+    near, made_from = inputs["fit"], inputs | ({"tuning": tuning} if tuning else {})
+    if fleet is None:
+        fitted = read_fit(near, inputs["recipe"], force=force)
+        return make_plan(open_recipe(inputs["recipe"]), fitted, tuned, made_from, policy), near
+    first, *others = sized(fleet.kinds, tuned)
+    plan = make_plan(first.recipe, first.fit, tuned, made_from, policy, others, first.workers)
+    return plan.model_copy(update={"nodes": first.nodes}), near
 
 
 def plan_address(plan: Plan) -> str:
@@ -104,51 +177,42 @@ def plan_address(plan: Plan) -> str:
     return plan.recipe.engine.url or f"http://{f'[{host}]' if ':' in host else host}:{serve.port}"
 
 
-def note_basis(fit: Fit, path: Path) -> None:
-    """Print that nothing was measured, if so, and how good earlier predictions from `fit` were.
-    `path` is the fit's file.
-    """
-    for line in _basis(fit, path):
-        note(line)
+def note_bases(fits: Mapping[Path, Fit]) -> None:
+    """Print what predictions from these fits, by file, rest on: each fact once."""
+    lines = []
+    for path, fit in fits.items():
+        lines += analytic_notes(fit.engine)
+        validation = find_validation(path, digest(path).sha256)
+        lines += [validation.summary()] if validation else []
+    note(*dict.fromkeys(lines))
 
 
-def _basis(fit: Fit, path: Path) -> list[str]:
-    from toolkit.files.io import digest
-
-    found = find_validation(path, digest(path).sha256)
-    return analytic_notes(fit) + ([found.summary()] if found else [])
-
-
-def analytic_notes(fit: Fit) -> list[str]:
-    """A line that nothing was measured, for an analytic fit; else none."""
-    assumed = fit.engine.analytic
-    return [f"analytic, nothing was measured: {assumed}"] if assumed else []
+def analytic_notes(engine: EngineFacts) -> list[str]:
+    """A line that nothing was measured, for an analytic profile or fit; else none."""
+    return [f"analytic, nothing was measured: {engine.analytic}"] if engine.analytic else []
 
 
 def find_validation(near: Path, fit_sha256: str) -> Validation | None:
     """The validation beside the file `near`, if it is about the fit with this digest; else the
     reason is printed.
     """
-    from toolkit.files.bench import Validation
-    from toolkit.files.io import read_file
-
     beside = near.with_name(VALIDATION)
     if not beside.is_file():
         return None
     try:
-        found = read_file(Validation, beside)
+        validation = read_file(Validation, beside)
     except InputError as error:
         note(f"{beside.name} is not used: {error.message}")
         return None
-    about = found.inputs.get("fit")
+    about = validation.inputs.get("fit")
     if about is None or about.sha256 != fit_sha256:
         note(f"{beside.name} is not used: it is about another fit")
         return None
-    return found
+    return validation
 
 
 def note_trace(trace: Trace) -> None:
-    """Print what was done to `trace` on stderr, its lengths first."""
+    """Print what was done to `trace`, the scaling of its lengths first."""
     note_scaling(trace)
     note_rest(trace)
 
@@ -170,107 +234,5 @@ def note_rest(trace: Trace) -> None:
 
 def plain(trace: Trace) -> Requests:
     """The trace as `--json` shows it."""
-    from toolkit.cli.results import Requests
-
-    return Requests(
-        source=trace.source, requests=len(trace), notes=list(trace.notes), scaling=trace.scaling
-    )
-
-
-FleetOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--fleet", help="Workers of several kinds, in place of --fit; see the docs on fleets."
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
-    fits, by file; `ranges` are how many of each kind `tune --workers auto` may try.
-    """
-
-    kinds: list[Kind]
-    inputs: dict[str, Path]
-    bases: dict[Path, Fit]
-    ranges: list[CountRange]
-
-    @property
-    def others(self) -> list[Kind]:
-        """All kinds except the first."""
-        return self.kinds[1:]
-
-    def note_bases(self, tuned: Tuning | None = None) -> None:
-        """Print what the predictions of each kind rest on, with the counts of a tuning."""
-        from toolkit.files.fleet import sized
-
-        kinds = sized(self.kinds, tuned)
-        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
-        lines = [line for path, fit in self.bases.items() for line in _basis(fit, path)]
-        for line in dict.fromkeys(lines):  # kinds may rest on the same
-            note(line)
-
-
-def refuse_workers(workers: object) -> None:
-    """`InputError` where --workers was given beside a fleet."""
-    if workers is not None:
-        raise InputError(
-            "--workers: a fleet sets the number of workers of each kind",
-            "change it in the fleet's file",
-        )
-
-
-def kind_names(path: Path | None) -> list[str]:
-    """The names of the kinds of the fleet at `path`; none without a fleet."""
-    from toolkit.files.fleet import fleet_sources
-
-    sources = fleet_sources(path) if path is not None else []
-    return [open_recipe(source.recipe).name for source in sources]
-
-
-def open_fleet(path: Path, *, force: bool = False) -> Fleet:
-    """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
-    a fit of another recipe; with `force` a warning.
-    """
-    from toolkit.files.fleet import fleet_sources, inputs_of, merged, ranges_of
-    from toolkit.files.plan import Kind
-
-    sources = fleet_sources(path)
-    kinds = []
-    for source in sources:
-        recipe = source.priced(open_recipe(source.recipe))
-        fit = read_fit(source.fit, source.recipe, force=force)
-        workers, nodes = source.member.workers or recipe.workers, source.member.nodes
-        kinds.append(Kind(recipe=recipe, fit=fit, workers=workers, nodes=nodes))
-        # servers do not slow each other: their fit is of one
-        if kinds[-1].workers != fit.workers and not traits_of(recipe.engine.name).server:
-            count, measured = kinds[-1].workers, fit.workers
-            note(
-                f"note: {recipe.name} was measured with {measured} workers at once;"
-                f" with {count} the times may differ"
-            )
-    bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
-    together = merged(kinds)
-    names = [kind.recipe.name for kind in kinds]
-    ranges = ranges_of(together, list(zip(names, sources, strict=True)))
-    return Fleet(together, inputs_of(path, sources), bases, ranges)
-
-
-def plan_of_fleet(
-    path: Path, tuning: Path | None, given: PlannedPolicy | None = None, *, force: bool = False
-) -> tuple[Plan, Path]:
-    """The plan for serving a fleet, and its first fit's file. Raises as `open_fleet` and
-    `make_plan`.
-    """
-    from toolkit.deploy.plan import make_plan
-    from toolkit.files.fleet import sized
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
-    fleet = open_fleet(path, force=force)
-    tuned = read_file(Tuning, tuning, inputs=fleet.inputs) if tuning else None
-    inputs = fleet.inputs | ({"tuning": tuning} if tuning else {})
-    first, *others = sized(fleet.kinds, tuned)
-    plan = make_plan(first.recipe, first.fit, tuned, inputs, given, others, first.workers)
-    return plan.model_copy(update={"nodes": first.nodes}), fleet.inputs["fit"]
+    notes = list(trace.notes)
+    return Requests(source=trace.source, requests=len(trace), notes=notes, scaling=trace.scaling)

@@ -1,15 +1,13 @@
 """`llmctl bench` and `validate`: a trace, or some windows of it, replayed against a running server,
 measured beside predicted.
-
-Each reads its files, warms the server up, replays, and writes and prints the result; the helpers
-below it print the tables and the notes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -23,19 +21,21 @@ from toolkit.cli.arguments import (
     RateOption,
     SlaOption,
     TraceOption,
+    argument,
     command_of,
     option,
     parse_sla,
 )
-from toolkit.cli.basis import VALIDATION, note_trace, plan_address, warn_of_foreign
+from toolkit.cli.basis import VALIDATION, note_trace, plan_address, read_tuning, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import LlmctlError
+from toolkit.files.bench import SAME_RATE, BenchReport, Validation
+from toolkit.files.io import check_writable, read_file, write_file, write_text
+from toolkit.files.plan import Plan
 from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
     from toolkit.bench.session import RequestSettings, Subject
-    from toolkit.files.bench import BenchReport, Validation
-    from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
 
 LOCAL = "http://127.0.0.1:8000"
@@ -47,54 +47,52 @@ class BenchOptions:
     """The command line of `llmctl bench`."""
 
     url: str | None = option(
-        None, help="URL of the server; default: the plan's, or http://127.0.0.1:8000."
+        None, "URL of the server; default: the plan's, or http://127.0.0.1:8000."
     )
     trace: TraceOption = "chat-small"
     plan: Path | None = option(
-        None, help="The server's plan: lengths are scaled to its model, metrics predicted from it."
+        None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
     )
     rate: RateOption = None
-    start: float = option(0.0, min=0.0, help="Skip this many seconds of the (scaled) trace.")
+    start: float = option(0.0, "Skip this many seconds of the (scaled) trace.", min=0.0)
     duration: float | None = option(
-        None, min=0.0, help="Replay this many seconds; default: to the end of the trace."
+        None, "Replay this many seconds; default: to the end of the trace.", min=0.0
     )
     warmup: float = option(
         15.0,
+        "Seconds of other requests before the replay, which tell the prediction how fast the "
+        "machine is; 0: no warm-up. Only with --plan.",
         min=0.0,
-        help="Seconds of other requests before the replay, which tell the prediction how fast "
-        "the machine is; 0: no warm-up. Only with --plan.",
     )
     max_error: MaxErrorOption = None
-    out: Path | None = option(None, help="Write the report to this file, as JSON.")
+    out: Path | None = option(None, "Write the report to this file, as JSON.")
     save_requests: Path | None = option(
-        None, help="Write the times of every request to this file, as a canonical trace."
+        None, "Write the times of every request to this file, as a canonical trace."
     )
     sla: SlaOption = None
     lengths: Literal["hidden", "given"] | None = option(
         None,
-        help="Whether the server's scheduler knows the output lengths: 'given' sends each as "
-        "max_tokens. Default: 'hidden' if the server allows it (llmctl serve "
-        "--allow-end-after), else 'given'.",
+        "Whether the server's scheduler knows the output lengths: 'given' sends each as "
+        "max_tokens. Default: 'hidden' if the server allows it (llmctl serve --allow-end-after), "
+        "else 'given'.",
     )
     max_new_tokens: int | None = option(
-        None,
-        min=1,
-        help="The limit of requests without one in the trace; default: the plan's, or 256.",
+        None, "The limit of requests without one in the trace; default: the plan's, or 256.", min=1
     )
     vocab_size: int | None = option(
-        None, min=1, help="Draw the prompts' tokens below this number; default: the plan's, or 256."
+        None, "Draw the prompts' tokens below this number; default: the plan's, or 256.", min=1
     )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    timeout: float = option(600.0, min=0.001, help="Give up a request after this many seconds.")
-    seed: int = option(0, min=0, help="Draw the prompts from this seed.")
+    timeout: float = option(600.0, "Give up a request after this many seconds.", min=0.001)
+    seed: int = option(0, "Draw the prompts from this seed.", min=0)
     loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
 
 
 @command_of(BenchOptions)
-def bench(given: BenchOptions) -> None:
+def bench(args: BenchOptions) -> None:
     """Replay a trace against a running server, and print measured values beside the plan's
     predictions.
 
@@ -103,36 +101,33 @@ def bench(given: BenchOptions) -> None:
     """
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold
-    from toolkit.files.io import check_writable, read_file, write_file
-    from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
-    for written in filter(None, (given.out, given.save_requests)):
-        check_writable(written)
-    planned = read_file(Plan, given.plan) if given.plan else None
-    targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
-    path = trace_path(given.trace)
-    of_prompts = (given.lengths, given.max_new_tokens, given.vocab_size)
-    settings = RequestSettings(given.rate, *of_prompts, given.timeout, given.seed, given.loop)
-    subject = _look_at_server(given, path, planned, settings)
-    part = excerpt(subject.trace, given.start, given.duration)
+    for file in filter(None, (args.out, args.save_requests)):
+        check_writable(file)
+    planned = read_file(Plan, args.plan) if args.plan else None
+    targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
+    path = trace_path(args.trace)
+    of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
+    settings = RequestSettings(args.rate, *of_prompts, args.timeout, args.seed, args.loop)
+    subject = _look_at_server(args, path, planned, settings)
+    part = excerpt(subject.trace, args.start, args.duration)
     note_trace(part)
-    for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
-        note(line)
+    note(*subject.notes, *_rate_notes(planned, subject.trace))
     measurement = Measurement(subject, part, planned, targets, note, progress)
-    if not measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1])):
+    if not measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1])):
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(130)
     replay = measurement.replay()
-    made_from = {"trace": path} | ({"plan": given.plan} if given.plan else {})
+    made_from = {"trace": path} | ({"plan": args.plan} if args.plan else {})
     result = measurement.report(replay, made_from)
-    if given.save_requests:
-        write_lines(request_lines(replay.samples), given.save_requests)
-    if given.out:
-        write_file(result, given.out)
-    emit(given.as_json, result, lambda: _show(result))
+    if args.save_requests:
+        write_lines(request_lines(replay.samples), args.save_requests)
+    if args.out:
+        write_file(result, args.out)
+    emit(args.as_json, result, lambda: _show(result))
     _print_notes(result)
     if replay.interrupted:
         raise typer.Exit(130)
@@ -140,12 +135,12 @@ def bench(given: BenchOptions) -> None:
         raise LlmctlError(
             f"none of {result.requests:,} requests was served", "the reasons are above"
         )
-    if given.max_error is not None:
-        hold(((row.metric, row.error_percent) for row in result.compared), given.max_error)
+    if args.max_error is not None:
+        hold(((row.metric, row.error_percent) for row in result.compared), args.max_error)
 
 
 def _look_at_server(
-    given: BenchOptions | ValidateOptions,
+    args: BenchOptions | ValidateOptions,
     path: Path,
     planned: Plan | None,
     settings: RequestSettings,
@@ -156,17 +151,14 @@ def _look_at_server(
     from toolkit.traces.read import read_trace
 
     loaded, _ = read_trace(path)
-    address = given.url or (plan_address(planned) if planned else LOCAL)
-    served_model = given.model or (planned.recipe.engine.served_model if planned else None)
-    target = find_target(address, served_model, given.api_key)
-    return look_at(target, loaded, planned, settings, warn_of_foreign if given.force else None)
+    address = args.url or (plan_address(planned) if planned else LOCAL)
+    served_model = args.model or (planned.recipe.engine.served_model if planned else None)
+    target = find_target(address, served_model, args.api_key)
+    return look_at(target, loaded, planned, settings, warn if args.force else None)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
-    """A line, if the trace's rate differs from the rate that the plan was tuned for: its promise
-    holds for that rate only.
-    """
-    from toolkit.files.bench import SAME_RATE
+    """A line where the replay's rate is not the one that the plan was tuned and predicted for."""
     from toolkit.traces.windows import mean_rate
 
     if plan is None or plan.workload is None:
@@ -184,13 +176,16 @@ def _show(result: BenchReport) -> None:
     def error(value: float | None) -> str | None:
         return None if value is None else percent(value)
 
+    def attained(metrics: Mapping[str, float]) -> str | None:
+        share = metrics.get("sla_attainment_percent")
+        return None if share is None else f"{share:.1f} %"
+
     predicted = bool(result.predicted)
     warm = predicted and result.warmup is not None
     rows: list[list[object]] = []
     for row in result.compared:
-        rows.append([row.metric, row.measured])
-        rows[-1] += [row.predicted, error(row.error_percent)] if predicted else []
-        rows[-1] += [row.as_fitted, error(row.as_fitted_error_percent)] if warm else []
+        rows.append([row.metric, row.measured, row.predicted, error(row.error_percent)])
+        rows[-1] += [row.as_fitted, error(row.as_fitted_error_percent)]
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
     table(columns[: 2 + 2 * predicted + 2 * warm], rows)
     if not result.targets:
@@ -198,17 +193,12 @@ def _show(result: BenchReport) -> None:
     words = {True: "yes", False: "NO", None: None}
     rows = []
     for one in result.targets:
-        rows.append([one.target, one.limit_s, one.measured_s, words[one.kept]])
-        rows[-1] += [one.predicted_s, words[one.predicted_kept]] if predicted else []
-    attained = [side.get("sla_attainment_percent") for side in (result.measured, result.predicted)]
-    rows.append(["requests within all", None, _share(attained[0]), None])
-    rows[-1] += [_share(attained[1]), None] if predicted else []
+        kept = words[one.kept], words[one.predicted_kept]
+        rows.append([one.target, one.limit_s, one.measured_s, kept[0], one.predicted_s, kept[1]])
+    shares = attained(result.measured), attained(result.predicted)
+    rows.append(["requests within all", None, shares[0], None, shares[1], None])
     columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
     table(columns[: 4 + 2 * predicted], rows)
-
-
-def _share(percent: float | None) -> str | None:
-    return None if percent is None else f"{percent:.1f} %"
 
 
 def _print_notes(result: BenchReport) -> None:
@@ -228,10 +218,7 @@ def _print_notes(result: BenchReport) -> None:
             if measured.get(name)
         ]
         note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
-    if result.scheduling:
-        note(result.scheduling.text())
-    if result.cache:
-        note(result.cache.text())
+    note(*(facts.text() for facts in (result.scheduling, result.cache) if facts))
     if result.interrupted:
         answered = f"{result.answered:,} of {result.requests:,} requests were answered"
         note(f"interrupted: {answered}, and are reported")
@@ -254,40 +241,35 @@ def _print_notes(result: BenchReport) -> None:
 class ValidateOptions:
     """The command line of `llmctl validate`."""
 
-    plan: Annotated[
-        Path,
-        typer.Argument(metavar="PLAN.json", help="The plan of the server, from `llmctl render`."),
-    ]
+    plan: Path = argument("The plan of the server, from `llmctl render`.", metavar="PLAN.json")
     url: str | None = option(
         None,
-        help="URL of the server; default: the recipe's engine.url, or its serve.port on this "
-        "machine.",
+        "URL of the server; default: the recipe's engine.url, or its serve.port on this machine.",
     )
     trace: TraceOption = "chat-small"
     rate: RateOption = None
-    windows: int = option(3, min=1, help="Replay this many windows, spread evenly over the trace.")
+    windows: int = option(3, "Replay this many windows, spread evenly over the trace.", min=1)
     window_s: float = option(
-        20.0, "--window", min=0.1, help="Seconds of each window, if the trace is long enough."
+        20.0, "Seconds of each window, if the trace is long enough.", "--window", min=0.1
     )
     tuning: Path | None = option(
         None,
-        help="Replay the held-out windows of this tuning.json at its rate, instead of "
-        "--windows and --rate.",
+        "Replay the held-out windows of this tuning.json at its rate, instead of --windows and "
+        "--rate.",
     )
     warmup: float = option(
-        15.0, min=0.0, help="Seconds of other requests before each window; 0: no warm-up."
+        15.0, "Seconds of other requests before each window; 0: no warm-up.", min=0.0
     )
     max_error: MaxErrorOption = None
     out: Path | None = option(
-        None, help="Write the result to this file; default: validation.json beside the plan."
+        None, "Write the result to this file; default: validation.json beside the plan."
     )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    seed: int = option(0, min=0, help="Draw the windows' positions and the prompts from this seed.")
+    seed: int = option(0, "Draw the windows' positions and the prompts from this seed.", min=0)
     save_requests: Path | None = option(
         None,
-        help="Write every request, also of warm-ups, as measured and as predicted to this file "
-        "(JSONL).",
+        "Write every request, also of warm-ups, as measured and as predicted to this file (JSONL).",
     )
     loop: LoopOption = None
     force: ForeignOption = False
@@ -295,7 +277,7 @@ class ValidateOptions:
 
 
 @command_of(ValidateOptions)
-def validate(given: ValidateOptions) -> None:
+def validate(args: ValidateOptions) -> None:
     """Compare a plan's predictions with the server that runs it.
 
     Windows of a trace are replayed, each after some other requests that show how fast the machine
@@ -303,69 +285,55 @@ def validate(given: ValidateOptions) -> None:
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
     from toolkit.bench.session import RequestSettings, Session, hold
-    from toolkit.files.io import check_writable, read_file, write_file, write_text
-    from toolkit.files.plan import Plan
-    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
 
-    written = given.out or given.plan.with_name(VALIDATION)
-    for file in filter(None, (written, given.save_requests)):
+    written = args.out or args.plan.with_name(VALIDATION)
+    for file in filter(None, (written, args.save_requests)):
         check_writable(file)
-    planned = read_file(Plan, given.plan)
-    path = trace_path(given.trace)
-    tuned = read_file(Tuning, given.tuning, {"trace": path}) if given.tuning else None
-    rate = tuned.request_rate_rps if tuned else given.rate
-    settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
-    subject = _look_at_server(given, path, planned, settings)
+    planned = read_file(Plan, args.plan)
+    path = trace_path(args.trace)
+    tuned = read_tuning(args.tuning, {"trace": path})
+    rate = tuned.request_rate_rps if tuned else args.rate
+    settings = RequestSettings(rate, seed=args.seed, loop=args.loop)
+    subject = _look_at_server(args, path, planned, settings)
     if tuned:
         spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
         chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]
     else:
-        found = fit_windows(subject.trace, given.window_s, given.windows, 0, given.seed)
-        subject, chosen = replace(subject, trace=found.trace), found.search
+        windows = fit_windows(subject.trace, args.window_s, args.windows, 0, args.seed)
+        subject, chosen = replace(subject, trace=windows.trace), windows.search
     note_trace(subject.trace)
-    for line in subject.notes:
-        note(line)
-    session = Session(subject, planned, given.warmup, progress)
+    note(*subject.notes)
+    session = Session(subject, planned, args.warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:
         raise LlmctlError("no window was replayed to its end", "nothing was written")
-    result = session.validation(path, given.plan)
+    result = session.validation(path, args.plan)
     write_file(result, written)
-    if given.save_requests:
-        write_text(given.save_requests, "".join(session.lines))
-    emit(given.as_json, result, lambda: _show_validation(result))
+    if args.save_requests:
+        write_text(args.save_requests, "".join(session.lines))
+    emit(args.as_json, result, lambda: _show_validation(result))
     note(f"wrote {written}")
     if interrupted:
         raise typer.Exit(130)
-    if given.max_error is not None:
-        hold(((each.metric, each.error_percent) for each in result.metrics), given.max_error)
+    if args.max_error is not None:
+        hold(((row.metric, row.error_percent) for row in result.metrics), args.max_error)
 
 
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
-    rows = [
-        [
-            one.metric,
-            one.measured,
-            one.predicted,
-            *map(percent, (one.error_percent, one.worst_percent)),
-        ]
-        for one in result.metrics
-    ]
+    rows: list[list[object]] = []
+    for metric in result.metrics:
+        errors = percent(metric.error_percent), percent(metric.worst_percent)
+        rows.append([metric.metric, metric.measured, metric.predicted, *errors])
     columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
     table(columns, rows, "means over the windows")
-    requests = [
-        [
-            one.latency,
-            percent(one.median_percent),
-            f"{one.median_absolute_percent:.1f} %",
-            one.requests,
-        ]
-        for one in result.requests
-    ]
-    table(["request by request", ">median error", ">median size of it", ">requests"], requests)
+    rows = []
+    for one in result.requests:
+        errors = percent(one.median_percent), f"{one.median_absolute_percent:.1f} %"
+        rows.append([one.latency, *errors, one.requests])
+    table(["request by request", ">median error", ">median size of it", ">requests"], rows)
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
     took = f"batches took {slow} times as long as fitted"
     note(f"before the windows, {took}; the predictions include that")

@@ -1,8 +1,4 @@
-"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots.
-
-`command` parses, simulates and prints; below it are the parsers of its lists, the notes, the table
-and the plots.
-"""
+"""`llmctl compare`: several policies on one trace in the simulator, as a table and plots."""
 
 from __future__ import annotations
 
@@ -30,20 +26,13 @@ from toolkit.cli.output import (
     require_matplotlib,
     table,
 )
-from toolkit.cli.simulate import (
-    StageOptions,
-    hit_notes,
-    open_stage,
-    refusal_notes,
-    routed,
-    sharing_notes,
-    unfinished_notes,
-)
+from toolkit.cli.results import ComparedRun, Comparison
+from toolkit.cli.simulate import StageOptions, open_stage, result_notes, sharing_notes
 from toolkit.errors import InputError, nearest
+from toolkit.files.io import check_writable
 from toolkit.units import number
 
 if TYPE_CHECKING:
-    from toolkit.cli.results import ComparedRun
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
 
@@ -58,56 +47,52 @@ class CompareOptions(StageOptions):
 
     policies: str | None = option(
         None,
+        "Names, separated by commas; default: all except the oracles, which need the future; of "
+        "servers that were tuned, their own.",
         autocompletion=arguments.policies,
-        help="Names, separated by commas; default: all except the oracles, which need the "
-        "future; of servers that were tuned, their own.",
     )
     rate: list[str] | None = option(
-        None, help="Scale arrivals to this many requests per second; several: 5,10,20."
+        None, "Scale arrivals to this many requests per second; several: 5,10,20."
     )
-    columns: str | None = option(None, help="Metrics to show, separated by commas; --json has all.")
-    png: Path | None = option(None, help="Draw the plots to this file; needs the extra 'plot'.")
+    columns: str | None = option(None, "Metrics to show, separated by commas; --json has all.")
+    png: Path | None = option(None, "Draw the plots to this file; needs the extra 'plot'.")
     as_json: JsonOption = False
 
 
 @command_of(CompareOptions)
-def command(given: CompareOptions) -> None:
+def command(args: CompareOptions) -> None:
     """Simulate policies on the same requests with the same random draws, and show which one serves
     them best.
 
     --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
     it. Ctrl-C prints the finished runs.
     """
-    from toolkit.cli.results import Comparison
-    from toolkit.files.io import check_writable
     from toolkit.sched.policies import BUILT_IN, KNOWN
     from toolkit.sim.api import compare, usual_policies
     from toolkit.sim.world import assign_settings, check_capacity
 
-    if given.png:
+    if args.png:
         require_matplotlib()
-        check_writable(given.png)
-    listed = [] if given.policies is None else _words("--policies", given.policies)
+        check_writable(args.png)
+    listed = [] if args.policies is None else _words("--policies", args.policies)
     named = list(dict.fromkeys(listed))
-    asked = given.asked()
+    scenario = args.scenario()
     # checks --set before fits and the trace are read
-    assign_settings(asked.policies(named, list(KNOWN)), asked.settings, asked.kinds)
-    targets, rates = asked.targets, _rates(given.rate)
-    stage = open_stage(given)
-    names = asked.policies(named, usual_policies(stage.fit))
-    of_world, of_policy = assign_settings(names, asked.settings, asked.kinds)
+    assign_settings(scenario.policies(named, list(KNOWN)), scenario.settings, scenario.kinds)
+    targets, rates = scenario.targets, _rates(args.rate)
+    stage = open_stage(args)
+    names = scenario.policies(named, usual_policies(stage.fit))
+    of_world, of_policy = assign_settings(names, scenario.settings, scenario.kinds)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
     flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
-    world = stage.world(of_world, flags)
-    world = routed(world, targets, of_world, None)
+    world = stage.world(of_world, flags, targets)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
-    for line in sharing_notes(stage.trace, names):
-        note(line)
+    note(*sharing_notes(stage.trace, names))
     total = len(names) * max(len(rates), 1)
     runs = _collect(compare(stage.trace, contenders, world, rates, targets), total)
     interrupted = len(runs) < total
-    shown = _columns(given.columns, runs)
+    shown = _columns(args.columns, runs)
     _print_notes(runs, world, targets)
     result = Comparison(
         sla=dict(targets),
@@ -117,10 +102,10 @@ def command(given: CompareOptions) -> None:
         trace=plain(stage.trace),
         runs=[_of_run(run, stage.engines) for run in runs],
     )
-    emit(given.as_json, result, lambda: _show(runs, shown, stage.engines))
-    if given.png:
-        draw(_panels(runs), given.png)
-        note(f"wrote {given.png}")
+    emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
+    if args.png:
+        draw(_panels(runs), args.png)
+        note(f"wrote {args.png}")
     if interrupted:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(130)
@@ -163,8 +148,8 @@ def _rates(words: Sequence[str] | None) -> list[float]:
 def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     """The metrics to show. `InputError` for one that no run has."""
     if text is None:
-        many = _rates_of(runs) > 1  # the column of rates leaves room for one metric less
-        return [name for name in COLUMNS if not many or name != "e2e_mean_s"]
+        # the column of rates leaves room for one metric less
+        return [name for name in COLUMNS if name != "e2e_mean_s" or not _several_rates(runs)]
     metrics, columns = {name for run in runs for name in run.metrics}, _words("--columns", text)
     for name in columns:
         if name not in metrics:
@@ -173,7 +158,6 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
 
 
 def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
-    from toolkit.cli.results import ComparedRun
     from toolkit.sched.policies import refusal
 
     refused = refusal(run.policy, engines)
@@ -192,15 +176,11 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
     """Print what a reader must know before trusting the table."""
     if not sla:
         note("no --sla was given: goodput counts every finished request")
-    many = _rates_of(runs) > 1
+    many = _several_rates(runs)
     beyond: dict[str, list[str]] = {}
     for run in runs:
         name = f"{run.policy} at {number(run.rate_rps)}/s" if many else run.policy
-        lines = [run.problem]
-        if not run.problem:
-            lines = [*refusal_notes(run.refusals), *hit_notes(run.metrics)]
-            lines += unfinished_notes(run.metrics)
-        for line in lines:
+        for line in [run.problem] if run.problem else result_notes(run.refusals, run.metrics):
             note(f"{name}: {line}")
         share = run.metrics.get("extrapolated_batches_percent", 0.0)
         if share:
@@ -211,14 +191,14 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
         note(f"warning: {batches} are extrapolated: {', '.join(shares)}")
 
 
-def _rates_of(runs: Sequence[PolicyRun]) -> int:
-    return len({run.rate_rps for run in runs})
+def _several_rates(runs: Sequence[PolicyRun]) -> bool:
+    return len({run.rate_rps for run in runs}) > 1
 
 
 def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str]) -> None:
     from toolkit.sched.policies import footnote, marked
 
-    many = _rates_of(runs) > 1
+    many = _several_rates(runs)
     rows: list[list[object]] = []
     for run in runs:
         cells: list[object] = [marked(run.policy, engines)]
@@ -238,15 +218,13 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
 
 
 def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
-    """Goodput and tail latency over several rates; for one rate bars, and the distribution of
-    latencies.
-    """
+    """Goodput and tail latency, over the rates or as bars; for one rate also the CDF of E2E."""
     import numpy as np
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:
         return []
-    if _rates_of(runs) > 1:
+    if _several_rates(runs):
         panels = []
         for title, metric in (
             ("goodput, requests/s", "goodput_rps"),

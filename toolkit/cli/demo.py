@@ -1,8 +1,4 @@
-"""`llmctl demo`: all steps on this machine, each one the command that a user would type.
-
-`command` runs the steps and prints what they achieved. `Stages` runs and shows commands, and the
-functions below it choose what is replayed.
-"""
+"""`llmctl demo`: all steps on this machine, each one the command that a user would type."""
 
 from __future__ import annotations
 
@@ -17,19 +13,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, TraceOption, open_recipe
 from toolkit.cli.output import WIDTH, emit, table
 from toolkit.errors import LimitsBrokenError
+from toolkit.files.bench import BenchReport
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import PolicySpec, Recipe
+from toolkit.files.shipped import shipped_recipes
+from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.units import seconds
-
-if TYPE_CHECKING:
-    from toolkit.files.bench import BenchReport
-    from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Tuning
 
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
@@ -63,10 +61,6 @@ def command(
     share a beginning, with its prefix cache and without. Each step is one command, shown before it
     runs; its files stay in the output folder.
     """
-    from toolkit.files.bench import BenchReport
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
@@ -173,12 +167,11 @@ class Stages:
 
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
-        line = [str(word) for word in (*words, "--json")]
-        self.say(f"$ llmctl {shlex.join(line)}")
-        done = subprocess.run([sys.executable, "-m", "toolkit", *line], stdout=subprocess.PIPE)
-        if done.returncode:
-            raise typer.Exit(done.returncode)
-        return {key: value for key, value in json.loads(done.stdout).items() if key in SHOWN}
+        process = self._start([*words, "--json"], out=subprocess.PIPE)
+        text, _ = process.communicate()
+        if process.returncode:
+            raise typer.Exit(process.returncode)
+        return {key: value for key, value in json.loads(text).items() if key in SHOWN}
 
     def tune(self, *words: object) -> list[str]:
         """Run `llmctl tune`. Where no setting keeps the limits: the option that allows that."""
@@ -196,15 +189,17 @@ class Stages:
         options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
         self.llmctl("bench", "--url", url, *options, "--out", report)
 
-    def _start(self, words: Sequence[object], end: str = "") -> subprocess.Popen[bytes]:
+    def _start(
+        self, words: Sequence[object], end: str = "", out: int | TextIO | None = None
+    ) -> subprocess.Popen[bytes]:
         line = [str(word) for word in words]
         self.say(f"$ llmctl {shlex.join(line)}{end}")
-        return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=self.out)
+        return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=out or self.out)
 
     @contextmanager
     def server(self, plan: Path, *options: object) -> Iterator[str]:
         """`llmctl serve` in the background until the block ends; yields its URL once ready."""
-        from urllib.request import urlopen
+        from toolkit.endpoints.target import look
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -213,14 +208,10 @@ class Stages:
         server = self._start(words, " &")
         try:
             url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
-            while True:
+            while look(url).state != "ready":
                 if server.poll() is not None:
                     raise typer.Exit(server.returncode or 1)
-                try:
-                    with urlopen(f"{url}/ready", timeout=5):
-                        break
-                except OSError:  # also URLError: nothing listens yet, or 503 while workers load
-                    time.sleep(0.2)
+                time.sleep(0.2)
                 if time.monotonic() > end:
                     late = f"the server was not ready within {START_TIMEOUT_S:.0f} s"
                     print(f"error: {late}", file=sys.stderr)
@@ -233,8 +224,6 @@ class Stages:
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     """The targets, then goodput, throughput and attainment, which have no limit."""
-    from toolkit.files.tuning import UNSERVED
-
     served = {target for target, share in tuning.usage.items() if share < UNSERVED}
     targets = [
         Held(
@@ -256,18 +245,11 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
 
 def as_typed(recipe: Path) -> str:
     """A recipe as a person would type it: a shipped one without the folder of the package."""
-    from toolkit.files.shipped import shipped_recipes
-
     return recipe.stem if recipe.parent == shipped_recipes() else str(recipe)
 
 
 def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
-    """The options for replaying a part of the trace faster than the tuned policy is predicted to
-    serve it.
-    """
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.recipe import PolicySpec
+    """Options of `bench`: a part of the trace, above the predicted capacity of the tuned policy."""
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
@@ -297,8 +279,6 @@ def _safe_rows(fit: Path) -> int:
     import numpy as np
 
     from toolkit.estimators.load import laws_from_fit
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file
 
     fitted = read_file(Fit, fit)
     longest = np.array([fitted.engine.max_model_len])

@@ -5,7 +5,7 @@ have.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -16,6 +16,10 @@ import typer
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, aligned, emit, table
 from toolkit.errors import EngineError
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, shipped_fit
+from toolkit.files.recipe import recipe_schema
+from toolkit.files.shipped import load_recipe, shipped_names
 from toolkit.sched.catalogue import ABOUT
 
 SIMULATED = "in simulations only: they need the future"
@@ -90,10 +94,6 @@ def recipes(as_json: JsonOption = False) -> None:
     An analytic fit was computed from data sheets; a measured one comes from a profile of that
     hardware.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import read_file, shipped_fit
-    from toolkit.files.shipped import load_recipe, shipped_names
-
     lines = []
     for name in shipped_names():
         recipe, fit = load_recipe(name), shipped_fit(name)
@@ -124,17 +124,13 @@ def recipes(as_json: JsonOption = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """A policy. `engines` are those that can serve with it; none: it runs in simulations only."""
+    """A policy, and the engines that can serve with it. Without any it is not `live`."""
 
     name: str
     does: str
     source: str
     engines: list[str]
-
-    @property
-    def live(self) -> bool:
-        """Whether a server can run it."""
-        return bool(self.engines)
+    live: bool
 
 
 def policies(as_json: JsonOption = False) -> None:
@@ -146,9 +142,10 @@ def policies(as_json: JsonOption = False) -> None:
     """
     from toolkit.sched.policies import KNOWN, engines_for
 
-    lines = [
-        PolicyLine(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN
-    ]
+    lines = []
+    for name in KNOWN:
+        about, engines = ABOUT[name], engines_for(name)
+        lines.append(PolicyLine(name, about.does, about.source, engines, bool(engines)))
 
     def show_all() -> None:
         groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -163,13 +160,11 @@ def policies(as_json: JsonOption = False) -> None:
             for row in rows:
                 show(row)
 
-    emit(as_json, {"policies": [asdict(one) | {"live": one.live} for one in lines]}, show_all)
+    emit(as_json, {"policies": lines}, show_all)
 
 
 def schema(as_json: JsonOption = False) -> None:
     """Print the JSON Schema of recipes, which is also in recipes/recipe.schema.json; --json prints
     it on one line.
     """
-    from toolkit.files.recipe import recipe_schema
-
     print(json.dumps(recipe_schema(), indent=None if as_json else 2))

@@ -117,9 +117,7 @@ class LazyGroup(TyperGroup):
 
 
 def _drop_output() -> int:
-    """Discard what is still to be printed, since Python would report the broken pipe again at exit;
-    the exit code.
-    """
+    """Discard the rest, since Python would report the broken pipe again at exit; the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
@@ -135,15 +133,13 @@ def _load(name: str) -> Any:
             command.help = _paragraphs(command.help)
         return group
     single = typer.Typer(add_completion=False)
-    function = getattr(module, "command" if hasattr(module, "command") else name)
+    function = getattr(module, "command", None) or getattr(module, name)
     single.command(name, help=_paragraphs(function.__doc__))(function)
     return typer.main.get_command(single)
 
 
 def _paragraphs(doc: str | None) -> str:
-    """A docstring with the lines of each paragraph joined: typer keeps the line breaks of the
-    source.
-    """
+    """A docstring with a line per paragraph, since typer keeps line breaks."""
     return "\n\n".join(" ".join(text.split()) for text in (doc or "").split("\n\n"))
 
 

@@ -1,8 +1,7 @@
 """Output of the commands: results on stdout; notes and progress on stderr, for a clean `--json`.
 
 Everything fits 80 columns; a table takes the width of a wider terminal. Numbers are rounded here
-for reading, and nowhere else: the files keep every digit. In order: characters that stdout cannot
-encode; `emit` and `note`; tables; the progress bar; plots.
+for reading, and nowhere else: the files keep every digit.
 """
 
 from __future__ import annotations
@@ -93,15 +92,17 @@ def emit(
     print(json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False))
 
 
-def note(text: str) -> None:
-    """Print a line for the user on stderr: in the terminal's width there, else as one line."""
+def note(*texts: str) -> None:
+    """Print texts for the user on stderr: in the terminal's width there, else as a line each."""
+    lines = [line for text in texts for line in text.split("\n")]
     if sys.stderr.isatty():  # words stay whole, and a continued line is indented
         width = max(WIDTH, shutil.get_terminal_size().columns)
         whole = TextWrapper(
             width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-        text = "\n".join(whole.fill(line) for line in text.split("\n"))
-    print(text, file=sys.stderr)
+        lines = [whole.fill(line) for line in lines]
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
@@ -111,7 +112,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     A column's name may start with '<' or '>' for its alignment; otherwise columns of numbers are
     right-aligned, others left-aligned. Cells are plain text (no markup); floats are rounded by
     `number`. The first column holds names and is never cut. Numbers never wrap: where not all
-    columns fit, the table continues below, with the first column repeated.
+    columns fit, the table continues below, with the first column repeated. Cells of a row beyond
+    the columns are not shown.
     """
     from rich.console import Console
     from rich.text import Text
@@ -197,9 +199,7 @@ def _is_number(value: object) -> bool:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
-    """A function that prints one of `rows`, a line each, with its cells aligned with those of the
-    others.
-    """
+    """A function that prints one of `rows` with its cells aligned with those of the others."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def show(row: Sequence[str]) -> None:
@@ -265,9 +265,7 @@ Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 
 def blocks() -> bool:
-    """Whether stdout shows block characters: a terminal that supports Unicode. Otherwise bars are
-    of '#'.
-    """
+    """Whether stdout is a terminal that shows block characters; else bars are of '#'."""
     return sys.stdout.isatty() and shows_unicode()
 
 
@@ -331,9 +329,7 @@ class PlotPoint:
 
 
 def scatter(points: Sequence[PlotPoint], *, x_name: str) -> list[str]:
-    """Points; both axes run from the least value to the greatest, and x is logarithmic if all x are
-    positive.
-    """
+    """Points on axes from the least value to the greatest; x is logarithmic if all are positive."""
     if not points:
         return []
     xs, ys = [point.x for point in points], [point.y for point in points]

@@ -1,7 +1,5 @@
 """`llmctl profile` and `fit`: measure an engine as its recipe says, and fit the laws of time and
 memory to that, chosen by held-out error.
-
-In order: the two commands with their options, and what they print of a profile and of a fit.
 """
 
 from __future__ import annotations
@@ -12,19 +10,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from toolkit.cli.arguments import JsonOption, RecipeArgument, command_of, open_recipe, option
+from toolkit.cli.arguments import (
+    JsonOption,
+    RecipeArgument,
+    argument,
+    command_of,
+    open_recipe,
+    option,
+)
+from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import InputError, TargetMissedError
+from toolkit.files.fit import Fit, HeldOutError, OverheadFit
+from toolkit.files.io import check_writable, head, read_file, write_file
+from toolkit.files.profile import Profile
+from toolkit.files.shipped import recipe_path
 from toolkit.units import number, percent, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
-    from toolkit.files.fit import Fit, HeldOutError, OverheadFit
-    from toolkit.files.profile import Profile
     from toolkit.profiling.run import ProfileEstimate
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
@@ -36,28 +42,24 @@ class ProfileOptions:
     """The command line of `llmctl profile`."""
 
     recipe: RecipeArgument
-    out: Path = option(Path("profile.json"), help="Write the profile to this file.")
+    out: Path = option(Path("profile.json"), "Write the profile to this file.")
     fresh: bool = option(
-        False,
-        "--fresh",
-        help="Start from the beginning, and ignore the results of an interrupted run.",
+        False, "Start from the beginning, and ignore the results of an interrupted run."
     )
     analytic: bool = option(
-        False,
-        "--analytic",
-        help="Measure nothing; compute a roofline from the recipe's hardware and model numbers.",
+        False, "Measure nothing; compute a roofline from the recipe's hardware and model numbers."
     )
     like: tuple[Path, Path] | None = option(
         None,
+        "With --analytic: take the efficiency from a measured profile of the same engine and its "
+        "recipe.",
         metavar="PROFILE RECIPE",
-        help="With --analytic: take the efficiency from a measured profile of the same engine and "
-        "its recipe.",
     )
     as_json: JsonOption = False
 
 
 @command_of(ProfileOptions)
-def profile(given: ProfileOptions) -> None:
+def profile(args: ProfileOptions) -> None:
     """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and
     the memory edge.
 
@@ -65,22 +67,19 @@ def profile(given: ProfileOptions) -> None:
     a file beside the profile until that is written.
     """
     from toolkit.backends import backend_of
-    from toolkit.files.io import check_writable, write_file
     from toolkit.profiling.run import OtherLoad, journal_path
     from toolkit.profiling.run import profile as measure
 
-    recipe, out = given.recipe, given.out
+    recipe, out = args.recipe, args.out
     check_writable(out)
-    if given.analytic or given.like:
-        _profile_analytically(given)
+    if args.analytic or args.like:
+        _profile_analytically(args)
         return
     others = OtherLoad()
     with ExitStack() as stack:
         loaded = open_recipe(recipe).measured
         timed = backend_of(loaded.engine.name).timed
-        measured = measure(
-            loaded, recipe, out, TerminalWatch(stack), fresh=given.fresh, timed=timed
-        )
+        measured = measure(loaded, recipe, out, TerminalWatch(stack), fresh=args.fresh, timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
@@ -88,7 +87,7 @@ def profile(given: ProfileOptions) -> None:
         if others_percent > OTHERS_MAX_PERCENT:
             used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
             note(f"{used}: the fitted laws will be too slow")
-    emit(given.as_json, measured, lambda: show_profile(measured))
+    emit(args.as_json, measured, lambda: show_profile(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
 
@@ -96,39 +95,32 @@ def profile(given: ProfileOptions) -> None:
 class FitOptions:
     """The command line of `llmctl fit`."""
 
-    profile: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
-    ]
-    out: Path = option(Path("fit.json"), help="Write the fit to this file.")
-    seed: int = option(0, min=0, help="Split the points into held-out parts by this seed.")
-    points: bool = option(False, "--points", help="Print the held-out error of every point, too.")
+    profile: Path = argument("profile.json, from `llmctl profile`.", metavar="PROFILE")
+    out: Path = option(Path("fit.json"), "Write the fit to this file.")
+    seed: int = option(0, "Split the points into held-out parts by this seed.", min=0)
+    points: bool = option(False, "Print the held-out error of every point, too.")
     max_error: float | None = option(
-        None,
-        min=0.0,
-        help="Exit with 4 where a law's held-out median error is above this percentage.",
+        None, "Exit with 4 where a law's held-out median error is above this percentage.", min=0.0
     )
     as_json: JsonOption = False
 
 
 @command_of(FitOptions)
-def fit(given: FitOptions) -> None:
+def fit(args: FitOptions) -> None:
     """Fit the laws of time and memory to a profile, and print their errors on held-out points.
 
     Several forms of each law compete; the one with the least held-out error is kept and fitted to
     all points.
     """
     from toolkit.estimators.fitting import fit_file, fit_profile
-    from toolkit.files.io import head, read_file, write_file
-    from toolkit.files.profile import Profile
 
-    measured = read_file(Profile, given.profile)
-    fitted = fit_profile(measured, given.seed)
-    made_from = head(inputs={"profile": given.profile}, device=measured.environment.device)
+    measured = read_file(Profile, args.profile)
+    fitted = fit_profile(measured, args.seed)
+    made_from = head(inputs={"profile": args.profile}, device=measured.environment.device)
     made = fit_file(measured, fitted, made_from)
-    write_file(made, given.out)
-    emit(given.as_json, made, lambda: show_fit(made, fitted if given.points else None))
-    if measured.engine.analytic:
-        note(f"analytic, nothing was measured: {measured.engine.analytic}")
+    write_file(made, args.out)
+    emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
+    note(*analytic_notes(measured.engine))
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
     if made.rounds:
         errors["rounds"] = made.rounds.overhead.error
@@ -136,34 +128,31 @@ def fit(given: FitOptions) -> None:
         if found > LARGE_PERCENT:
             remedy = "profile again on a quieter machine, or with more sequences"
             note(f"rounds: the held-out median error is {found:.0f} %; {remedy}")
-    note(f"wrote {given.out}")
+    note(f"wrote {args.out}")
     for name, error in errors.items():
-        if given.max_error is not None and error.median_percent > given.max_error:
-            above = f"{error.median_percent:.1f} % is above --max-error {given.max_error:g}"
+        if args.max_error is not None and error.median_percent > args.max_error:
+            above = f"{error.median_percent:.1f} % is above --max-error {args.max_error:g}"
             hint = "profile on a quieter machine, or with more repeats"
             raise TargetMissedError(f"{name}: held-out median error {above}", hint)
 
 
-def _profile_analytically(given: ProfileOptions) -> None:
-    from toolkit.files.io import head, read_file, write_file
-    from toolkit.files.profile import Profile
-    from toolkit.files.shipped import recipe_path
+def _profile_analytically(args: ProfileOptions) -> None:
     from toolkit.profiling.analytic import analytic_profile, basis_of
 
-    if not given.analytic:
+    if not args.analytic:
         raise InputError("--like needs --analytic", "add --analytic")
-    loaded = open_recipe(given.recipe).measured
+    loaded = open_recipe(args.recipe).measured
     basis = None
-    if given.like is not None:
-        made_with = recipe_path(given.like[1])
-        measured = read_file(Profile, given.like[0], inputs={"recipe": made_with})
+    if args.like is not None:
+        made_with = recipe_path(args.like[1])
+        measured = read_file(Profile, args.like[0], inputs={"recipe": made_with})
         basis = basis_of(measured, open_recipe(made_with))
-    made_from = head(inputs={"recipe": given.recipe}, device=loaded.hardware.name)
+    made_from = head(inputs={"recipe": args.recipe}, device=loaded.hardware.name)
     made = analytic_profile(loaded, made_from, basis)
-    write_file(made, given.out)
-    emit(given.as_json, made, lambda: show_profile(made))
-    note(f"analytic, nothing was measured: {made.engine.analytic}")
-    note(f"wrote {given.out}; fit its laws with: llmctl fit {given.out}")
+    write_file(made, args.out)
+    emit(args.as_json, made, lambda: show_profile(made))
+    note(*analytic_notes(made.engine))
+    note(f"wrote {args.out}; fit its laws with: llmctl fit {args.out}")
 
 
 class TerminalWatch:
@@ -285,16 +274,15 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     columns = ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2", ">at least"]
     if not any(segment.flat for segment in fit.decode.segments):
         columns = columns[:-1]
-    shown = [line[: len(columns)] for line in coefficients]
-    table(columns, shown, "coefficients in microseconds")
-    prefill = {tried.form: tried.error for tried in fit.prefill.candidates}
-    decode = {tried.form: tried.error for tried in fit.decode.candidates}
+    table(columns, coefficients, "coefficients in microseconds")
+    errors = [{tried.form: tried.error for tried in law.candidates} for _, law in laws]
     forms = []
-    for form in prefill | decode:
-        kept = [" <" if form == law.form else "" for _, law in laws]
-        forms.append(
-            (form, *_tried(prefill.get(form), kept[0]), *_tried(decode.get(form), kept[1]))
-        )
+    for form in errors[0] | errors[1]:
+        cells = [form]
+        for error_of, (_, law) in zip(errors, laws, strict=True):
+            median_, p95, _ = _errors(error_of[form]) if form in error_of else ("-", "-", "")
+            cells += [median_, f"{p95} <" if form == law.form else p95]
+        forms.append(cells)
     columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
     table(columns, forms, "forms that competed: held-out median and p95 (<: kept)")
     if fitted:
@@ -336,12 +324,6 @@ def _errors(error: HeldOutError) -> tuple[str, str, str]:
     shares = (error.median_percent, error.p95_percent, error.worst_percent)
     median_, p95, worst = (f"{share:.1f} %" for share in shares)
     return median_, p95, worst
-
-
-def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:
-    if error is None:
-        return "-", "-"
-    return f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %{mark}"
 
 
 def _show_points(name: str, law: FittedLaw) -> None:

@@ -1,8 +1,4 @@
-"""`llmctl render`: make a plan from a recipe, its fit and its tuning, or files for a target of it.
-
-In order: the options; the plan (`_make`), which is written or compared; and with --target the files
-of the target (`_render`), written to a folder or compared with it.
-"""
+"""`llmctl render`: make a plan from a recipe, its fit and its tuning, or files of a target."""
 
 from __future__ import annotations
 
@@ -10,38 +6,32 @@ import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
+    FIT,
     FIT_HELP,
     JsonOption,
     SetOption,
+    argument,
     command_of,
     option,
     parse_settings,
-    resolve_fit,
 )
-from toolkit.cli.basis import (
-    accept,
-    analytic_notes,
-    find_validation,
-    note_basis,
-    plan_of_fleet,
-    plan_of_recipe,
-)
+from toolkit.cli.basis import accept, analytic_notes, find_validation, note_bases, plan_from
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
+from toolkit.files.io import file_text, read_file, write_file
+from toolkit.files.plan import PREDICTED, Plan, PlannedPolicy
+from toolkit.files.shipped import is_recipe
+from toolkit.files.tuning import broken
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
-    from toolkit.files.plan import Plan
 
 # of the predicted metrics, those that are shown; the plan has all
 HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
-PLAN = Path("plan.json")
 _cluster = partial(option, rich_help_panel="Files of a target")
 
 
@@ -49,96 +39,79 @@ _cluster = partial(option, rich_help_panel="Files of a target")
 class RenderOptions:
     """The command line of `llmctl render`."""
 
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE|FLEET|PLAN.json",
-            autocompletion=arguments.recipes_and_plans,
-            help="A recipe with --fit, a fleet, or a plan with --target.",
-        ),
-    ]
-    fit: Path | None = option(
-        None,
-        callback=resolve_fit,
-        autocompletion=arguments.fits,
-        help=f"The fit of a recipe: {FIT_HELP}",
+    source: Path = argument(
+        "A recipe with --fit, a fleet, or a plan with --target.",
+        metavar="RECIPE|FLEET|PLAN.json",
+        autocompletion=arguments.recipes_and_plans,
     )
-    tuning: Path | None = option(
-        None, help="tuning.json; without it the plan has the recipe's policy."
-    )
+    fit: Path | None = option(None, f"The fit of a recipe: {FIT_HELP}", **FIT)
+    tuning: Path | None = option(None, "tuning.json; without it the plan has the recipe's policy.")
     policy: str | None = option(
         None,
+        "Use this policy instead of the tuning's, with the parameters of --set.",
         autocompletion=arguments.policy,
-        help="Use this policy instead of the tuning's, with the parameters of --set.",
     )
     settings: SetOption = None
     target: str | None = option(
         None,
+        "Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see "
+        "docs/how-to/deploy.md.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
-        help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
-        "sglang; see docs/how-to/deploy.md.",
     )
     out: Path | None = option(
         None,
-        help="Write to this file, or with --target to this folder; default: plan.json, or a "
-        "folder named like the target.",
+        "Write to this file, or with --target to this folder; default: plan.json, or a folder "
+        "named like the target.",
     )
-    check: bool = option(
-        False, "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
-    )
+    check: bool = option(False, "Write nothing; compare with --out, and exit with 4 if it differs.")
     force: bool = option(
         False,
-        "--force",
-        help="Render settings that are predicted to break limits; with --target, overwrite "
-        "files that were changed.",
+        "Render settings that are predicted to break limits; with --target, overwrite files that "
+        "were changed.",
     )
     allow_broken_limits: bool = option(
-        False,
-        "--allow-broken-limits",
-        help="Continue although the settings are predicted to break limits; --force does so, too.",
+        False, "Continue although the settings are predicted to break limits; --force does so, too."
     )
     trace: str | None = option(
         None,
-        help="Take lengths for the autoscaling threshold from this trace; default: the "
-        "tuning's, if it ships, or the recipe's.",
+        "Take lengths for the autoscaling threshold from this trace; default: the tuning's, if it "
+        "ships, or the recipe's.",
     )
-    image: str = _cluster("", help="Container image, pinned by tag or digest.")
-    namespace: str = _cluster("default", help="Kubernetes namespace.")
-    replicas: int = _cluster(0, min=0, help="The number of pods; 0: as the tuning found, or 1.")
+    image: str = _cluster("", "Container image, pinned by tag or digest.")
+    namespace: str = _cluster("default", "Kubernetes namespace.")
+    replicas: int = _cluster(0, "The number of pods; 0: as the tuning found, or 1.", min=0)
     max_replicas: int = _cluster(
-        0, min=0, help="The largest number of pods, in a fleet of each kind; 0: twice the replicas."
+        0, "The largest number of pods, in a fleet of each kind; 0: twice the replicas.", min=0
     )
     prometheus: str = _cluster(
         "http://prometheus-operated.monitoring.svc:9090",
+        "URL of Prometheus in the cluster, for KEDA; default: the operator's service in namespace "
+        "monitoring.",
         show_default=False,
-        help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
-        "namespace monitoring.",
     )
     model_claim: str = _cluster(
-        "", help="Volume claim that keeps the models; '': each pod downloads them again."
+        "", "Volume claim that keeps the models; '': each pod downloads them again."
     )
     gpu_product: list[str] | None = _cluster(
         None,
+        "Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the fit's.",
         metavar="NAME",
-        help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
-        "fit's.",
     )
     program: str = _cluster(
-        "/opt/llmctl/bin/llmctl", help="Path of llmctl on the machine that runs the systemd unit."
+        "/opt/llmctl/bin/llmctl", "Path of llmctl on the machine that runs the systemd unit."
     )
     replica_image: str = _cluster(
-        "", help="Image of an engine's own server, pinned; default: the engine's tried one."
+        "", "Image of an engine's own server, pinned; default: the engine's tried one."
     )
     replica_python: str = _cluster(
-        "/opt/vllm/bin/python",
-        help="Path of the engine's Python on the machine that runs the units.",
+        "/opt/vllm/bin/python", "Path of the engine's Python on the machine that runs the units."
     )
     as_json: JsonOption = False
 
 
 @command_of(RenderOptions)
-def command(given: RenderOptions) -> None:
+def command(args: RenderOptions) -> None:
     """Write the plan that `llmctl serve` starts, and print the source of every value.
 
     With --target the plan becomes a folder of files for the place where it will run, explained in
@@ -147,28 +120,25 @@ def command(given: RenderOptions) -> None:
     """
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.deploy.plan import differences
-    from toolkit.files.io import read_file, write_file
-    from toolkit.files.plan import PREDICTED, Plan
-    from toolkit.files.tuning import broken
 
-    made = _make(given)
-    plan, allowed = made.plan, given.force or given.allow_broken_limits
-    accept(plan, str(given.tuning or given.source), broken=allowed)
-    if given.target is not None:
-        _render(made, given.target, given)
+    plan, near = _plan(args)
+    allowed = args.force or args.allow_broken_limits
+    accept(plan, str(args.tuning or args.source), broken=allowed)
+    if args.target is not None:
+        _render(plan, near, args.target, args)
         return
-    if made.file is not None:
+    if not is_recipe(args.source):
         raise InputError(
-            f"{given.source} is already a plan", "add --target for files of a place to run it"
+            f"{args.source} is already a plan", "add --target for files of a place to run it"
         )
-    out = given.out or PLAN
-    if given.check:
-        found = differences(read_file(Plan, out), plan)
-        changed = [(each.key, each.old, each.new) for each in found]
-        show = partial(table, ["value", "<in the file", "<now"], changed)
-        emit(given.as_json, {"differences": found}, show if found else lambda: print("up to date"))
-        if found:
-            text = f"{out} is out of date: {len(found)} values differ"
+    out = args.out or Path("plan.json")
+    if args.check:
+        changed = differences(read_file(Plan, out), plan)
+        rows = [(change.key, change.old, change.new) for change in changed]
+        show = partial(table, ["value", "<in the file", "<now"], rows)
+        emit(args.as_json, {"differences": changed}, show if rows else lambda: print("up to date"))
+        if changed:
+            text = f"{out} is out of date: {len(changed)} values differ"
             raise TargetMissedError(text, "run it without --check")
         return
     write_file(plan, out)
@@ -178,119 +148,92 @@ def command(given: RenderOptions) -> None:
         if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
     ]
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
-    emit(given.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
-    note_basis(plan.fit, made.near)
+    emit(args.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
+    note_bases({near: plan.fit})
     allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A plan, the file that it was read from (None: it was made here), and a file beside which its
-    validation may lie.
+def _plan(args: RenderOptions) -> tuple[Plan, Path]:
+    """The plan, read or made, and the file beside which its validation may lie: the plan's own or
+    the (first) fit. `InputError` for arguments that contradict each other.
     """
-
-    plan: Plan
-    file: Path | None
-    near: Path
-
-
-def _make(given: RenderOptions) -> Made:
-    """The plan of the arguments. `InputError` where they do not belong together."""
-    from toolkit.files.fleet import is_fleet
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan, PlannedPolicy
-    from toolkit.files.shipped import is_recipe, recipe_path
-
-    source, policy = given.source, None
-    if given.policy is not None:
-        policy = PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
-    elif given.settings:
+    source, policy = args.source, None
+    if args.policy is not None:
+        policy = PlannedPolicy(name=args.policy, parameters=parse_settings(args.settings))
+    elif args.settings:
         raise InputError("--set needs --policy", "add --policy NAME")
     if not is_recipe(source):
-        if given.fit or given.tuning or policy:
+        if args.fit or args.tuning or policy:
             raise InputError(
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
-        return Made(read_file(Plan, source), source, source)
-    if is_fleet(source):
-        if given.fit is not None:
-            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-        plan, near = plan_of_fleet(source, given.tuning, policy)
-        return Made(plan, None, near)
-    if given.fit is None:
-        recipe_path(source)  # a missing recipe is reported first
-        raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
-    return Made(plan_of_recipe(source, given.fit, given.tuning, policy), None, given.fit)
+        return read_file(Plan, source), source
+    return plan_from(source, args.fit, args.tuning, policy)
 
 
-def _render(made: Made, target: str, given: RenderOptions) -> None:
-    """Write the target's folder, or compare it. `TargetMissedError` where a comparison finds
-    differences.
-    """
+def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
+    """Write the target's folder, or compare it: `TargetMissedError` where it differs."""
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import changes, manifest_of, render_target, write
 
-    folder, recipe = given.out or Path(target), made.plan.recipe
-    order = _order(made, folder, given)
+    folder = args.out or Path(target)
+    order = _order(plan, near, folder, args)
     files = render_target(target, order)
-    if given.check:
-        found = changes(files, folder)
-        shown = "\n".join(each.diff.rstrip("\n") for each in found) or "up to date"
-        emit(given.as_json, {"changes": found}, lambda: print(shown))
-        if found:
-            names = ", ".join(each.file for each in found)
+    if args.check:
+        changed = changes(files, folder)
+        shown = "\n".join(change.diff.rstrip("\n") for change in changed) or "up to date"
+        emit(args.as_json, {"changes": changed}, lambda: print(shown))
+        if changed:
+            names = ", ".join(change.file for change in changed)
             raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
         return
     manifest = manifest_of(files, target, order.name, order.stamp())
-    write(files, folder, manifest, force=given.force)
+    write(files, folder, manifest, force=args.force)
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
-    emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
-    for line in analytic_notes(made.plan.fit):
-        note(line)
-    if order.trace is None and ttft_targets(recipe):
-        lengths = f"computed for the lengths of {default_trace(recipe)}"
+    emit(args.as_json, written, lambda: table(["file", ">bytes"], rows))
+    note(*analytic_notes(plan.fit.engine))
+    if order.trace is None and ttft_targets(plan.recipe):
+        lengths = f"computed for the lengths of {default_trace(plan.recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
     if order.validation:
         note(order.validation.summary())
     note(f"{folder / 'EXPLAIN.md'} explains each value, and how to start the server")
 
 
-def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
+def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
     from toolkit.deploy.render import digest, shipped_trace
-    from toolkit.files.io import file_text, read_file
-    from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    if made.file is not None:
-        text = made.file.read_text(encoding="utf-8")
+    if not is_recipe(args.source):
+        text = args.source.read_text(encoding="utf-8")
     else:
-        text = file_text(made.plan)
+        text = file_text(plan)
         # An equal plan in the folder stays as it is: it may have been made on another machine. One
         # that cannot be read, such as one of another version of llmctl, counts as different.
         for existing in (folder / "core" / "plan.json", folder / "plan.json"):
             with contextlib.suppress(InputError):
-                if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
+                if existing.is_file() and not differences(read_file(Plan, existing), plan):
                     text = existing.read_text(encoding="utf-8")
-    fit = made.plan.inputs.get("fit")
-    validation = find_validation(made.near, fit.sha256) if fit else None
+    fit = plan.inputs.get("fit")
+    validation = find_validation(near, fit.sha256) if fit else None
     options = Options(
-        image=given.image,
-        namespace=given.namespace,
-        replicas=given.replicas,
-        max_replicas=given.max_replicas,
-        prometheus=given.prometheus,
-        model_claim=given.model_claim,
-        program=given.program,
+        image=args.image,
+        namespace=args.namespace,
+        replicas=args.replicas,
+        max_replicas=args.max_replicas,
+        prometheus=args.prometheus,
+        model_claim=args.model_claim,
+        program=args.program,
         folder=str(folder.absolute()),
-        gpu_products=tuple(given.gpu_product or ()),
-        replica_image=given.replica_image,
-        replica_python=given.replica_python,
+        gpu_products=tuple(args.gpu_product or ()),
+        replica_image=args.replica_image,
+        replica_python=args.replica_python,
     )
-    name = given.trace or shipped_trace(made.plan)
+    name = args.trace or shipped_trace(plan)
     trace = read_trace(trace_path(name))[0] if name else None
-    return Order(made.plan, text, digest(text.encode()), options, validation, trace)
+    return Order(plan, text, digest(text.encode()), options, validation, trace)

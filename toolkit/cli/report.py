@@ -11,6 +11,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note
 from toolkit.errors import InputError
+from toolkit.files.io import check_writable, write_text
 from toolkit.units import size
 
 
@@ -40,7 +41,6 @@ def command(
     script. A missing file is named with the command that makes it; a file about another fit is not
     shown.
     """
-    from toolkit.files.io import check_writable, write_text
     from toolkit.report.material import gather
     from toolkit.report.page import report
 
@@ -50,15 +50,12 @@ def command(
             "name the folder of profile.json, fit.json and the other files",
         )
     check_writable(out)
-    found = gather(source, folder)
-    page = report(found)
+    material = gather(source, folder)
+    page = report(material)
     write_text(out, page)
-    for role, why in found.why.items():
+    for role, why in material.why.items():
         note(f"{role} is not shown: {why}")
-    shown = [one.role for one in found.sources]
-    text = f"wrote {out} ({size(len(page.encode()))}), from: {', '.join(shown)}"
-    emit(
-        as_json,
-        {"out": str(out), "bytes": len(page.encode()), "shown": shown, "why": found.why},
-        lambda: print(text),
-    )
+    shown, length = [file.role for file in material.sources], len(page.encode())
+    text = f"wrote {out} ({size(length)}), from: {', '.join(shown)}"
+    facts = {"out": str(out), "bytes": length, "shown": shown, "why": material.why}
+    emit(as_json, facts, lambda: print(text))

@@ -24,9 +24,7 @@ POLL_S = 0.05
 
 KeyOption = Annotated[
     str,
-    typer.Option(
-        "--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The API key of the servers."
-    ),
+    typer.Option("--api-key", envvar="LLMCTL_API_KEY", help="The API key of the servers."),
 ]
 
 
@@ -48,35 +46,33 @@ def status(
     from toolkit.endpoints.target import base_url
 
     if urls:
-        found = [_of(url, base_url(url), "", api_key) for url in urls]
+        servers = [_of(url, base_url(url), "", api_key) for url in urls]
     else:
-        found = [
+        servers = [
             _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks)
             for one in alive()
         ]
 
     def show() -> None:
-        if not found:
+        if not servers:
             print("no server runs on this machine")
             return
         columns = ["name", "<state", "<url", ">run", ">wait", ">KV %", ">actual/ predicted"]
         keys = ("state", "url", "running", "waiting", "kv_usage_percent", "actual_over_predicted")
-        table(columns, [[one["name"], *(one[key] for key in keys)] for one in found])
+        table(columns, [[one["name"], *(one[key] for key in keys)] for one in servers])
 
-    emit(as_json, {"servers": found}, show)
-    for one in found:
-        if one["breaks"]:
-            note(f"warning: the plan of {one['name']} is predicted to {one['breaks']}")
-    if any(one["metrics"] is False for one in found):
+    emit(as_json, {"servers": servers}, show)
+    for server in servers:
+        if server["breaks"]:
+            note(f"warning: the plan of {server['name']} is predicted to {server['breaks']}")
+    if any(server["metrics"] is False for server in servers):
         note("'-' means that /metrics needs the key: set LLMCTL_API_KEY")
-    if not found or not all(one["state"] in ("ready", "not ready") for one in found):
+    if not servers or not all(one["state"] in ("ready", "not ready") for one in servers):
         raise typer.Exit(1)
 
 
 def alive() -> list[Running]:
-    """The servers that run. The records of others are removed, with a note on those that did not
-    shut down in order.
-    """
+    """The servers that run. The records of others are removed, and crashes are noted."""
     from toolkit.deploy.running import forget, remembered
 
     running = []
@@ -153,8 +149,8 @@ def stop(
 
 
 def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
-    """Shut a server down: SIGTERM, or its service manager. Its name, how many requests finished,
-    others by reason, and that in words; `LlmctlError` where it takes too long, or was killed.
+    """Shut a server down, by SIGTERM or its service manager. Returns its name, the number of its
+    finished requests, of others by reason, and a sentence. `LlmctlError` if it hangs or was killed.
     """
     from toolkit.deploy.render import read_manifest
     from toolkit.deploy.running import forget, recall, stop

@@ -1,8 +1,7 @@
 """`llmctl serve`: start the server of a plan.
 
-`ServeOptions` declares the command line, in the order of `--help`. `command` finds the plan and
-starts our own server, that of an engine that is a server itself (vLLM), or a front before several
-of these; the steps in between are in `serve_start`.
+That is our own server, that of an engine that is a server itself (vLLM), or a front before several
+of these. The steps in between are in `serve_start`.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from toolkit.cli.arguments import (
     limit_workers,
     option,
     parse_settings,
-    resolve_fit,
 )
-from toolkit.cli.basis import accept, warn_of_foreign
+from toolkit.cli.basis import accept, warn
 from toolkit.cli.output import note
 from toolkit.errors import InputError
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
     from toolkit.cli.serve_start import Access
-    from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.gateway.sources import ReplicaSource
     from toolkit.routing.routers import Router
@@ -50,190 +49,164 @@ class ServeOptions:
     """The command line of `llmctl serve`."""
 
     source: str | None = argument(
+        "A plan, a recipe with --fit, a fleet, or a rendered folder.",
         None,
         metavar="PLAN.json|RECIPE|FLEET|FOLDER",
         autocompletion=arguments.recipes_and_plans,
-        help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
     )
     target: str | None = _plan(
         None,
+        "Where to run: local or ray; systemd or compose for a folder rendered for it.",
         metavar="TARGET",
         autocompletion=arguments.served_targets,
-        help="Where to run: local or ray; systemd or compose for a folder rendered for it.",
     )
-    plan: Path | None = _plan(None, help="The plan to serve, from `llmctl render`.")
+    plan: Path | None = _plan(None, "The plan to serve, from `llmctl render`.")
     fit: Path | None = _plan(
         None,
-        callback=resolve_fit,
-        autocompletion=arguments.fits,
-        help="The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. "
-        "The plan is made here.",
+        "The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. The plan "
+        "is made here.",
+        **arguments.FIT,
     )
-    tuning: Path | None = _plan(None, help="The tuning of a recipe, used with --fit.")
+    tuning: Path | None = _plan(None, "The tuning of a recipe, used with --fit.")
     policy: str | None = _plan(
         None,
+        "Use this policy instead of the plan's, with the parameters of --set.",
         autocompletion=arguments.policy,
-        help="Use this policy instead of the plan's, with the parameters of --set.",
     )
-    settings: list[str] | None = _plan(None, "--set", metavar="KEY=VALUE", help=SET_HELP)
+    settings: list[str] | None = _plan(None, SET_HELP, "--set", metavar="KEY=VALUE")
     workers: int | None = _plan(
-        None,
-        min=1,
-        callback=limit_workers,
-        help="Start this number of workers instead of the plan's.",
+        None, "Start this number of workers instead of the plan's.", min=1, callback=limit_workers
     )
     ray: str = _plan(
         "",
+        "Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine (local), "
+        "the one that runs on it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
-        help="Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine "
-        "(local), the one that runs on it (auto), or the one of a head node.",
     )
     room_timeout: float = _plan(
         60.0,
+        "Wait this long for the Ray cluster to have room for all workers.",
         min=0,
         metavar="SECONDS",
-        help="Wait this long for the Ray cluster to have room for all workers.",
     )
-    engine: str | None = _plan(None, help="Refuse a plan that is for another engine than this one.")
+    engine: str | None = _plan(None, "Refuse a plan that is for another engine than this one.")
     force: bool = _plan(
         False,
-        "--force",
-        help="Serve although the fit is for another device, engine, version or model, or the "
-        "plan is predicted to break limits.",
+        "Serve although the fit is for another device, engine, version or model, or the plan is "
+        "predicted to break limits.",
     )
     allow_broken_limits: bool = _plan(
-        False,
-        "--allow-broken-limits",
-        help="Serve although the plan is predicted to break limits of the recipe.",
+        False, "Serve although the plan is predicted to break limits of the recipe."
     )
     replica: list[str] | None = _replicas(
         None,
+        "Serve through this server, which runs already; again for each further one. KIND is the "
+        "recipe of a fleet's kind; by default it is read from the size of the cache.",
         metavar="[KIND=]URL",
-        help="Serve through this server, which runs already; again for each further one. KIND "
-        "is the recipe of a fleet's kind; by default it is read from the size of the cache.",
     )
     replicas: list[str] | None = _replicas(
         None,
+        "As --replica, with a list that may change: a URL a line in a file, all addresses of a "
+        "name, or the endpoints of a Kubernetes Service; again for each kind.",
         metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
-        show_default=False,
-        help="As --replica, with a list that may change: a URL a line in a file, all addresses "
-        "of a name, or the endpoints of a Kubernetes Service; again for each kind.",
     )
     router: str = _replicas(
         "",
+        "What chooses a request's replica; default: the plan's, else round-robin.",
         autocompletion=arguments.router,
-        show_default=False,
-        help="What chooses a request's replica; default: the plan's, else round-robin.",
     )
     router_settings: list[str] | None = _replicas(
-        None, "--set-router", metavar="KEY=VALUE", help="Set a parameter of the router."
+        None, "Set a parameter of the router.", "--set-router", metavar="KEY=VALUE"
     )
-    host: str | None = _network(None, help="Listen on this address; default: the recipe's.")
+    host: str | None = _network(None, "Listen on this address; default: the recipe's.")
     port: int | None = _network(
-        None,
-        min=0,
-        max=65535,
-        help="Listen on this port; 0 takes a free one; default: the recipe's.",
+        None, "Listen on this port; 0 takes a free one; default: the recipe's.", min=0, max=65535
     )
     api_key: str = _network(
         "",
+        "Require this key from all clients. The environment variable hides it better.",
         envvar="LLMCTL_API_KEY",
-        show_default=False,
-        help="Require this key from all clients. The environment variable hides it better.",
     )
     api_key_file: Path | None = _network(
-        None, help="Read the key from this file, as service managers provide secrets."
+        None, "Read the key from this file, as service managers provide secrets."
     )
     api_keys: Path | None = _network(
         None,
+        "Read the sha256 of several keys from this file, each with a name and limits.",
         envvar="LLMCTL_API_KEYS",
-        show_default=False,
-        help="Read the sha256 of several keys from this file, each with a name and limits.",
     )
     ssl_certfile: Path | None = _network(
-        None, help="Use TLS with this certificate (PEM, with its chain)."
+        None, "Use TLS with this certificate (PEM, with its chain)."
     )
     ssl_keyfile: Path | None = _network(
-        None, help="Read the certificate's key from this file; default: the certificate's file."
+        None, "Read the certificate's key from this file; default: the certificate's file."
     )
-    insecure: bool = _network(False, "--insecure", help="Accept other machines without an API key.")
-    open_metrics: bool = _network(
-        False, "--open-metrics", help="Let clients read /metrics without the key."
-    )
-    served_model_name: str = _network("", help="The name of the model in the API.")
+    insecure: bool = _network(False, "Accept other machines without an API key.")
+    open_metrics: bool = _network(False, "Let clients read /metrics without the key.")
+    served_model_name: str = _network("", "The name of the model in the API.")
     allow_end_after: bool = _network(
-        False,
-        "--allow-end-after",
-        help="Let requests set the length of their output (llmctl_end_after), for replays.",
+        False, "Let requests set the length of their output (llmctl_end_after), for replays."
     )
     admission: Literal["targets", "queue"] | None = _load(
         None,
-        help="Refuse requests that are predicted to miss the targets (targets), or only those "
-        "that meet serve.max_waiting waiting ones (queue); default: the recipe's.",
+        "Refuse requests that are predicted to miss the targets (targets), or only those that "
+        "meet serve.max_waiting waiting ones (queue); default: the recipe's.",
     )
     request_timeout: float | None = _load(
         None,
+        "The deadline of requests that name none, and the longest that a request may name; "
+        "default: the recipe's.",
         min=0.001,
-        show_default=False,
         metavar="SECONDS",
-        help="The deadline of requests that name none, and the longest that a request may "
-        "name; default: the recipe's.",
     )
     client_share: float | None = _load(
         None,
+        "Allow one address this share of the connections and held bytes; default: 0.5. Use 1 "
+        "behind a proxy on another machine.",
         min=0.001,
         max=1,
-        show_default=False,
         metavar="SHARE",
-        help="Allow one address this share of the connections and held bytes; default: 0.5. "
-        "Use 1 behind a proxy on another machine.",
     )
     shutdown_timeout: float = _load(
-        30.0, min=0, metavar="SECONDS", help="Give running requests this long after a signal."
+        30.0, "Give running requests this long after a signal.", min=0, metavar="SECONDS"
     )
     shutdown_notice: float = _load(
         0.0,
+        "Answer /ready with 503 for this long before requests are refused.",
         min=0,
         metavar="SECONDS",
-        help="Answer /ready with 503 for this long before requests are refused.",
     )
     event_log: Path | None = _watch(
         None,
-        help="Write every call of the scheduler, or of the router, to this file; it replays "
-        "exactly.",
+        "Write every call of the scheduler, or of the router, to this file; it replays exactly.",
     )
     request_log: Path | None = _watch(
-        None, help="Write a trace of the requests to this file: lengths and times only."
+        None, "Write a trace of the requests to this file: lengths and times only."
     )
-    vllm_metrics: bool = _watch(
-        False, "--vllm-metrics", help="Offer the metrics under vLLM's names, too."
-    )
+    vllm_metrics: bool = _watch(False, "Offer the metrics under vLLM's names, too.")
     status_page: bool | None = _watch(
         None,
+        "Serve a page at / for people, without the key: totals, no requests. Default: only where "
+        "the server listens on this machine alone.",
         "--status-page/--no-status-page",
-        show_default=False,
-        help="Serve a page at / for people, without the key: totals, no requests. "
-        "Default: only where the server listens on this machine alone.",
     )
     check: float | None = _watch(
         None,
+        "Measure points of the fit again for this long before the first request; default: 3, and "
+        "0 for engine fake.",
         min=0,
-        show_default=False,
         metavar="SECONDS",
-        help="Measure points of the fit again for this long before the first request; "
-        "default: 3, and 0 for engine fake.",
     )
     strict: bool = _watch(
         False,
-        "--strict",
-        help="Exit with 4 where such a point is beyond the fit's stated error, and with 2 "
-        "where a replica is of another model, context or version.",
+        "Exit with 4 where such a point is beyond the fit's stated error, and with 2 where a "
+        "replica is of another model, context or version.",
     )
     as_json: JsonOption = False
 
 
 @command_of(ServeOptions)
-def command(given: ServeOptions) -> None:
+def command(args: ServeOptions) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit
     fit.json`.
 
@@ -249,38 +222,35 @@ def command(given: ServeOptions) -> None:
     from toolkit.backends import Serves, StartsReplicas, backend_of
     from toolkit.serve.launch import Manager
 
-    location = serve_start.locate(given.source, given.target)
-    broken = given.force or given.allow_broken_limits
-    if location.target in serve_start.MANAGED:
-        serve_start.serve_managed(location, given.as_json, broken=broken)
+    location = serve_start.locate(args.source, args.target)
+    broken = args.force or args.allow_broken_limits
+    if location.target in arguments.MANAGED:
+        serve_start.serve_managed(location, args.as_json, broken=broken)
         return
     # the workers inherit the environment, and run models' own code
     serve_start.forget_variable("LLMCTL_API_KEY")
     manager = Manager.take()
-    access = serve_start.find_keys(given.api_key, given.api_key_file, given.api_keys)
-    plan = serve_start.plan_to_serve(location.plan or given.source, given)
-    plan = serve_start.override(plan, given.policy, given.settings, given.workers)
-    accept(plan, str(given.tuning or location.plan or given.plan or given.source), broken=broken)
-    serve_start.check_engine(plan, given.engine)
-    ray = given.ray or ("auto" if location.target == "ray" else "")
+    access = serve_start.find_keys(args.api_key, args.api_key_file, args.api_keys)
+    plan = serve_start.plan_to_serve(location.plan or args.source, args)
+    plan = serve_start.override(plan, args.policy, args.settings, args.workers)
+    accept(plan, str(args.tuning or location.plan or args.plan or args.source), broken=broken)
+    serve_start.check_engine(plan, args.engine)
+    ray = args.ray or ("auto" if location.target == "ray" else "")
     backend = backend_of(plan.recipe.engine.name)
     several = plan.workers > 1 or bool(ray)
     own = backend if isinstance(backend, StartsReplicas) and several else None
-    if given.replica or given.replicas or own is not None:
-        file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
-        gateway = _gateway(given, plan, access, manager, own, ray, file)
-        serve_start.start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
+    if args.replica or args.replicas or own is not None:
+        file = Path(location.plan) if location.plan else args.plan or Path(args.source or "")
+        gateway = _gateway(args, plan, access, manager, own, ray, file)
+        serve_start.start_gateway(gateway, args)
     elif isinstance(backend, Serves):
-        order = _server_order(given, plan, access)
-        serve_start.start_server(backend, order, manager, as_json=given.as_json)
+        order = _server_order(args, plan, access)
+        serve_start.start_server(backend, order, manager, args)
     else:
-        launch = _launch(given, plan, access, ray, manager)
-        serve_start.start(
-            launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json
-        )
+        serve_start.start(_launch(args, plan, access, ray, manager), args)
 
 
-def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
+def _launch(args: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
     """Our own server for `plan`."""
     from toolkit.serve.assemble import make_limits, make_settings
     from toolkit.serve.http import CLIENT_SHARE
@@ -288,64 +258,62 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
     from toolkit.serve.server import Ending, is_loopback
 
     callers, watched_keys = access
-    host, port = _address(given, plan)
+    host, port = _address(args, plan)
     return Launch(
         plan=plan,
         settings=make_settings(
             plan,
-            model=given.served_model_name,
-            request_timeout_s=given.request_timeout,
-            allow_end_after=given.allow_end_after,
-            vllm_metrics=given.vllm_metrics,
-            open_metrics=given.open_metrics,
-            status_page=is_loopback(host) if given.status_page is None else given.status_page,
+            model=args.served_model_name,
+            request_timeout_s=args.request_timeout,
+            allow_end_after=args.allow_end_after,
+            vllm_metrics=args.vllm_metrics,
+            open_metrics=args.open_metrics,
+            status_page=is_loopback(host) if args.status_page is None else args.status_page,
         ),
         host=host,
         port=port,
         access=callers,
-        insecure=given.insecure,
-        limits=make_limits(plan, given.admission, replays=given.allow_end_after),
-        client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
-        event_log=given.event_log,
-        request_log=given.request_log,
-        ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
-        checks=serve_start.points_to_check(plan, given.check),
-        on_foreign=warn_of_foreign if given.force else None,
+        insecure=args.insecure,
+        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
+        client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
+        event_log=args.event_log,
+        request_log=args.request_log,
+        ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
+        checks=serve_start.points_to_check(plan, args.check),
+        on_foreign=warn if args.force else None,
         ray=ray,
-        room_timeout_s=given.room_timeout,
+        room_timeout_s=args.room_timeout,
         callers=watched_keys,
-        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
         manager=manager,
     )
 
 
-def _server_order(given: ServeOptions, plan: Plan, access: Access) -> ServerOrder:
-    """The server of an engine that is one itself. `InputError` for options that it does not
-    have.
-    """
+def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder:
+    """The server of an engine that is one. `InputError` for options that it does not have."""
     from toolkit.backends import ServerOrder
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
 
     engine = plan.recipe.engine.name
     what, why = f"engine {engine}", ": it has a server of its own"
-    _refuse(given, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
+    _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
     return ServerOrder(
         plan,
-        given.served_model_name or model_name(plan),
-        *_address(given, plan),
-        Ending(given.shutdown_notice, given.shutdown_timeout, note),
+        args.served_model_name or model_name(plan),
+        *_address(args, plan),
+        Ending(args.shutdown_notice, args.shutdown_timeout, note),
         access[0][0],
-        given.insecure,
-        given.event_log,
-        warn_of_foreign if given.force else None,
+        args.insecure,
+        args.event_log,
+        warn if args.force else None,
     )
 
 
 def _gateway(
-    given: ServeOptions,
+    args: ServeOptions,
     plan: Plan,
     access: Access,
     manager: Manager,
@@ -365,50 +333,48 @@ def _gateway(
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending, is_loopback
 
-    _refuse(given, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
-    source = _replica_source(given, ray)
-    (api_key, keys), watched_keys = access
-    needs = replicas_like(plan, given.served_model_name, strict=given.strict)
-    serve, (host, port) = plan.recipe.serve, _address(given, plan)
+    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
+    source = _replica_source(args, ray)
+    callers, watched_keys = access
+    needs = replicas_like(plan, args.served_model_name, strict=args.strict)
+    serve, (host, port) = plan.recipe.serve, _address(args, plan)
     return GatewayLaunch(
         plan=plan,
         settings=GatewaySettings(
             model=needs.model,
             max_new_tokens=serve.max_new_tokens,
             max_waiting=serve.max_waiting,
-            request_timeout_s=given.request_timeout or serve.request_timeout_s or math.inf,
-            open_metrics=given.open_metrics,
-            status_page=is_loopback(host) if given.status_page is None else given.status_page,
+            request_timeout_s=args.request_timeout or serve.request_timeout_s or math.inf,
+            open_metrics=args.open_metrics,
+            status_page=is_loopback(host) if args.status_page is None else args.status_page,
         ),
-        router=_router(given, plan),
+        router=_router(args, plan),
         needs=needs,
-        kinds=kinds_of_replicas(plan, any_version=given.force),
+        kinds=kinds_of_replicas(plan, any_version=args.force),
         host=host,
         port=port,
         source=source,
         own=None if source is not None else own,
         ray=ray,
-        room_timeout_s=given.room_timeout,
-        reread=partial(_reread, given, file, plan) if file.is_file() else None,
+        room_timeout_s=args.room_timeout,
+        reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
-        on_foreign=warn_of_foreign if given.force else None,
-        access=(api_key, keys),
-        insecure=given.insecure,
-        client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
-        limits=limits_of_replicas(plan, given.admission, note),
-        event_log=given.event_log,
-        request_log=given.request_log,
-        ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
+        on_foreign=warn if args.force else None,
+        access=callers,
+        insecure=args.insecure,
+        client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
+        limits=limits_of_replicas(plan, args.admission, note),
+        event_log=args.event_log,
+        request_log=args.request_log,
+        ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
         callers=watched_keys,
-        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
         manager=manager,
     )
 
 
-def _router(given: ServeOptions, plan: Plan) -> Router:
-    """The router of the command line with the plan's targets, else the plan's; with the parameters
-    of --set-router.
-    """
+def _router(args: ServeOptions, plan: Plan) -> Router:
+    """The router of --router with the plan's targets, else the plan's; --set-router changes it."""
     from toolkit.routing.routers import (
         RoundRobinRouter,
         make_router,
@@ -416,28 +382,25 @@ def _router(given: ServeOptions, plan: Plan) -> Router:
         targets_of,
     )
 
-    planned, changes = plan.replica_router, parse_settings(given.router_settings)
-    if planned is not None and given.router in ("", planned.name):
+    planned, changes = plan.replica_router, parse_settings(args.router_settings)
+    if planned is not None and args.router in ("", planned.name):
         return make_router(planned.name, planned.parameters | changes)
-    name = given.router or RoundRobinRouter.name
+    name = args.router or RoundRobinRouter.name
     refuse_unknown_router(name)
     return make_router(name, targets_of(name, plan.recipe.sla) | changes)
 
 
-def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
+def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     """The plan as its file has it now, with the options of the command line.
 
     Raises `InputError` where it needs another front than `before` does: another number of workers,
     another router, or other keys of `serve` or targets.
     """
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-
-    plan = serve_start.override(read_file(Plan, file), given.policy, given.settings, given.workers)
+    plan = serve_start.override(read_file(Plan, file), args.policy, args.settings, args.workers)
     old, new = before.recipe, plan.recipe
     changes = {
         f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,
-        "another router, or other parameters of it": _router(given, plan) != _router(given, before),
+        "another router, or other parameters of it": _router(args, plan) != _router(args, before),
         "other keys of serve": new.serve != old.serve,
         "other targets": new.sla != old.sla,
     }
@@ -445,34 +408,34 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     if found:
         text = f"{file}: the plan has {' and '.join(found)}: restart llmctl serve for that"
         raise InputError(text, "keep what the front uses, and change the replicas' flags only")
-    accept(plan, str(file), broken=given.force or given.allow_broken_limits)
+    accept(plan, str(file), broken=args.force or args.allow_broken_limits)
     return plan
 
 
-def _replica_source(given: ServeOptions, ray: str) -> ReplicaSource | None:
+def _replica_source(args: ServeOptions, ray: str) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
-    if ray and (given.replica or given.replicas):
+    if ray and (args.replica or args.replicas):
         raise InputError(
             f"--ray {ray}: the replicas of --replica and --replicas run already",
             "leave one of the two out",
         )
-    if given.replica and given.replicas:
+    if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
-    if given.replica:
-        return GivenReplicas(given.replica)
-    return replica_source(given.replicas) if given.replicas else None
+    if args.replica:
+        return GivenReplicas(args.replica)
+    return replica_source(args.replicas) if args.replicas else None
 
 
-def _refuse(given: ServeOptions, what: str, *names: str, why: str = "") -> None:
+def _refuse(args: ServeOptions, what: str, *names: str, why: str = "") -> None:
     """`InputError` where one of these options is given."""
-    found = [name for name in names if getattr(given, name[2:].replace("-", "_"))]
+    found = [name for name in names if getattr(args, name[2:].replace("-", "_"))]
     if found:
         raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
 
 
-def _address(given: ServeOptions, plan: Plan) -> tuple[str, int]:
+def _address(args: ServeOptions, plan: Plan) -> tuple[str, int]:
     """The host and the port to listen on."""
     serve = plan.recipe.serve
-    return given.host or serve.host, serve.port if given.port is None else given.port
+    return args.host or serve.host, serve.port if args.port is None else args.port

@@ -1,27 +1,29 @@
-"""The steps of `llmctl serve`: from the command line to a running server.
-
-In order: where to serve (`locate`, and `serve_managed` for service managers); the plan
-(`plan_to_serve`, `override`, `check_engine`); keys and certificates; starting the server (`start`,
-`start_server`, `start_gateway`), which records it for `llmctl status` and `llmctl stop`.
+"""The steps of `llmctl serve`: where to serve, the plan, keys and certificates, and running a
+server with a record for `llmctl status` and `llmctl stop`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from toolkit.cli.arguments import parse_settings
-from toolkit.cli.basis import accept, plan_of_fleet, plan_of_recipe, refuse_workers
+from toolkit.cli.arguments import IN_PROCESS, MANAGED, parse_settings
+from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
 from toolkit.cli.output import WIDTH, emit, note
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
+from toolkit.files.fleet import is_fleet
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.shipped import is_recipe
+from toolkit.files.tuning import breaks, broken
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from toolkit.cli.serve import ServeOptions
     from toolkit.deploy.render import Manifest
     from toolkit.deploy.running import Running, Where
-    from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
 
-IN_PROCESS = ("local", "ray")  # the server of these targets is this process
-MANAGED = ("systemd", "compose")  # targets of a service manager
 ELSEWHERE = {  # targets that serve does not start, and the command that does
     "kubernetes": "kubectl apply -k {folder}",
     "vllm": "{folder}/serve.sh",
@@ -96,9 +95,6 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     `InputError` where its plan is predicted to break limits, unless `broken` allows that.
     """
     from toolkit.deploy.running import Running, name_of, remember, start
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.tuning import breaks
     from toolkit.serve.assemble import model_name
 
     assert place.folder is not None
@@ -127,17 +123,10 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     emit(as_json, server, show)
 
 
-def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
-    """Read the plan `source` or --plan, or make one of a recipe or a fleet with its fits.
-    `InputError` for both, and for neither.
-    """
-    from toolkit.files.fleet import is_fleet
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-    from toolkit.files.shipped import is_recipe
-
+def plan_to_serve(source: str | None, args: ServeOptions) -> Plan:
+    """The plan that is given, or made of a recipe or fleet. `InputError` for both and neither."""
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
-    plan, fit, tuning, force = given.plan, given.fit, given.tuning, given.force
+    plan, fit, tuning = args.plan, args.fit, args.tuning
     if plan is None and source and not is_recipe(source):
         plan, source = Path(source), None
     if plan is not None:
@@ -146,23 +135,16 @@ def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
                 "a plan holds its recipe, fit and tuning; give either the plan or these", usage
             )
         return read_file(Plan, plan)
-    if source and is_fleet(source):
-        if fit:
-            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-        return plan_of_fleet(Path(source), tuning, force=force)[0]
-    if source is None or fit is None:
+    if source is None or not (fit or is_fleet(source)):
         raise InputError("neither a plan nor a recipe with --fit is given", usage)
-    return plan_of_recipe(source, fit, tuning, force=force)
+    return plan_from(source, fit, tuning, force=args.force)[0]
 
 
 def override(
     plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None
 ) -> Plan:
-    """The plan with the policy, parameters and workers of the command line. `InputError` for an
-    unknown policy or parameter.
-    """
+    """The plan with these parts replaced. `InputError` for an unknown policy or parameter."""
     from toolkit.deploy.plan import replaced
-    from toolkit.files.plan import PlannedPolicy
     from toolkit.sched.policies import make_any
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.world import settings_of_kinds
@@ -170,18 +152,15 @@ def override(
     if plan.others:
         refuse_workers(workers)
     if workers is not None and workers != plan.fit.workers:
-        note(
-            f"note: the fit was measured with {plan.fit.workers} workers at once;"
-            f" with {workers} the times may differ"
-        )
+        note_other_count("the fit was measured", plan.fit, workers)
     changes = parse_settings(settings)
     own, planned = settings_of_kinds(changes, plan.kinds)[0], plan.policy
     name = planned.name if policy is None else policy
     chosen = make_any(name, (planned.parameters if name == planned.name else {}) | own)
     if policy is None and not changes and workers is None:
         return plan
-    given = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
-    made = replaced(plan, given, policy is not None, changes, workers or plan.workers)
+    new = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
+    made = replaced(plan, new, policy is not None, changes, workers or plan.workers)
     if plan.predicted and not made.predicted:
         note("note: the tuning's predictions are for other settings; this plan has no predictions")
     return made
@@ -198,32 +177,30 @@ def check_engine(plan: Plan, engine: str | None) -> None:
         )
 
 
-def read_key(given: str, file: Path | None) -> str:
-    """The API key: the given one, or the one line of a file. `InputError` for both, and for a file
-    without a key.
-    """
+def read_key(key: str, file: Path | None) -> str:
+    """The given key, or that of a file with one line. `InputError` for both, or a file without."""
     if file is None:
-        return given.strip()
-    if given:
+        return key.strip()
+    if key:
         raise InputError(
             "the API key is given twice",
             "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
         )
     try:
-        key = file.read_text(encoding="ascii").strip()
+        words = file.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
         raise InputError(
             f"{file}: cannot be read: {reason}", "the file must hold the API key in one line"
         ) from None
-    if not key or len(key.split()) != 1:
+    if len(words) != 1:
         raise InputError(
             f"{file}: the file holds no API key", "write the key alone into it, in one line"
         )
-    return key
+    return words[0]
 
 
-def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
+def find_keys(key: str, file: Path | None, keys: Path | None) -> Access:
     """The API key, or the keys of a file; and the file, where one may change while the server runs.
 
     `InputError` for both a key and a file of keys, and for a file without a key.
@@ -231,7 +208,7 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
     from toolkit.serve.access import read_keys
     from toolkit.serve.server import WatchedFiles
 
-    if keys is not None and (given or file is not None):
+    if keys is not None and (key or file is not None):
         raise InputError(
             "an API key and a file of keys are given",
             "keep --api-keys, or the key of --api-key, --api-key-file or LLMCTL_API_KEY",
@@ -239,17 +216,15 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
     source: WatchedFiles[Callers]
     if keys is not None:
         source = WatchedFiles([keys], lambda: ("", read_keys(keys)))
-    elif file is not None and not given:
+    elif file is not None and not key:
         source = WatchedFiles([file], lambda: (read_key("", file), ()))
     else:
-        return (read_key(given, file), ()), None
+        return (read_key(key, file), ()), None
     return source.value, source
 
 
 def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles[SSLContext] | None:
-    """The certificate for TLS; None: no TLS. `InputError` for a key without a certificate, and for
-    files that hold neither.
-    """
+    """The certificate for TLS, if any. `InputError` for a key alone, and for unusable files."""
     from toolkit.serve.server import certificate_source
 
     if certificate is None:
@@ -278,9 +253,7 @@ def forget_variable(name: str) -> None:
 
 
 def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
-    """The points of the fits to measure again before the first request, within `seconds`; None: the
-    default.
-    """
+    """The points of the fits to measure again before the first request; None: the default time."""
     from toolkit.serve.drift import BUDGET_S, checks_of
 
     if seconds is None:
@@ -289,47 +262,38 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     return checks_of(plan, seconds) if seconds else []
 
 
-def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: bool) -> None:
+def start(order: Launch, args: ServeOptions) -> None:
     """Serve until a signal ends the server.
 
-    With `strict` the command ends before it serves where a measured point contradicts the fit.
+    With --strict the command ends before it serves where a measured point contradicts the fit.
     """
     from toolkit.serve.drift import judge
     from toolkit.serve.launch import launch
 
     plan, front = order.plan, order.settings
-    with remembering("ray" if order.ray else "local") as memory:
+    check = partial(judge, strict=args.strict, say=note)
+    announce = partial(
+        announce_plan, args.as_json, plan, front.model, status_page=front.status_page
+    )
+    serve = partial(launch, order, on_checked=check)
+    target: Where = "ray" if order.ray else "local"
+    serve_recorded(serve, announce, plan, front.model, order.manager, target, args.ssl_certfile)
 
-        def on_ready(url: str) -> None:
-            memory.ready(url, front.model, plan, certificate)
-            order.manager.tell("READY=1")
-            _announce(as_json, url, front.model, plan, status_page=front.status_page)
 
-        memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
-
-
-def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_json: bool) -> None:
-    """Start the server of an engine that is one itself, and serve until a signal ends it.
-
-    `manager` is told when it is ready.
-    """
+def start_server(backend: Serves, order: ServerOrder, manager: Manager, args: ServeOptions) -> None:
+    """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
-    plan = order.plan
+    plan, model = order.plan, order.served_model
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
-    with remembering("local") as memory:
-
-        def on_ready(url: str) -> None:
-            memory.ready(url, order.served_model, plan)
-            manager.tell("READY=1")
-            _announce(as_json, url, order.served_model, plan)
-
-        memory.ended(backend.launch(replace(order, beat=manager.beat), on_ready))
+    announce = partial(announce_plan, args.as_json, plan, model)
+    launch = partial(backend.launch, replace(order, beat=manager.beat))
+    serve_recorded(launch, announce, plan, model, manager)
 
 
-def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bool) -> None:
+def start_gateway(order: GatewayLaunch, args: ServeOptions) -> None:
     """Start the front before replicas, and its own replicas, until a signal ends it."""
     from toolkit.gateway.launch import launch_gateway
 
@@ -338,30 +302,76 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
         where = f" on Ray ({order.ray})" if order.ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
         note(f"starting {servers} of {plan.recipe.engine.name}{where}")
-    with remembering("ray" if order.ray else "local") as memory:
 
-        def on_ready(url: str) -> None:
-            memory.ready(url, front.model, plan, certificate)
-            order.manager.tell("READY=1")
-            page, router = f"{url}/" if front.status_page else None, order.router.name
-            facts = {"url": url, "model": front.model, "router": router, "status_page": page}
-            lines = [
-                f"ready: {url} serves {front.model or 'the model of its replicas'}",
-                f"router: {router}; replicas: {url}/replicas",
-                *([f"status page: {page}"] if page else []),
-            ]
-            emit(as_json, facts, lambda: print("\n".join(lines)))
-            sys.stdout.flush()
+    def announce(url: str) -> None:
+        page, router = f"{url}/" if front.status_page else None, order.router.name
+        facts = {"url": url, "model": front.model, "router": router, "status_page": page}
+        lines = [
+            f"ready: {url} serves {front.model or 'the model of its replicas'}",
+            f"router: {router}; replicas: {url}/replicas",
+            *([f"status page: {page}"] if page else []),
+        ]
+        emit(args.as_json, facts, lambda: print("\n".join(lines)))
 
-        memory.ended(launch_gateway(order, on_ready))
+    serve = partial(launch_gateway, order)
+    target: Where = "ray" if order.ray else "local"
+    serve_recorded(serve, announce, plan, front.model, order.manager, target, args.ssl_certfile)
 
 
-def _announce(
-    as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False
+def serve_recorded(
+    launch: Callable[[Callable[[str], None]], Mapping[str, int]],
+    announce: Callable[[str], None],
+    plan: Plan,
+    model: str,
+    manager: Manager,
+    target: Where = "local",
+    certificate: Path | None = None,
+) -> None:
+    """Serve, and record the server for `llmctl status` and `llmctl stop`.
+
+    `launch` calls its argument with the URL once the server is ready, which `announce` prints. It
+    serves until a signal ends it, and returns how the requests ended, which `llmctl stop` waits
+    for. Where the record cannot be written, as in a container, the server runs without one.
+    """
+    from toolkit.deploy.running import forget, name_of, remember, this_process
+
+    record: Running | None = None
+    was_ready = False
+
+    def on_ready(url: str) -> None:
+        nonlocal was_ready, record
+        was_ready = True
+        name = name_of(plan.recipe.name, url)
+        server = this_process(name, target, url, model, plan.workers, plan.policy.name)
+        facts = {"breaks": breaks(plan.limits)}
+        if certificate is not None:
+            facts["certificate"] = str(certificate.absolute())
+        server = server.model_copy(update=facts)
+        try:
+            remember(server)
+            record = server
+        except InputError as error:
+            note(f"llmctl status will not list this server: {error.message}")
+        manager.tell("READY=1")
+        announce(url)
+        sys.stdout.flush()
+
+    try:
+        ended = launch(on_ready)
+        if not was_ready:
+            note("stopped by a signal before it was ready")
+        if record is not None:
+            remember(record.model_copy(update={"ended": dict(ended)}))
+    except BaseException:  # Ctrl-C, too: a server that fails leaves no record
+        if record is not None:
+            forget(record)
+        raise
+
+
+def announce_plan(
+    as_json: bool, plan: Plan, model: str, url: str, *, status_page: bool = False
 ) -> None:
     """Print that the server of the plan is ready, what it serves, and limits that it will break."""
-    from toolkit.files.tuning import breaks, broken
-
     page, broken_limits = f"{url}/" if status_page else None, broken(plan.limits)
     facts = {
         "url": url,
@@ -387,62 +397,3 @@ def _announce(
             print(f"status page: {page}")
 
     emit(as_json, facts, show)
-    sys.stdout.flush()
-
-
-class ServerRecord:
-    """The record of this process while it serves, for `llmctl status` and `llmctl stop`."""
-
-    def __init__(self, target: Where) -> None:
-        self._target = target
-        self._server: Running | None = None
-        self._was_ready = False
-
-    def ready(self, url: str, model: str, plan: Plan, certificate: Path | None = None) -> None:
-        """Write the record; `certificate` is the server's.
-
-        Where the folder cannot be written, as in a container, `llmctl status` misses the server,
-        and the server runs.
-        """
-        from toolkit.deploy.running import name_of, remember, this_process
-        from toolkit.files.tuning import breaks
-
-        self._was_ready = True
-        name = name_of(plan.recipe.name, url)
-        server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
-        server = server.model_copy(update={"breaks": breaks(plan.limits)})
-        if certificate is not None:
-            server = server.model_copy(update={"certificate": str(certificate.absolute())})
-        try:
-            remember(server)
-        except InputError as error:
-            note(f"llmctl status will not list this server: {error.message}")
-            return
-        self._server = server
-
-    def ended(self, requests: Mapping[str, int]) -> None:
-        """Record how the requests ended; `llmctl stop` waits for that."""
-        from toolkit.deploy.running import remember
-
-        if not self._was_ready:
-            note("stopped by a signal before it was ready")
-        if self._server is not None:
-            remember(self._server.model_copy(update={"ended": dict(requests)}))
-            self._server = None
-
-    def forget(self) -> None:
-        """Remove the record of a server that did not shut down in order."""
-        from toolkit.deploy.running import forget
-
-        if self._server is not None:
-            forget(self._server)
-
-
-@contextlib.contextmanager
-def remembering(target: Where) -> Iterator[ServerRecord]:
-    """A record that is removed where the server fails."""
-    memory = ServerRecord(target)
-    try:
-        yield memory
-    finally:
-        memory.forget()

@@ -1,15 +1,13 @@
 """`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world.
 
-`compare` takes its options, its trace and its laws from here, too: `StageOptions.asked` adds what a
-tuning recommends, `open_stage` reads the files, `Stage.world` makes the simulated world, and the
-functions after it make the notes on a result.
+`compare` takes its options, its trace and its laws from here, too: `StageOptions.scenario` adds
+what a tuning recommends, `open_stage` reads the files, and `Stage.world` makes the simulated world.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,30 +20,35 @@ from toolkit.cli.arguments import (
     TraceOption,
     command_of,
     limit_workers,
+    open_recipe,
     option,
     parse_settings,
     parse_sla,
+    refuse_useless,
     resolve_recipe,
 )
 from toolkit.cli.basis import (
-    FleetOption,
-    kind_names,
-    note_basis,
+    note_bases,
     note_rest,
     note_scaling,
     open_fleet,
     plain,
+    read_tuning,
     refuse_workers,
 )
 from toolkit.cli.output import emit, note, table
+from toolkit.cli.results import Simulation
 from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import fleet_sources, sized
+from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
+from toolkit.files.plan import Kind
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe
+from toolkit.files.tuning import REFUSED, Tuning
 from toolkit.units import number
 
 if TYPE_CHECKING:
-    from toolkit.files.fit import Fit
-    from toolkit.files.plan import Kind
-    from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Tuning
     from toolkit.sched.policies.parameters import Value
     from toolkit.sched.protocols import AnyPolicy
     from toolkit.sched.types import Refusal
@@ -66,87 +69,89 @@ class StageOptions:
     trace: TraceOption = "chat-small"
     fit: str = option(
         "fit.json",
+        "fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock of steps).",
         autocompletion=arguments.fits_and_clock,
-        help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock "
-        "of steps).",
     )
     recipe: Path | None = option(
         None,
+        "The recipe of the fit, which limits lengths; default: the one beside the fit, in the "
+        "current folder, or shipped.",
         callback=resolve_recipe,
-        help="The recipe of the fit, which limits lengths; default: the one beside the fit, in "
-        "the current folder, or shipped.",
     )
-    fleet: FleetOption = None
+    fleet: Path | None = option(
+        None, "Workers of several kinds, in place of --fit; see the docs on fleets."
+    )
     tuning: Path | None = option(
         None,
-        help="Simulate what this tuning.json of the fit or the fleet recommends: policy, "
-        "parameters, router, workers, targets and seed. Options replace them.",
+        "Simulate what this tuning.json of the fit or the fleet recommends: policy, parameters, "
+        "router, workers, targets and seed. Options replace them.",
     )
     settings: SetOption = None
     sla: SlaOption = None
     workers: int | None = option(
         None,
+        "The number of workers; default: as tuned or profiled, or 1.",
         min=1,
         callback=limit_workers,
-        help="The number of workers; default: as tuned or profiled, or 1.",
     )
     max_new_tokens: int | None = option(
         None,
+        "The limit of requests without one in the trace; default: the recipe's, or 4096 in "
+        "unit-step.",
         min=1,
-        help="The limit of requests without one in the trace; default: the recipe's, or 4096 "
-        "in unit-step.",
     )
-    fit_lengths: bool = option(True, help="Scale the lengths to the model's context.")
+    fit_lengths: bool = option(True, "Scale the lengths to the model's context.")
     seed: int | None = option(
         None,
+        "Draw the memory limits and the policies' samples from this seed; default: the tuning's, "
+        "or 0.",
         min=0,
-        help="Draw the memory limits and the policies' samples from this seed; default: the "
-        "tuning's, or 0.",
     )
 
-    def asked(self) -> Asked:
-        """What to simulate. `InputError` for words that cannot be parsed, and for a file that is no
-        tuning.
-        """
-        from toolkit.files.tuning import REFUSED
+    def scenario(self) -> Scenario:
+        """What to simulate. `InputError` for words that cannot be parsed and for a wrong file."""
         from toolkit.sched.policies import BUILT_IN
 
-        given, targets = parse_settings(self.settings), parse_sla(self.sla)
-        kinds, tuning = kind_names(self.fleet), _read_tuning(self, {})
+        settings, targets = parse_settings(self.settings), parse_sla(self.sla)
+        sources = fleet_sources(self.fleet) if self.fleet else []
+        kinds = [open_recipe(source.recipe).name for source in sources]
+        tuning = read_tuning(self.tuning)
         if tuning is None:
-            return Asked(given, targets, kinds)
+            return Scenario(settings, targets, kinds)
         counts = tuning.sizing.kinds if tuning.sizing else []
-        left_out = [kind.recipe for kind in counts if not kind.workers]
-        kinds = [name for name in kinds if name not in left_out]
+        unused = [kind.recipe for kind in counts if not kind.workers]
+        kinds = [name for name in kinds if name not in unused]
         # what the tuning recommends, as `assign_settings` takes it; options replace it
-        found: dict[str, Value] = {}
+        tuned: dict[str, Value] = {}
         best, router = tuning.recommended, tuning.recommended.replica_router
-        if router and given.get("replica_router", router.name) == router.name:
-            found["replica_router"] = router.name
-            found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        if router and settings.get("replica_router", router.name) == router.name:
+            tuned["replica_router"] = router.name
+            tuned |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
         if REFUSED in best.metrics:
-            found["admission"] = "targets"
+            tuned["admission"] = "targets"
         first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
         for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
-            set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & given.keys()}
+            set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & settings.keys()}
             if owner in (first, *kinds):
-                found |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
-        return Asked(found | given, targets or tuning.sla, kinds, tuning)
+                tuned |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
+        return Scenario(tuned | settings, targets or tuning.sla, kinds, tuning)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What to simulate, of the command line and, where that leaves it out, of a tuning."""
+class Scenario:
+    """What to simulate: what the command line says, and else what the tuning recommends.
+
+    `kinds` are the names of the kinds of a fleet.
+    """
 
     settings: Mapping[str, Value]
     targets: Mapping[str, float]
-    kinds: Sequence[str]  # the names of those of a fleet
+    kinds: Sequence[str]
     tuning: Tuning | None = None
 
     def policies(self, named: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
-        """The policies to simulate: those that are `named`; else of tuned servers behind a router,
-        which run no others, their own; else the `usual` ones. `InputError` where the policy of the
-        tuning is not among those that are named.
+        """The policies to simulate: the `named` ones, else the `usual` ones. Tuned servers behind a
+        router run no policy but their own. `InputError` where the tuning's policy is not `named`.
         """
         if self.tuning is None:
             return named or usual
@@ -162,7 +167,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A trace as it will be simulated, and its fit; None: the token-step world."""
+    """A trace that will be simulated, and the fit of its laws; None: the token-step world."""
 
     trace: Trace
     fit: Fit | None
@@ -178,36 +183,64 @@ class Stage:
             return [kind.fit.engine.engine for kind in self.kinds]
         return [self.fit.engine.engine] if self.fit else []
 
-    def policy(self, name: str, given: Mapping[str, Value]) -> AnyPolicy:
-        """The policy of this name with the parameters `given`; before them, of the scheduler of a
-        fleet's servers, those of the first kind's recipe.
+    def policy(self, name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
+        """The policy of this name with the given parameters. The scheduler of a fleet's servers has
+        those of the first kind's recipe, too.
         """
         from toolkit.sched.policies import BUILT_IN
         from toolkit.sim.world import flags_of, policy_for, settings_of_kinds
 
-        own = settings_of_kinds(given, self.kinds)[0] if self.kinds else given
+        own = settings_of_kinds(parameters, self.kinds)[0] if self.kinds else parameters
         if len(self.kinds) > 1 and name in BUILT_IN:
             return flags_of(self.kinds[0], own)
         return policy_for(self.fit, name, own)
 
-    def world(self, given: Mapping[str, Value], flags: Mapping[str, Value] | None = None) -> World:
-        """The simulated world, with the given settings, and `flags` of the scheduler of a fleet's
-        servers. `InputError` for a setting that it cannot have.
+    def world(
+        self,
+        settings: Mapping[str, Value],
+        flags: Mapping[str, Value] | None,
+        targets: Mapping[str, float],
+        failures: Path | None = None,
+    ) -> World:
+        """The simulated world with these settings, `flags` of the scheduler of a fleet's servers,
+        targets for its router and its front, and a file of failures of replicas.
+
+        `InputError` for a setting that it cannot have.
         """
+        from toolkit.routing.admission import UNLIMITED, LatencyLimits
+        from toolkit.routing.routers import make_router, targets_of
+        from toolkit.sched.policies.parameters import parameters
+        from toolkit.sim.replicas import Routing, read_outages
         from toolkit.sim.world import flagged, make_world
 
-        made = make_world(
+        world = make_world(
             self.fit,
-            given,
+            settings,
             workers=self.workers,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
             others=self.kinds[1:],
         )
-        return flagged(made, self.kinds, flags)
+        world = flagged(world, self.kinds, flags)
+        routing = world.routing or Routing()
+        if failures is not None:
+            routing = replace(routing, outages=read_outages(failures, world.size))
+        elif world.routing is None:
+            return world
+        router, own = routing.router, parameters(routing.router)
+        known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
+        refuses = settings.get("admission") == "targets"
+        limits = LatencyLimits.of(targets) if refuses else UNLIMITED
+        if refuses and limits == UNLIMITED:
+            raise InputError(
+                "admission is 'targets', and no target for TTFT or E2E is given",
+                "add one, such as --sla ttft_p99_s=1",
+            )
+        routing = replace(routing, router=make_router(router.name, own | known), limits=limits)
+        return replace(world, routing=routing)
 
 
-def open_stage(given: StageOptions) -> Stage:
+def open_stage(args: StageOptions) -> Stage:
     """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
     rests on.
 
@@ -216,74 +249,59 @@ def open_stage(given: StageOptions) -> Stage:
     kind, and where that recipe is not found; without a fit it names those that ship. `StaleError`
     for a tuning of another fit or fleet.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.fleet import sized
-    from toolkit.files.io import read_file
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare, scale_lengths
 
     kinds: Sequence[Kind] = ()
+    bases: dict[Path, Fit] = {}
     spec: Recipe | None = None
     fitted: Fit | None = None
     tuning: Tuning | None = None
-    note_bases: Callable[[], None] | None = None
-    if given.fleet is not None:
-        _refuse("--recipe", given.recipe, "a fleet names its recipes")
-        refuse_workers(given.workers)
-        opened = open_fleet(given.fleet)
-        tuning = _read_tuning(given, opened.inputs)
-        kinds, note_bases = sized(opened.kinds, tuning), partial(opened.note_bases, tuning)
+    fleet = None
+    if args.fleet is not None:
+        refuse_useless({"--recipe": args.recipe}, "a fleet names its recipes")
+        refuse_workers(args.workers)
+        fleet = open_fleet(args.fleet)
+        tuning = read_tuning(args.tuning, fleet.inputs)
+        kinds = sized(fleet.kinds, tuning)
         spec, fitted = kinds[0].recipe, kinds[0].fit
-    elif given.fit == UNIT_STEP and not Path(given.fit).exists():
-        _refuse("--recipe", given.recipe, f"--fit {UNIT_STEP} has none")
-        _refuse("--tuning", given.tuning, f"--fit {UNIT_STEP} has no settings to tune")
+    elif args.fit == UNIT_STEP and not Path(args.fit).exists():
+        refuse_useless({"--recipe": args.recipe}, f"--fit {UNIT_STEP} has none")
+        refuse_useless({"--tuning": args.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
     else:
-        path = _existing_fit(given.fit)
+        path = _existing_fit(args.fit)
         fitted = read_file(Fit, path)
-        spec = _recipe_of(fitted, path, given.recipe, needed=given.max_new_tokens is None)
-        made_from = {"fit": path} | ({"recipe": given.recipe} if given.recipe else {})
-        tuning = _read_tuning(given, made_from)
+        spec = _recipe_of(fitted, path, args.recipe, needed=args.max_new_tokens is None)
+        made_from = {"fit": path} | ({"recipe": args.recipe} if args.recipe else {})
+        tuning = read_tuning(args.tuning, made_from)
         if tuning and "fleet" in tuning.inputs:
             raise InputError(
-                f"{given.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
+                f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
                 "name the fleet with --fleet in place of --fit",
             )
-        note_bases = partial(note_basis, fitted, path)
-    limit = given.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
-    requests, _ = read_trace(trace_path(given.trace))
-    if given.fit_lengths and spec:
+        bases[path] = fitted
+    limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
+    requests, _ = read_trace(trace_path(args.trace))
+    if args.fit_lengths and spec:
         serve = spec.serve.model_copy(update={"max_new_tokens": limit})
         requests = prepare(requests, spec.model_copy(update={"serve": serve}))
-    elif given.fit_lengths and fitted:
+    elif args.fit_lengths and fitted:
         requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
     note_scaling(requests)
-    if note_bases:
-        note_bases()
-    if given.tuning and tuning:
-        note(f"{given.tuning.name} recommends {tuning.recommended.key}")
-    workers = kinds[0].workers if kinds else given.workers or (tuning.workers if tuning else 0)
-    seed = given.seed if given.seed is not None else tuning.seed if tuning else 0
+    if fleet:
+        fleet.note_bases(tuning)
+    note_bases(bases)
+    if args.tuning and tuning:
+        note(f"{args.tuning.name} recommends {tuning.recommended.key}")
+    workers = kinds[0].workers if kinds else args.workers or (tuning.workers if tuning else 0)
+    seed = args.seed if args.seed is not None else tuning.seed if tuning else 0
     return Stage(requests, fitted, limit, workers, seed, kinds)
-
-
-def _read_tuning(given: StageOptions, made_from: Mapping[str, Path]) -> Tuning | None:
-    """The file of --tuning. `StaleError` where it was made from other files."""
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
-    return read_file(Tuning, given.tuning, made_from) if given.tuning else None
-
-
-def _refuse(option: str, file: Path | None, why: str) -> None:
-    if file is not None:
-        raise InputError(f"{option} {file.name} changes nothing: {why}", f"leave {option} out")
 
 
 def _existing_fit(fit: str) -> Path:
     """The file of --fit. `InputError` where there is none."""
-    from toolkit.files.io import fit_path, shipped_fits
     from toolkit.sim.world import UNIT_STEP
 
     path = fit_path(fit)
@@ -295,18 +313,14 @@ def _existing_fit(fit: str) -> Path:
     return path
 
 
-def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Recipe | None:
-    """The recipe that `fit` was made from: the `given` one, or the one at the usual places.
+def _recipe_of(fit: Fit, path: Path, recipe: Path | None, *, needed: bool) -> Recipe | None:
+    """The recipe that `fit` was made from: `recipe`, or the one at the usual places.
 
-    `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
+    `InputError` where it is `needed` and not found, `StaleError` where `recipe` is another.
     """
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import find_recipe, read_file
-    from toolkit.files.shipped import load_recipe
-
-    if given is not None:
-        read_file(Fit, path, {"recipe": given})
-        return load_recipe(given)
+    if recipe is not None:
+        read_file(Fit, path, {"recipe": recipe})
+        return load_recipe(recipe)
     found = find_recipe(fit, path)
     if found is None and needed:
         raise InputError(
@@ -317,93 +331,48 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
     return found
 
 
-def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
-    """A line that counts the requests that can never be served, with an example; none where all can
-    be.
+def result_notes(
+    refusals: Sequence[Refusal], metrics: Mapping[str, float], measured: object = None
+) -> list[str]:
+    """What a reader must know before trusting the figures of a simulation, a line each: requests
+    that can never be served, batches outside the `measured` range of the laws, if that is given,
+    hits of a prefix cache, and unfinished requests.
     """
-    if not refusals:
-        return []
-    first, count = refusals[0], len(refusals)
-    counted = "1 request" if count == 1 else f"{count:,} requests"
-    return [f"{counted} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
+    from toolkit.sim.world import extrapolation_warning
+
+    lines = []
+    if refusals:
+        first, count = refusals[0], len(refusals)
+        counted = "1 request" if count == 1 else f"{count:,} requests"
+        example = f"for example number {int(first.request_id) + 1}: {first.reason}"
+        lines.append(f"{counted} rejected; {example}")
+    beyond_percent = metrics.get("extrapolated_batches_percent", 0.0)
+    if measured is not None and beyond_percent:
+        lines.append(f"warning: {extrapolation_warning(beyond_percent, measured)}")
+    if "hit_percent" in metrics:
+        hit_percent, tokens = metrics["hit_percent"], metrics["query_tokens"]
+        lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
+        lines.append(
+            f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found, "
+            f"{lost_percent:.3g} % lost to eviction"
+        )
+    if metrics["unfinished"]:
+        unfinished = f"{metrics['unfinished']:,.0f} had not ended"
+        lines.append(f"stopped when the last request was admitted; {unfinished}")
+    return lines
 
 
 def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
-    """What simulations under these policies make of a trace that says what prompts share; empty for
-    one that does not.
-    """
+    """A line on the policies that ignore what the trace says that prompts share; else none."""
     from toolkit.sched.policies import BUILT_IN
 
     if trace.shared is None and trace.sessions is None:
         return []
     without = [name for name in policies if name not in BUILT_IN]
-    if not without:
-        return []
+    which = f"{len(without)} of the policies reuse"
     if len(without) == 1:
-        return [f"policy '{without[0]}' reuses no prompts: simulated as if they shared nothing"]
-    return [f"{len(without)} of the policies reuse no prompts: simulated as if they shared nothing"]
-
-
-def hit_notes(metrics: Mapping[str, float]) -> list[str]:
-    """A line on what a simulated prefix cache found; empty where there is none."""
-    if "hit_percent" not in metrics:
-        return []
-    found, lost = metrics["hit_percent"], metrics["lost_hit_tokens"]
-    share = 100.0 * lost / max(metrics["query_tokens"], 1.0)
-    return [
-        f"prefix cache: {found:.3g} % of {metrics['query_tokens']:,.0f} prompt tokens found, "
-        f"{share:.3g} % lost to eviction"
-    ]
-
-
-def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list[str]:
-    """What a reader must know before trusting the figures of one simulation of this policy."""
-    from toolkit.sim.world import extrapolation_warning
-
-    valid, share = world.range_of(policy), metrics.get("extrapolated_batches_percent", 0.0)
-    warning = extrapolation_warning(share, valid) if valid is not None else None
-    lines = [f"warning: {warning}"] if warning else []
-    return [*lines, *hit_notes(metrics), *unfinished_notes(metrics)]
-
-
-def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
-    """A line that counts the unfinished requests of a simulation without `drain`; none where there
-    are none.
-    """
-    if not metrics["unfinished"]:
-        return []
-    return [
-        f"stopped when the last request was admitted; {metrics['unfinished']:,.0f} had not ended"
-    ]
-
-
-def routed(
-    world: World, targets: Mapping[str, float], given: Mapping[str, Value], failures: Path | None
-) -> World:
-    """The world with the targets given to its router, and to its front if the world's settings
-    `given` say that it refuses requests, and failures of replicas from a file.
-    """
-    from toolkit.routing.admission import UNLIMITED, LatencyLimits
-    from toolkit.routing.routers import make_router, targets_of
-    from toolkit.sched.policies.parameters import parameters
-    from toolkit.sim.replicas import Routing, read_outages
-
-    routing = world.routing or Routing()
-    if failures is not None:
-        routing = replace(routing, outages=read_outages(failures, world.size))
-    elif world.routing is None:
-        return world
-    router, own = routing.router, parameters(routing.router)
-    known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
-    refuses = given.get("admission") == "targets"
-    limits = LatencyLimits.of(targets) if refuses else UNLIMITED
-    if refuses and limits == UNLIMITED:
-        raise InputError(
-            "admission is 'targets', and no target for TTFT or E2E is given",
-            "add one, such as --sla ttft_p99_s=1",
-        )
-    routing = replace(routing, router=make_router(router.name, own | known), limits=limits)
-    return replace(world, routing=routing)
+        which = f"policy '{without[0]}' reuses"
+    return [f"{which} no prompts: simulated as if they shared nothing"] if without else []
 
 
 def _failure_notes(
@@ -438,55 +407,55 @@ class SimulateOptions(StageOptions):
 
     policy: str | None = option(
         None,
+        "The policy, one that `llmctl policies` lists; default: the tuning's, or slice.",
         autocompletion=arguments.policy,
-        help="The policy, one that `llmctl policies` lists; default: the tuning's, or slice.",
     )
     rate: RateOption = None
     replica_failures: Path | None = option(
         None,
+        "JSON lines of replicas that die or drain, and when they come back; the result says what "
+        "that costs.",
         "--failures",
-        help="JSON lines of replicas that die or drain, and when they come back; the result "
-        "says what that costs.",
     )
     as_json: JsonOption = False
 
 
 @command_of(SimulateOptions)
-def command(given: SimulateOptions) -> None:
+def command(args: SimulateOptions) -> None:
     """Simulate a trace under a policy by the fitted laws, and print the metrics.
 
     --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
     """
-    from toolkit.cli.results import Simulation
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
     from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
-    asked = given.asked()
-    targets, tuning = asked.targets, asked.tuning
-    tuned = tuning.recommended.policy if tuning else "slice"
-    [policy] = asked.policies([given.policy] if given.policy else [], [tuned])
-    of_world, of_policy = assign_settings([policy], asked.settings, asked.kinds)
-    stage = open_stage(given)
-    requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
+    scenario = args.scenario()
+    targets, tuning = scenario.targets, scenario.tuning
+    usual = tuning.recommended.policy if tuning else "slice"
+    [policy] = scenario.policies([args.policy] if args.policy else [], [usual])
+    of_world, of_policy = assign_settings([policy], scenario.settings, scenario.kinds)
+    stage = open_stage(args)
+    requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     chosen = stage.policy(policy, of_policy[policy])
-    world = stage.world(of_world, of_policy[policy])
+    world = stage.world(of_world, of_policy[policy], targets, args.replica_failures)
     check_capacity(of_world, world, requests)
     note_rest(requests)
-    for line in sharing_notes(requests, [policy]):
-        note(line)
-    world = routed(world, targets, of_world, given.replica_failures)
+    note(*sharing_notes(requests, [policy]))
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
-    notes = _failure_notes(requests, chosen, world, result, targets)
-    notes += [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]
-    name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
-    for line in [*notes, *([remark] if remark else [])]:
-        note(line)
+    note(*_failure_notes(requests, chosen, world, result, targets))
+    note(*result_notes(result.refusals, metrics, world.range_of(policy)))
+    note(*filter(None, [footnote([policy], stage.engines)]))
+    of_kinds = {  # of a fleet's servers
+        kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
+        for kind, part in zip(stage.kinds, result.kinds, strict=False)
+    }
+    flags = {kind.name: parameters(kind.flags) for kind in world.others if kind.flags}
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),
@@ -494,30 +463,20 @@ def command(given: SimulateOptions) -> None:
         seed=stage.seed,
         sla=dict(targets),
         trace=plain(requests),
-        kinds=_of_kinds(stage, result, targets),
-        kind_parameters={each.name: parameters(each.flags) for each in world.others if each.flags}
-        or None,
+        kinds=of_kinds or None,
+        kind_parameters=flags or None,
         **metrics,
     )
 
     def show() -> None:
-        table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'")
-        if found.kinds:
-            kinds = found.kinds
-            shown = [name for name in OF_KINDS if any(name in each for each in kinds.values())]
-            rows = [[name, *(each.get(key, "") for key in shown)] for name, each in kinds.items()]
-            table(["kind", *(f">{key}" for key in shown)], rows, title="by kind")
+        table(
+            ["metric", "value"],
+            list(metrics.items()),
+            title=f"policy '{marked(policy, stage.engines)}'",
+        )
+        if of_kinds:
+            shown = [key for key in OF_KINDS if any(key in each for each in of_kinds.values())]
+            rows = [[kind, *(one.get(key, "") for key in shown)] for kind, one in of_kinds.items()]
+            table(["kind", *(f">{key}" for key in shown)], rows, "by kind")
 
-    emit(given.as_json, found, show)
-
-
-def _of_kinds(
-    stage: Stage, result: SimResult, targets: Mapping[str, float]
-) -> dict[str, dict[str, float]] | None:
-    """The metrics of each kind of a fleet's servers, by its recipe's name; None elsewhere."""
-    if not result.kinds:
-        return None
-    return {
-        kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
-        for kind, part in zip(stage.kinds, result.kinds, strict=True)
-    }
+    emit(args.as_json, found, show)

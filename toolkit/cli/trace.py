@@ -7,7 +7,6 @@ write files.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, option, resolve_recipe
+from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
 from toolkit.cli.output import chart, emit, note, table
 from toolkit.errors import InputError
+from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds, size
 
 if TYPE_CHECKING:
@@ -39,33 +39,31 @@ class RecordOptions:
         ),
     ]
     listen: str = option(
-        "127.0.0.1:8100", metavar="HOST:PORT", help="Listen on this address for clients."
+        "127.0.0.1:8100", "Listen on this address for clients.", metavar="HOST:PORT"
     )
     max_mib: int = option(
-        256, min=1, help="Rename OUT to OUT.1 at this size, and replace an older OUT.1."
+        256, "Rename OUT to OUT.1 at this size, and replace an older OUT.1.", min=1
     )
     timeout: float = option(
-        600.0,
-        min=1.0,
-        help="Give up a request after the server sent nothing for this many seconds.",
+        600.0, "Give up a request after the server sent nothing for this many seconds.", min=1.0
     )
     shutdown_timeout: float = option(
-        30.0, min=0.0, help="Give running requests this many seconds after a signal."
+        30.0, "Give running requests this many seconds after a signal.", min=0.0
     )
     upstream_ca: Path | None = option(
-        None, help="For https: trust these authorities (PEM) instead of the system's."
+        None, "For https: trust these authorities (PEM) instead of the system's."
     )
-    insecure: bool = option(False, "--insecure", help="Accept other machines.")
+    insecure: bool = option(False, "Accept other machines.")
     block_tokens: int = option(
         16,
+        "Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
         min=0,
-        help="Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
     )
     as_json: JsonOption = False
 
 
 @command_of(RecordOptions)
-def record(given: RecordOptions) -> None:
+def record(args: RecordOptions) -> None:
     """Record a trace in front of a running server: lengths and times, and what prompts share, never
     text or keys.
 
@@ -76,28 +74,28 @@ def record(given: RecordOptions) -> None:
     """
     from toolkit.serve.recording import Recording, record
 
-    host, _, port = given.listen.rpartition(":")
+    host, _, port = args.listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(
-            f"--listen '{given.listen}': not an address",
+            f"--listen '{args.listen}': not an address",
             "for example 127.0.0.1:8100, or [::1]:8100",
         )
     order = Recording(
-        given.upstream,
+        args.upstream,
         host.removeprefix("[").removesuffix("]"),
         int(port),
-        given.out,
-        given.max_mib << 20,
-        given.timeout,
-        given.shutdown_timeout,
-        given.insecure,
-        given.block_tokens,
-        given.upstream_ca,
+        args.out,
+        args.max_mib << 20,
+        args.timeout,
+        args.shutdown_timeout,
+        args.insecure,
+        args.block_tokens,
+        args.upstream_ca,
     )
 
     def announce(url: str) -> None:
-        facts = {"url": url, "upstream": given.upstream, "out": str(given.out)}
-        emit(given.as_json, facts, lambda: print(f"recording: {url} to {given.out}"))
+        facts = {"url": url, "upstream": args.upstream, "out": str(args.out)}
+        emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
         sys.stdout.flush()
 
     ended = record(order, announce)
@@ -105,7 +103,7 @@ def record(given: RecordOptions) -> None:
         note("no client requested tokens; nothing was recorded")
         return
     counts = ", ".join(f"{count:,} {status}" for status, count in sorted(ended.items()))
-    note(f"requests: {counts}; see them with: llmctl trace inspect {given.out}")
+    note(f"requests: {counts}; see them with: llmctl trace inspect {args.out}")
 
 
 BAR_WIDTH = 18
@@ -135,7 +133,7 @@ def inspect(
     recipe: Annotated[
         Path | None,
         typer.Option(
-            callback=resolve_recipe,
+            callback=arguments.resolve_recipe,
             help="A recipe, file or name: show the sizes of caches in GiB of its model too.",
         ),
     ] = None,
@@ -144,7 +142,6 @@ def inspect(
     """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
     what a prefix cache could reuse.
     """
-    from toolkit.files.shipped import load_recipe
     from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
     from toolkit.traces.types import trace_path
@@ -167,38 +164,34 @@ class ConvertOptions:
     """The command line of `llmctl trace convert`."""
 
     trace: TraceArgument
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Write the trace to this file, canonical JSONL.")
-    ]
+    out: Path = argument("Write the trace to this file, canonical JSONL.", metavar="OUT")
     start: float = option(
-        0.0, min=0.0, help="Leave out requests that arrive before this second (after scaling)."
+        0.0, "Leave out requests that arrive before this second (after scaling).", min=0.0
     )
-    duration: float | None = option(None, min=0.0, help="Keep this many seconds from --start on.")
-    rate: float | None = option(None, help="Scale arrival times to this mean rate, requests/s.")
+    duration: float | None = option(None, "Keep this many seconds from --start on.", min=0.0)
+    rate: float | None = option(None, "Scale arrival times to this mean rate, requests/s.")
     draw_rate: float | None = option(
-        None, help="Draw new arrival times at this rate, for traces without times."
+        None, "Draw new arrival times at this rate, for traces without times."
     )
     cv: float | None = option(
-        None, help="With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
+        None, "With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
     )
     seed: int | None = option(
-        None,
-        min=0,
-        help="With --draw-rate: draw from this seed; the same seed gives the same times.",
+        None, "With --draw-rate: draw from this seed; the same seed gives the same times.", min=0
     )
     divide: float | None = option(
-        None, help="Divide all lengths by this factor; what prompts share stays shared."
+        None, "Divide all lengths by this factor; what prompts share stays shared."
     )
     max_model_len: int | None = option(
-        None, help="Scale lengths to this context, in tokens; needs --max-new-tokens."
+        None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
     )
-    max_new_tokens: int | None = option(None, help="Scale outputs to this many tokens.")
+    max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
     as_json: JsonOption = False
 
 
 @app.command("convert")
 @command_of(ConvertOptions)
-def convert(given: ConvertOptions) -> None:
+def convert(args: ConvertOptions) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
 
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
@@ -209,29 +202,29 @@ def convert(given: ConvertOptions) -> None:
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
-    if (given.max_model_len is None) != (given.max_new_tokens is None):
+    if (args.max_model_len is None) != (args.max_new_tokens is None):
         raise InputError(
             "--max-model-len and --max-new-tokens need each other", "give both, or neither"
         )
-    if given.rate is not None and given.draw_rate is not None:
-        both = f"--rate {given.rate:g} and --draw-rate {given.draw_rate:g}"
+    if args.rate is not None and args.draw_rate is not None:
+        both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
-    if given.draw_rate is None:
-        drawn = {"--cv": given.cv, "--seed": given.seed}
-        _refuse(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
-    loaded, _ = read_trace(trace_path(given.trace, folders=True))
-    if given.draw_rate is not None:
-        arrivals = Arrivals(given.draw_rate, 1.0 if given.cv is None else given.cv)
-        loaded = draw_arrivals(loaded, arrivals, given.seed or 0)
-    if given.rate is not None:
-        loaded = scale_rate(loaded, given.rate)
-    if given.divide is not None:
-        loaded = divide_lengths(loaded, given.divide)
-    if given.max_model_len is not None and given.max_new_tokens is not None:
-        loaded = scale_lengths(loaded, given.max_model_len, given.max_new_tokens)
-    loaded = excerpt(loaded, given.start, given.duration)
-    write_trace(loaded, given.out)
-    _wrote(loaded, given.out, given.as_json)
+    if args.draw_rate is None:
+        drawn = {"--cv": args.cv, "--seed": args.seed}
+        refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
+    loaded, _ = read_trace(trace_path(args.trace, folders=True))
+    if args.draw_rate is not None:
+        arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
+        loaded = draw_arrivals(loaded, arrivals, args.seed or 0)
+    if args.rate is not None:
+        loaded = scale_rate(loaded, args.rate)
+    if args.divide is not None:
+        loaded = divide_lengths(loaded, args.divide)
+    if args.max_model_len is not None and args.max_new_tokens is not None:
+        loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
+    loaded = excerpt(loaded, args.start, args.duration)
+    write_trace(loaded, args.out)
+    _wrote(loaded, args.out, args.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,50 +232,48 @@ class GenerateOptions:
     """The command line of `llmctl trace generate`."""
 
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
-    rate: float | None = option(None, help="Mean arrival rate, requests/s; default: 20.")
-    duration: float | None = option(None, help="Seconds; default: 600.")
+    rate: float | None = option(None, "Mean arrival rate, requests/s; default: 20.")
+    duration: float | None = option(None, "Seconds; default: 600.")
     cv: float | None = option(
-        None, help="Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
+        None, "Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
     )
     prompt: str = option(
         "lognormal:400:1",
-        help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.",
+        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.",
     )
-    output: str = option("lognormal:120:0.75", help="The same for output lengths.")
+    output: str = option("lognormal:120:0.75", "The same for output lengths.")
     longest: int | None = option(
-        None,
-        min=1,
-        help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto.",
+        None, "Clip lengths to this many tokens; default: 1024 for lognormal and pareto.", min=1
     )
-    max_tokens: int = option(0, min=0, help="The limit on output tokens that clients set; 0: none.")
+    max_tokens: int = option(0, "The limit on output tokens that clients set; 0: none.", min=0)
     all_at_once: int | None = option(
         None,
+        "This many requests, all at 0 s, instead of --rate and --duration.",
         "--backlog",
         min=1,
-        help="This many requests, all at 0 s, instead of --rate and --duration.",
     )
     system_tokens: int | None = option(
-        None, min=1, help="Begin every prompt with the same so many tokens."
+        None, "Begin every prompt with the same so many tokens.", min=1
     )
     templates: int | None = option(
-        None, min=1, help="Begin prompts with one of so many templates, chosen by Zipf."
+        None, "Begin prompts with one of so many templates, chosen by Zipf.", min=1
     )
     template_tokens: str | None = option(
-        None, help="Lengths of the templates, as --prompt; default: fixed:512."
+        None, "Lengths of the templates, as --prompt; default: fixed:512."
     )
     zipf: float | None = option(
-        None, min=0.0, help="The k-th template has a weight of 1 / k^ZIPF; default: 1."
+        None, "The k-th template has a weight of 1 / k^ZIPF; default: 1.", min=0.0
     )
     turns: str | None = option(
         None,
-        help="Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is"
-        " then of sessions, and --prompt of what is new in a turn.",
+        "Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is then of "
+        "sessions, and --prompt of what is new in a turn.",
     )
     think: str | None = option(
-        None, help="Seconds before a later turn, as --prompt, such as lognormal:5:1."
+        None, "Seconds before a later turn, as --prompt, such as lognormal:5:1."
     )
     block_tokens: int | None = option(
-        None, min=1, help="Note what prompts share in blocks of this size; default: 16."
+        None, "Note what prompts share in blocks of this size; default: 16.", min=1
     )
     seed: SeedOption = 0
     as_json: JsonOption = False
@@ -290,7 +281,7 @@ class GenerateOptions:
 
 @app.command("generate")
 @command_of(GenerateOptions)
-def generate(given: GenerateOptions) -> None:
+def generate(args: GenerateOptions) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
     from toolkit.traces.generate import (
         Arrivals,
@@ -303,56 +294,50 @@ def generate(given: GenerateOptions) -> None:
     from toolkit.traces.write import write_trace
 
     prompts, outputs = (
-        parse_lengths(text, given.longest or default_max_length(text))
-        for text in (given.prompt, given.output)
+        parse_lengths(text, args.longest or default_max_length(text))
+        for text in (args.prompt, args.output)
     )
-    content = _content(given)
-    if given.all_at_once is not None:
-        useless = {"--rate": given.rate, "--duration": given.duration, "--cv": given.cv}
-        _refuse(useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
-        made = backlog(given.all_at_once, prompts, outputs, given.seed, content)
+    content = _content(args)
+    if args.all_at_once is not None:
+        useless = {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv}
+        refuse_useless(
+            useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out"
+        )
+        made = backlog(args.all_at_once, prompts, outputs, args.seed, content)
     else:
         arrivals = Arrivals(
-            20.0 if given.rate is None else given.rate, 1.0 if given.cv is None else given.cv
+            20.0 if args.rate is None else args.rate, 1.0 if args.cv is None else args.cv
         )
-        seconds_long = 600.0 if given.duration is None else given.duration
-        made = synthesize(arrivals, seconds_long, prompts, outputs, given.seed, content)
-    if given.max_tokens:
-        made = limited(made, given.max_tokens)
-    write_trace(made, given.out)
-    _wrote(made, given.out, given.as_json)
+        seconds_long = 600.0 if args.duration is None else args.duration
+        made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
+    if args.max_tokens:
+        made = limited(made, args.max_tokens)
+    write_trace(made, args.out)
+    _wrote(made, args.out, args.as_json)
 
 
-def _content(given: GenerateOptions) -> SharedContent | None:
+def _content(args: GenerateOptions) -> SharedContent | None:
     """What generated prompts share; None for nothing. `InputError` for options without effect."""
     from toolkit.traces.generate import SharedContent, parse_lengths, parse_times
 
-    if given.templates is None:
-        needs = {"--template-tokens": given.template_tokens, "--zipf": given.zipf}
-        _refuse(needs, "there are no templates", "add --templates")
-    if given.turns is None:
-        _refuse({"--think": given.think}, "requests have one turn", "add --turns")
-    if not (given.system_tokens or given.templates or given.turns):
+    if args.templates is None:
+        needs = {"--template-tokens": args.template_tokens, "--zipf": args.zipf}
+        refuse_useless(needs, "there are no templates", "add --templates")
+    if args.turns is None:
+        refuse_useless({"--think": args.think}, "requests have one turn", "add --turns")
+    if not (args.system_tokens or args.templates or args.turns):
         shares = "add --system-tokens, --templates or --turns"
-        _refuse({"--block-tokens": given.block_tokens}, "prompts share nothing", shares)
+        refuse_useless({"--block-tokens": args.block_tokens}, "prompts share nothing", shares)
         return None
     return SharedContent(
-        given.system_tokens or 0,
-        given.templates or 0,
-        parse_lengths(given.template_tokens or "fixed:512"),
-        1.0 if given.zipf is None else given.zipf,
-        parse_lengths(given.turns) if given.turns else None,
-        parse_times(given.think) if given.think else None,
-        given.block_tokens or 16,
+        args.system_tokens or 0,
+        args.templates or 0,
+        parse_lengths(args.template_tokens or "fixed:512"),
+        1.0 if args.zipf is None else args.zipf,
+        parse_lengths(args.turns) if args.turns else None,
+        parse_times(args.think) if args.think else None,
+        args.block_tokens or 16,
     )
-
-
-def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
-    """`InputError` for the first option that was given without effect."""
-    for name, value in given.items():
-        if value is not None:
-            shown = value if isinstance(value, str) else f"{value:g}"
-            raise InputError(f"{name} {shown} changes nothing: {why}", hint)
 
 
 def _wrote(trace: Trace, out: Path, as_json: bool) -> None:

@@ -1,9 +1,4 @@
-"""`llmctl tune`: search the scheduler's policy and parameters on a trace, with the simulator.
-
-`TuneOptions` declares the command line. `command` reads the files, searches, and writes and prints
-the result. The helpers below it prepare the search (the fleet, the number of workers, the profile,
-the processes that simulate, the store of evaluations), show its progress, and print its result.
-"""
+"""`llmctl tune`: search the scheduler's policy and parameters on a trace, with the simulator."""
 
 from __future__ import annotations
 
@@ -23,6 +18,7 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
+    FIT,
     FIT_HELP,
     JsonOption,
     RecipeArgument,
@@ -30,22 +26,39 @@ from toolkit.cli.arguments import (
     limit_workers,
     open_recipe,
     option,
-    resolve_fit,
 )
-from toolkit.cli.basis import Fleet, note_basis, note_trace, open_fleet, read_fit, refuse_workers
+from toolkit.cli.basis import Fleet, note_bases, note_trace, open_fleet, read_fit, refuse_workers
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import is_fleet
+from toolkit.files.io import (
+    EnvelopeFields,
+    check_writable,
+    digest,
+    head,
+    read_file,
+    shipped_siblings,
+    usable_cpus,
+    write_file,
+)
+from toolkit.files.plan import Kind
+from toolkit.files.profile import Profile
+from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS, Recipe
+from toolkit.files.tuning import (
+    Outcome,
+    ParameterValue,
+    Sizing,
+    SizingRow,
+    Tuning,
+    breaks,
+    share_used,
+)
 from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
-    from toolkit.files.fit import Fit
-    from toolkit.files.io import EnvelopeFields
-    from toolkit.files.plan import Kind
-    from toolkit.files.profile import Profile
-    from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Outcome, ParameterValue, Sizing, SizingRow, Tuning
     from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
@@ -78,8 +91,6 @@ METRICS = (
 
 def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
     """The value of --trials, --draws or --jobs. `InputError` above its limit."""
-    from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS
-
     limit = {"trials": MAX_TRIALS, "draws": MAX_DRAWS, "jobs": MAX_JOBS}[param.name or ""]
     if value is None or value <= limit:
         return value
@@ -99,86 +110,78 @@ class TuneOptions:
     """The command line of `llmctl tune`."""
 
     recipe: RecipeArgument
-    fit: Path = option(
-        Path("fit.json"), callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP
-    )
-    out: Path = option(Path("tuning.json"), help="Write the result to this file.")
-    force: bool = option(
-        False, "--force", help="Accept a fit of another recipe, or of a recipe that has changed."
-    )
+    fit: Path = option(Path("fit.json"), FIT_HELP, **FIT)
+    out: Path = option(Path("tuning.json"), "Write the result to this file.")
+    force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     policies: str | None = _search(
         None,
+        "Search these policies and the recipe's. 'all' (default) means all policies except the "
+        "oracles, 'own' only the recipe's.",
         metavar="NAME,...",
         autocompletion=arguments.policies,
-        help="Search these policies and the recipe's. 'all' (default) means all policies "
-        "except the oracles, 'own' only the recipe's.",
     )
     routers: str | None = _search(
         None,
+        "Before several replicas of a server, search these routers and the recipe's. 'all' "
+        "(default) means all, 'own' only the recipe's.",
         metavar="NAME,...",
-        help="Before several replicas of a server, search these routers and the recipe's. "
-        "'all' (default) means all, 'own' only the recipe's.",
     )
     trials: int | None = _search(
-        None, min=1, callback=_limited, help="Try this number of settings; default: the recipe's."
+        None, "Try this number of settings; default: the recipe's.", min=1, callback=_limited
     )
     seed: int | None = _search(
         None,
+        "Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
         min=0,
-        help="Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
     )
     draws: int | None = _search(
         None,
+        "Draw the fitted laws this many times for the interval of the gain; 0: no interval.",
         min=0,
         callback=_limited,
-        help="Draw the fitted laws this many times for the interval of the gain; 0: no interval.",
     )
     trace: str = _traffic(
         "",
+        "A trace file, or the name of a shipped trace; default: the recipe's.",
         autocompletion=arguments.traces,
-        help="A trace file, or the name of a shipped trace; default: the recipe's.",
-        show_default=False,
     )
-    rate: float | None = _traffic(None, help="Scale arrivals to this many requests per second.")
+    rate: float | None = _traffic(None, "Scale arrivals to this many requests per second.")
     window: float | None = _traffic(
-        None, min=0.1, help="Seconds of each window, if the trace is long enough."
+        None, "Seconds of each window, if the trace is long enough.", min=0.1
     )
     workers: str | None = _traffic(
         None,
+        "The number of workers; 'auto' finds the fewest that keep all limits, in a fleet of "
+        "servers the cheapest of each kind.",
         metavar="N|auto",
-        help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
-        "of servers the cheapest of each kind.",
     )
     jobs: int | None = _computing(
         None,
+        "Simulate in this many processes; default: as many as there are cores.",
         min=1,
         callback=_limited,
-        help="Simulate in this many processes; default: as many as there are cores.",
     )
     executor: str = _computing(
-        "local",
-        metavar="local|ray",
-        help="Simulate on this machine (local), or on a Ray cluster (ray).",
+        "local", "Simulate on this machine (local), or on a Ray cluster (ray).", metavar="local|ray"
     )
     ray: str = _computing(
         "auto",
+        "The cluster of --executor ray: a new one on this machine (local), the one that runs on "
+        "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
-        help="The cluster of --executor ray: a new one on this machine (local), the one that "
-        "runs on it (auto), or the one of a head node.",
     )
     storage: str = _computing(
         "",
+        "Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a file "
+        "beside the result.",
         metavar="URL",
         envvar="LLMCTL_STORAGE",
-        show_default=False,
-        help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a "
-        "file beside the result.",
     )
     as_json: JsonOption = False
 
 
 @command_of(TuneOptions)
-def command(given: TuneOptions) -> None:
+def command(args: TuneOptions) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on
     other windows.
 
@@ -189,8 +192,6 @@ def command(given: TuneOptions) -> None:
     change only the time. Exit code 5 means that the recommendation breaks a limit; the result is
     written and printed nevertheless.
     """
-    from toolkit.files.io import check_writable, head, shipped_siblings, write_file
-    from toolkit.files.tuning import breaks
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.tuning.evaluate import make_workload
@@ -198,39 +199,39 @@ def command(given: TuneOptions) -> None:
     from toolkit.tuning.fleet_size import tune_fleet_to_size
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
 
-    fleet, spec, fit, others = _open(given)
-    traffic = trace_path(given.trace or spec.tune.trace)
+    fleet, spec, fit, others = _open(args)
+    traffic = trace_path(args.trace or spec.tune.trace)
     # a load is a share of what the recipe's own number of workers serves
     workload = make_workload(spec, fit, read_trace(traffic)[0], others)
-    spec = spec.model_copy(update={"workers": _worker_count(given.workers) or spec.workers})
+    spec = spec.model_copy(update={"workers": _worker_count(args.workers) or spec.workers})
     settings = settings_of(spec, fit, others)
     siblings = [] if others else shipped_siblings(spec)
-    profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else given.fit)
+    profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else args.fit)
     note_trace(workload.trace)
-    check_writable(given.out)
-    files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
+    check_writable(args.out)
+    files = fleet.inputs if fleet else {"recipe": args.recipe, "fit": args.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
     _note_search(settings, total, workload.trace, spec.name, others)
-    store = _store(given, made_from, spec, siblings, with_profile=profile is not None)
-    with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
+    store = _store(args, made_from, spec, siblings, with_profile=profile is not None)
+    with _runner(args) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
-        search: Callable[..., Tuning] = tune_to_size if given.workers == AUTO else tune
-        if given.workers == AUTO and fleet:
+        search: Callable[..., Tuning] = tune_to_size if args.workers == AUTO else tune
+        if args.workers == AUTO and fleet:
             search = partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
         result = search(inputs, remembering, made_from, watch)
-    write_file(result, given.out)
+    write_file(result, args.out)
     store.forget()
-    emit(given.as_json, result, lambda: show(result))
+    emit(args.as_json, result, lambda: show(result))
     if fleet:
         fleet.note_bases(result)
     else:
-        note_basis(fit, given.fit)
-    note(f"wrote {given.out}")
+        note_bases({args.fit: fit})
+    note(f"wrote {args.out}")
     if not result.keeps_limits:
         unbeaten = "the recipe's settings, which nothing beat,"
         which = unbeaten if result.keep_defaults else "the best settings"
@@ -238,33 +239,31 @@ def command(given: TuneOptions) -> None:
         raise LimitsBrokenError(f"held out, {which} {breaks(result.limits)}", hint)
 
 
-def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
-    """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
-    also itself and its kinds after the first. The settings of a fleet's search are the first's.
+def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
+    """The fleet, if one is tuned; the first recipe with the settings of the command line, and its
+    fit; and the fleet's other kinds. A fleet is searched with its first recipe's settings.
     """
-    from toolkit.files.fleet import is_fleet
-
     fleet: Fleet | None = None
     others: list[Kind] = []
-    if is_fleet(given.recipe):
-        if given.workers != AUTO:
-            refuse_workers(given.workers)
-        fleet = open_fleet(given.recipe, force=given.force)
-        first, others = fleet.kinds[0], fleet.others
+    if is_fleet(args.recipe):
+        if args.workers != AUTO:
+            refuse_workers(args.workers)
+        fleet = open_fleet(args.recipe, force=args.force)
+        first, others = fleet.kinds[0], fleet.kinds[1:]
         if not traits_of(first.recipe.engine.name).server:
-            refuse_workers(given.workers)
+            refuse_workers(args.workers)
         recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
     else:
-        recipe = open_recipe(given.recipe)
-        fit = read_fit(given.fit, given.recipe, force=given.force)
+        recipe = open_recipe(args.recipe)
+        fit = read_fit(args.fit, args.recipe, force=args.force)
     settings = {
-        "policies": _names(given.policies),
-        "routers": _names(given.routers),
-        "trials": given.trials,
-        "seed": given.seed,
-        "request_rate_rps": given.rate,
-        "draws": given.draws,
-        "window_s": given.window,
+        "policies": _names(args.policies),
+        "routers": _names(args.routers),
+        "trials": args.trials,
+        "seed": args.seed,
+        "request_rate_rps": args.rate,
+        "draws": args.draws,
+        "window_s": args.window,
     }
     changed = {key: value for key, value in settings.items() if value is not None}
     tune = recipe.tune.model_copy(update=changed)
@@ -287,9 +286,6 @@ def _worker_count(workers: str | None) -> int | None:
 
 def _profile_of(fit: Fit, path: Path) -> Profile | None:
     """The profile beside the fit, if it is still the one that the fit was made from."""
-    from toolkit.files.io import digest, read_file
-    from toolkit.files.profile import Profile
-
     made_from = fit.inputs.get("profile")
     beside = path.parent / made_from.name if made_from else path
     if made_from is None or not beside.exists():
@@ -317,40 +313,38 @@ def _note_search(
     if settings.trials < count:
         left = ", ".join(space.key for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
-    for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
-        note(line)
+    note(*sharing_notes(trace, [space.policy for space in settings.spaces]))
     if others and routed:
         kinds = ", ".join(kind.recipe.name for kind in others)
         note(f"flags are searched for {recipe} and, each its own, for {kinds}")
 
 
 @contextmanager
-def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
+def _runner(args: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
-    from toolkit.files.io import usable_cpus
     from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
-    if given.executor == "local":
-        jobs = given.jobs or usable_cpus()
+    if args.executor == "local":
+        jobs = args.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
             yield (pool if jobs > 1 else InProcessRunner()), jobs
-    elif given.executor == "ray":
+    elif args.executor == "ray":
         from toolkit.cluster.connect import joined, processors
 
-        with joined(given.ray, given.jobs or usable_cpus()) as cluster:
-            jobs = given.jobs or processors()
+        with joined(args.ray, args.jobs or usable_cpus()) as cluster:
+            jobs = args.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")
             yield ClusterRunner(jobs), jobs
     else:
         raise InputError(
-            f"--executor {given.executor}: no executor has that name",
-            nearest(given.executor, ("local", "ray")),
+            f"--executor {args.executor}: no executor has that name",
+            nearest(args.executor, ("local", "ray")),
         )
 
 
 def _store(
-    given: TuneOptions,
+    args: TuneOptions,
     made_from: EnvelopeFields,
     spec: Recipe,
     siblings: Sequence[Kind],
@@ -366,12 +360,12 @@ def _store(
     others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
     version = made_from["tool_version"]
     fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
-    if not given.storage:
-        return JournalFile(Path(f"{given.out}.partial"), fingerprint)
+    if not args.storage:
+        return JournalFile(Path(f"{args.out}.partial"), fingerprint)
     from toolkit.tuning.studies import Studies
 
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
-    return Studies(given.storage, spec.name, fingerprint)
+    return Studies(args.storage, spec.name, fingerprint)
 
 
 class TuneProgress:
@@ -425,8 +419,8 @@ class TuneProgress:
                 self._end_s = now_s + left_s
 
     def expect(self, more: int) -> None:
-        """There are at most so many more simulations than was said; fewer where it is negative.
-        Many are announced, with a new estimate.
+        """Expect at most `more` further simulations; negative: fewer. Many are announced, with a
+        new estimate of the time.
         """
         self._total += more
         self._advance(0, total=self._total)
@@ -436,9 +430,7 @@ class TuneProgress:
 
 
 def show(result: Tuning) -> None:
-    """Print a tuning, within 80 columns: its recommendation, its gain and certainty, the limits,
-    and the trials.
-    """
+    """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
     from toolkit.report.verdict import verdict
 
     before, after = result.defaults_held_out, result.best_held_out
@@ -459,10 +451,9 @@ def show(result: Tuning) -> None:
         if name in before.metrics and name in after.metrics:
             old, new = before.metrics[name], after.metrics[name]
             changes.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "-"))
-    short = [outcome.policy for outcome in (before, after)]
-    if before.replica_router and after.replica_router:
-        short = [before.replica_router.name, after.replica_router.name]
-    names = ("default", "best") if same else (f"{short[0]}, default", f"{short[1]}, best")
+    names = ["default", "best"]
+    if not same:
+        names = [f"{_short(before)}, default", f"{_short(after)}, best"]
     title = f"predicted on {len(result.held_out_windows)} held-out windows"
     table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
     # a target covers all windows' requests together
@@ -513,11 +504,9 @@ def _show_policies(result: Tuning) -> None:
 
 
 def _show_sizing(sizing: Sizing) -> None:
-    """The counts of workers that were tried; of a fleet's, all that keep the limits, and of each
-    settings the last ones that break them.
+    """Print the tried numbers of workers; of a fleet those that keep the limits, and for each
+    settings the last few that break them.
     """
-    from toolkit.files.tuning import share_used
-
     shown: list[SizingRow] = []
     broken: Counter[str] = Counter()
     for one in reversed(sizing.rows):
@@ -550,12 +539,17 @@ def _show_chart(result: Tuning) -> None:
     for name in [_short(one.held_out) for one in result.policies]:
         letters = [c for c in name if c.isalpha() and c != "o" and c not in marks.values()]
         marks[name] = letters[0] if letters else "."
-    best = next((t for t in known if t.outcome.same_settings(result.best_held_out)), None)
-    points = [_point(trial.outcome, latency, marks) for trial in known]
-    points += [_point(t.outcome, latency, {}, "o") for t in known if t.number in result.front]
-    for t in known:
-        points += [_point(t.outcome, latency, {}, "D")] if t.number == 0 else []
-        points += [_point(t.outcome, latency, {}, "B")] if t is best else []
+    best = [trial for trial in known if trial.outcome.same_settings(result.best_held_out)][:1]
+    points = []
+    for mark, trials in (
+        ("", known),
+        ("o", [trial for trial in known if trial.number in result.front]),
+        ("D", [trial for trial in known if trial.number == 0]),
+        ("B", best),
+    ):
+        for trial in trials:
+            metrics, own = trial.outcome.metrics, marks.get(_short(trial.outcome), ".")
+            points.append(PlotPoint(metrics[latency], metrics["goodput_rps"], mark or own))
     print("\ngoodput_rps of the trials")
     print("\n".join(scatter(points, x_name=latency)))
     legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
@@ -563,12 +557,6 @@ def _show_chart(result: Tuning) -> None:
     print(fill(text, WIDTH) + "\n")
 
 
-def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".") -> PlotPoint:
-    return PlotPoint(
-        outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(_short(outcome), mark)
-    )
-
-
 def _short(outcome: Outcome) -> str:
-    """What differs between the searched spaces: the router, or else the policy."""
+    """What the search compares: the router, or else the policy."""
     return outcome.replica_router.name if outcome.replica_router else outcome.policy

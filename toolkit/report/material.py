@@ -51,11 +51,6 @@ class BenchResult:
     content: BenchReport
     of_plan: bool
 
-    @property
-    def plan_name(self) -> str:
-        """The file name of the plan that the server ran."""
-        return self.content.inputs["plan"].name
-
     def at_rate(self, rate_rps: float | None) -> bool:
         """Whether it replayed the trace at this mean rate; False where a rate is not known."""
         rate = self.content.request_rate_rps
@@ -108,32 +103,31 @@ def gather(source: str, folder: Path | None = None) -> Material:
     if not is_recipe(source):
         path = Path(source)
         plan = read_file(Plan, path)
-        found = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
+        files = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
         fit_sha256, folder = _sha256_of(plan, "fit"), folder or path.parent
     else:
         recipe = recipe_path(source)
-        found = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
+        files = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
         folder = folder or Path()
-        found.fit = _take(found, Fit, "fit", folder, {}, {"recipe": recipe})
-        fit_sha256 = found.sources[-1].sha256
-        if found.fit:
-            found.plan = _take(found, Plan, "plan", folder, {"fit": fit_sha256})
-    if found.fit is None:
-        return found
-    found.profile = _take(
-        found, Profile, "profile", folder, {}, sha256=_sha256_of(found.fit, "profile")
-    )
-    found.tuning = _take(found, Tuning, "tuning", folder, {"fit": fit_sha256})
-    found.validation = _take(found, Validation, "validation", folder, {"fit": fit_sha256})
-    _take_benches(found, folder, fit_sha256)
-    return found
+        files.fit = _take(files, Fit, folder / "fit.json", inputs={"recipe": recipe})
+        fit_sha256 = files.sources[-1].sha256
+        if files.fit:
+            files.plan = _take(files, Plan, folder / "plan.json", fit_sha256)
+    if files.fit is None:
+        return files
+    profile_sha256 = _sha256_of(files.fit, "profile")
+    files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
+    files.tuning = _take(files, Tuning, folder / "tuning.json", fit_sha256)
+    files.validation = _take(files, Validation, folder / "validation.json", fit_sha256)
+    _take_benches(files, folder, fit_sha256)
+    return files
 
 
-def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
+def _take_benches(files: Material, folder: Path, fit_sha256: str) -> None:
     """Take every bench in the folder that was made with the shown fit; see `Material.benches`."""
     taken: list[tuple[BenchResult, SourceFile]] = []
-    files = [path for path in folder.glob("*.json") if path.stem not in ROLES and path.is_file()]
-    for path in sorted(files, key=lambda path: (-path.stat().st_mtime, path)):
+    paths = [path for path in folder.glob("*.json") if path.stem not in ROLES and path.is_file()]
+    for path in sorted(paths, key=lambda path: (-path.stat().st_mtime, path)):
         if path.stat().st_size > MAX_BENCH_BYTES:
             continue
         try:
@@ -145,50 +139,51 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
         try:
             content = read_file(BenchReport, path)
         except InputError as error:
-            found.why[path.name] = error.whole
+            files.why[path.name] = error.whole
             continue
         if "plan" not in content.inputs:
-            found.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
+            files.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
         elif _sha256_of(content, "fit") != fit_sha256:
             plan = content.inputs["plan"].name
             other = f"another fit ({plan}), not the one that is shown here"
-            found.why[path.name] = f"{path.name} is about {other}"
+            files.why[path.name] = f"{path.name} is about {other}"
         else:
-            bench = BenchResult(path.name, content, found.is_of_plan(content))
+            bench = BenchResult(path.name, content, files.is_of_plan(content))
             taken.append((bench, _source("bench", path)))
-    taken.sort(key=lambda pair: (not pair[0].of_plan, not pair[0].at_rate(found.rate_rps)))
-    found.benches = [bench for bench, _ in taken]
-    found.sources += [source for _, source in taken]
+    taken.sort(key=lambda pair: (not pair[0].of_plan, not pair[0].at_rate(files.rate_rps)))
+    files.benches = [bench for bench, _ in taken]
+    files.sources += [source for _, source in taken]
 
 
 def _take(
-    found: Material,
+    files: Material,
     kind: type[EnvelopeT],
-    role: str,
-    folder: Path,
-    made_from: Mapping[str, str],
+    path: Path,
+    fit_sha256: str | None = None,
+    *,
     inputs: Mapping[str, Path] | None = None,
     sha256: str | None = None,
 ) -> EnvelopeT | None:
-    """The file of a role, or None where it does not exist or does not belong to the others.
+    """The file, or None where it does not exist or does not belong to the others.
 
-    It must be made from files with the digests `made_from`, and have the digest `sha256` itself.
+    It must be made from `inputs` and the fit with the given digest, and have the digest `sha256`
+    itself.
     """
-    path = folder / f"{role}.json"
     if not path.is_file():
         return None
+    role = path.stem
     source = _source(role, path)
     try:
         content = read_file(kind, path, inputs=inputs)
     except InputError as error:
-        found.why[role] = error.whole
+        files.why[role] = error.whole
         return None
-    other = [name for name, sha256 in made_from.items() if _sha256_of(content, name) != sha256]
-    if other or sha256 not in (None, source.sha256):
-        what = other[0] if other else role
-        found.why[role] = f"{path.name} is about another {what}, not the one that is shown here"
+    of_fit = fit_sha256 in (None, _sha256_of(content, "fit"))
+    if not of_fit or sha256 not in (None, source.sha256):
+        what = role if of_fit else "fit"
+        files.why[role] = f"{path.name} is about another {what}, not the one that is shown here"
         return None
-    found.sources.append(source)
+    files.sources.append(source)
     return content
 
 
@@ -198,21 +193,19 @@ def _sha256_of(content: Envelope, role: str) -> str:
 
 
 def _source(role: str, path: Path) -> SourceFile:
-    found = digest(path)
-    return SourceFile(role, found.name, found.sha256)
+    source = digest(path)
+    return SourceFile(role, source.name, source.sha256)
 
 
-def environment_section(found: Material) -> Section:
+def environment_section(files: Material) -> Section:
     """Where the numbers come from: files with their digests, targets, machines and versions."""
-    section = Section(
-        "origin", "Where this comes from", "Made from these files; another digest is another file."
-    )
-    rows: list[tuple[Cell, ...]] = [(file.role, file.name, file.sha256) for file in found.sources]
+    section = Section("origin", "Made from these files; another digest is another file.")
+    rows: list[tuple[Cell, ...]] = [(file.role, file.name, file.sha256) for file in files.sources]
     section.tables.append(Table("Files", ["role", "name", "sha256"], rows))
-    files = (found.profile, found.fit, found.tuning, found.plan, found.validation)
-    by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], files, strict=True))
+    of_roles = (files.profile, files.fit, files.tuning, files.plan, files.validation)
+    by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], of_roles, strict=True))
     contents = {role: content for role, content in by_role.items() if content is not None}
-    shown = {file.sha256 for file in found.sources}
+    shown = {file.sha256 for file in files.sources}
     inputs = {role: made for content in contents.values() for role, made in content.inputs.items()}
     behind = [
         (role, made.name, made.sha256) for role, made in inputs.items() if made.sha256 not in shown
@@ -220,7 +213,7 @@ def environment_section(found: Material) -> Section:
     if behind:
         caption = "Files that those were made from and that are not shown"
         section.tables.append(Table(caption, ["role", "name", "sha256"], behind))
-    targets = [(key, f"{number(limit)} s") for key, limit in found.recipe.sla.items()]
+    targets = [(key, f"{number(limit)} s") for key, limit in files.recipe.sla.items()]
     section.tables.append(Table("Targets of the recipe", ["target", "limit"], targets))
     machines: dict[tuple[Cell, ...], list[str]] = {}  # the roles of the files made in each
     for role, content in contents.items():

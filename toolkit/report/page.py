@@ -66,41 +66,31 @@ class Promise:
     limits: list[Limit]
     measured: list[MeasuredTargets] = field(default_factory=list)
 
-    @property
-    def broken_measured(self) -> list[tuple[Limit, MeasuredTargets]]:
-        return [
-            (limit, source)
-            for source in self.measured
-            for limit in self.limits
-            if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
-        ]
 
-
-def summary_section(found: Material) -> Section:
-    """The verdict on the found files, and the next command."""
-    plan, tuning = found.plan, found.tuning
-    name, fit = found.recipe.name, found.file_name("fit")
+def summary_section(files: Material) -> Section:
+    """The verdict on the files, and the next command."""
+    plan, tuning = files.plan, files.tuning
+    name, fit = files.recipe.name, files.file_name("fit")
     promise: Promise | None = None
     if plan is not None:
-        command = ("Start it", f"llmctl serve {found.file_name('plan')}")
-        promise = Promise(plan.predicted, plan.limits, _measured(found))
+        command = ("Start it", f"llmctl serve {files.file_name('plan')}")
+        promise = Promise(plan.predicted, plan.limits, _measured(files))
     elif tuning is not None:
-        words = f"{name} --fit {fit} --tuning {found.file_name('tuning')}"
+        words = f"{name} --fit {fit} --tuning {files.file_name('tuning')}"
         command = ("Plan it", f"llmctl render {words}")
-        promise = Promise(tuning.recommended.metrics, tuning.limits, _measured(found))
-    elif found.fit is not None:
+        promise = Promise(tuning.recommended.metrics, tuning.limits, _measured(files))
+    elif files.fit is not None:
         command = ("Tune it", f"llmctl tune {name} --fit {fit} --trace TRACE")
     else:
         command = ("Measure it", f"llmctl profile {name}; llmctl fit profile.json")
     if promise is not None and not promise.metrics:
         promise = None
-    section = Section("verdict", "The verdict", "", badge=_badge(found, promise))
-    section.commands, section.facts = [command], _what_to_run(found)
+    section = Section("verdict", "", badge=_badge(files, promise))
+    section.commands, section.facts = [command], _what_to_run(files)
     if promise:
         section.tables.append(_table(promise))
-        figure = _shares(promise)
-        section.figures += [figure] if figure.svg else []
-    section.lines += [*_checks(found), *_notes(found)]
+        section.figures.append(_shares(promise))
+    section.lines += [*_checks(files), *_notes(files)]
     return section
 
 
@@ -122,33 +112,39 @@ def _judge(limit: Limit, value: float | None) -> Judged | None:
     return Judged(quantity(limit.name, value), kept)
 
 
-def _measured(found: Material) -> list[MeasuredTargets]:
+def _measured(files: Material) -> list[MeasuredTargets]:
     """The newest bench and the validation of the shown plan that ran at its rate."""
-    rate, sla = found.rate_rps, found.recipe.sla
+    rate, sla = files.rate_rps, files.recipe.sla
     measured = []
-    for bench in found.benches:
+    for bench in files.benches:
         if bench.of_plan and bench.at_rate(rate) and bench.content.sla == sla:
             # Not every target is a metric of a bench.
             targets = {target.target: target.measured_s for target in bench.content.targets}
             every = bench.content.measured | targets
             measured.append(MeasuredTargets(bench.name, every, bench.content.replay_slowdown))
             break
-    validation = found.validation
-    if validation is not None and rate and found.is_of_plan(validation):
+    validation = files.validation
+    if validation is not None and rate and files.is_of_plan(validation):
         requests = sum(window.requests for window in validation.windows)
         seconds = sum(window.end_s - window.start_s for window in validation.windows)
         values = {row.metric: row.measured for row in validation.metrics}
         at_rate = abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
         if at_rate and values.keys() & sla.keys():
-            measured.append(MeasuredTargets(found.file_name("validation"), values))
+            measured.append(MeasuredTargets(files.file_name("validation"), values))
     return measured
 
 
-def _badge(found: Material, promise: Promise | None) -> Badge:
+def _badge(files: Material, promise: Promise | None) -> Badge:
     if promise is None:
-        what = "These settings were not tuned" if found.plan else "Nothing was tuned yet"
+        what = "These settings were not tuned" if files.plan else "Nothing was tuned yet"
         return Badge("open", f"{what}: nothing predicts whether the targets will be kept.")
-    missed, measured = broken(promise.limits), promise.broken_measured
+    missed = broken(promise.limits)
+    measured = [
+        (limit, source)
+        for source in promise.measured
+        for limit in promise.limits
+        if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
+    ]
     if missed:
         texts = []
         for limit in sorted(missed, key=lambda limit: -(_share(limit) or 0.0)):
@@ -166,10 +162,9 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
         if slow > NOTABLE_SLOWDOWN:
             text += f" Batches took {slow:.2f} times as long as fitted."
         return Badge("broken", text)
-    if any(limit.kept is None for limit in promise.limits):
-        unpredicted = [limit.name for limit in promise.limits if limit.kept is None]
-        unknown = _listed([metric_name(name) for name in unpredicted])
-        return Badge("open", f"Nothing predicts {unknown}.")
+    unpredicted = [metric_name(limit.name) for limit in promise.limits if limit.kept is None]
+    if unpredicted:
+        return Badge("open", f"Nothing predicts {_listed(unpredicted)}.")
     if promise.measured:
         where = _listed([source.name for source in promise.measured])
         return Badge("kept", f"Every target is kept: as predicted, and as measured ({where}).")
@@ -177,13 +172,13 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
 
 
 def _listed(names: list[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    return " and ".join(filter(None, [", ".join(unique[:-1]), unique[-1]]))
+    *first, last = dict.fromkeys(names)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
-def _what_to_run(found: Material) -> list[tuple[str, str]]:
+def _what_to_run(files: Material) -> list[tuple[str, str]]:
     """Policy, workers and workload of the plan; without one, of the tuning; else workers only."""
-    plan, tuning, recipe = found.plan, found.tuning, found.recipe
+    plan, tuning, recipe = files.plan, files.tuning, files.recipe
     facts: list[tuple[str, str]] = []
     if plan is not None:
         facts += _policy(plan.policy.name, plan.policy.parameters, plan.kind_parameters)
@@ -191,13 +186,13 @@ def _what_to_run(found: Material) -> list[tuple[str, str]]:
     elif tuning is not None:
         outcome = tuning.recommended
         facts += _policy(outcome.policy, outcome.parameters, outcome.kind_parameters)
-        kinds = [("", found.fit, tuning.workers)] if found.fit else []
+        kinds = [("", files.fit, tuning.workers)] if files.fit else []
         if tuning.sizing and tuning.sizing.kinds:
             servers = [f"{kind.workers} of {kind.recipe}" for kind in tuning.sizing.kinds]
             facts.append(("Servers", ", ".join(servers)))
             kinds = []
     else:
-        kinds = [("", found.fit, recipe.workers)] if found.fit else []
+        kinds = [("", files.fit, recipe.workers)] if files.fit else []
     several = len(kinds) > 1
     for name, fit, workers in kinds:
         where = f"{fit.engine.engine} on {fit.engine.device}"
@@ -224,17 +219,17 @@ def _policy(
     return facts
 
 
-def _checks(found: Material) -> list[str]:
+def _checks(files: Material) -> list[str]:
     """The measurements that the predictions were compared with, a sentence each."""
-    if found.plan is None and found.tuning is None:
+    if files.plan is None and files.tuning is None:
         return []
     texts = []
-    for bench in (bench for bench in found.benches if bench.of_plan):
+    for bench in (bench for bench in files.benches if bench.of_plan):
         content = bench.content
         text = f"{bench.name}: {content.answered:,} requests"
         if content.request_rate_rps is not None:
             text += f" at {number(content.request_rate_rps)} requests/s"
-        if bench.at_rate(found.rate_rps):
+        if bench.at_rate(files.rate_rps):
             text += ", the rate it was tuned for"
         errors = {row.metric: row.error_percent for row in content.compared}
         shown = [
@@ -247,9 +242,9 @@ def _checks(found: Material) -> list[str]:
         if content.replay_slowdown:
             text += f"; batches took {content.replay_slowdown:.2f} times as long as fitted"
         texts.append(text)
-    if found.validation is not None:
-        other = "" if found.is_of_plan(found.validation) else " (another plan of the same fit)"
-        texts.append(f"{found.file_name('validation')}{other}: {found.validation.summary()}")
+    if files.validation is not None:
+        other = "" if files.is_of_plan(files.validation) else " (another plan of the same fit)"
+        texts.append(f"{files.file_name('validation')}{other}: {files.validation.summary()}")
     none = "no running server yet: every number is simulated with the fit"
     return [f"Checked against {text}." for text in texts or [none]]
 
@@ -261,14 +256,13 @@ def _table(promise: Promise) -> Table:
     known = {limit.name for limit in promise.limits}
     for key in SHOWN_METRICS:
         if key in promise.metrics and key not in known:
-            values = [m.values.get(key) for m in promise.measured]
-            given = [None if value is None else quantity(key, value) for value in values]
-            rows.append([metric_name(key), "none", quantity(key, promise.metrics[key]), *given])
+            values = [promise.metrics[key], *(m.values.get(key) for m in promise.measured)]
+            shown = [None if value is None else quantity(key, value) for value in values]
+            rows.append([metric_name(key), "none", *shown])
     for limit in promise.limits:
         measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
-        predicted: Cell = limit.prediction()
-        if limit.kept is not None:
-            predicted = Judged(limit.prediction(), limit.kept)
+        text, kept = limit.prediction(), limit.kept
+        predicted = text if kept is None else Judged(text, kept)
         rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
     columns = ["", "limit", "predicted", *sources]
     return Table("What it will give", columns, rows, folded=False)
@@ -295,9 +289,9 @@ def _shares(promise: Promise) -> Figure:
     return Figure(svg, "used share of each latency target; kept up to the dashed line")
 
 
-def _notes(found: Material) -> list[str]:
+def _notes(files: Material) -> list[str]:
     """The conclusions of the tuning, and the changes to its trace."""
-    tuning = found.tuning
+    tuning = files.tuning
     if tuning is None:
         return []
     lines: list[str] = []
@@ -306,31 +300,31 @@ def _notes(found: Material) -> list[str]:
             lines[-1] += f"{'' if lines[-1].endswith(':') else ';'} {line.strip()}"
         else:
             lines.append(line)
-    plan, best = found.plan, tuning.recommended
+    plan, best = files.plan, tuning.recommended
     # an older tuning says nothing of a fleet's further kinds
     kinds = plan.kind_parameters if plan is not None and best.kind_parameters else {}
     recommended = (best.policy, best.parameters, best.kind_parameters)
     if plan is not None and (plan.policy.name, plan.policy.parameters, kinds) != recommended:
-        other = f"the plan runs other settings than {found.file_name('tuning')} found"
+        other = f"the plan runs other settings than {files.file_name('tuning')} found"
         lines.insert(0, f"{other}; the rest is about the found ones")
     noted = [f"The trace: {note}." for note in tuning.trace_notes]
     return [*(f"The tuning: {line}." for line in lines), *noted]
 
 
-def report(found: Material) -> str:
+def report(files: Material) -> str:
     """The page as HTML. The same files give the same text."""
     sections = [
-        summary_section(found),
-        bench_section(found),
-        validation_section(found),
-        tuning_section(found),
-        fit_section(found),
-        plan_section(found),
-        environment_section(found),
+        summary_section(files),
+        bench_section(files),
+        validation_section(files),
+        tuning_section(files),
+        fit_section(files),
+        plan_section(files),
+        environment_section(files),
     ]
     page = {
-        "title": found.recipe.name,
-        "description": found.recipe.description,
+        "title": files.recipe.name,
+        "description": files.recipe.description,
         "version": toolkit.__version__,
         "sections": sections,
     }

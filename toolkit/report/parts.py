@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -45,7 +45,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Numbers are rounded and right-aligned. A folded one shows only its caption."""
+    """A table. Numbers are rounded and right-aligned; cells beyond the columns are left out. A
+    folded table shows only its caption.
+    """
 
     caption: str
     columns: Sequence[str]
@@ -70,7 +72,7 @@ class Table:
                 return {True: "yes", False: "no", None: "–"}[cell]
             return number(cell) if isinstance(cell, int | float) else cell
 
-        return [[shown(cell) for cell in row] for row in self.rows]
+        return [[shown(cell) for cell in row[: len(self.columns)]] for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,26 @@ class Badge:
     text: str
 
 
+TITLES = {  # of the sections, by their keys, in their order on the page
+    "verdict": "The verdict",
+    "bench": "The benches",
+    "validation": "The validation",
+    "tuning": "The tuning",
+    "fit": "The fit",
+    "plan": "The plan",
+    "origin": "Where this comes from",
+}
+
+
 @dataclass(slots=True)
 class Section:
     """A section of the page; `command` makes its content where that is missing.
 
-    `facts` are pairs of a name and a text, `commands` pairs of a name and a command.
+    `facts` are pairs of a name and a text, `commands` pairs of a name and a command. The page omits
+    figures without a chart.
     """
 
     key: str
-    title: str
     lead: str
     lines: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -98,6 +111,10 @@ class Section:
     badge: Badge | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.key]
 
 
 def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
@@ -158,30 +175,16 @@ MAX_POINTS = 2000  # of a series: more would show nothing new and make the page 
 Element = ElementTree.Element
 
 
+ChartPoint = tuple[float, float, str]  # x, y, and what it is; '': it shows its two values
+
+
 @dataclass(frozen=True, slots=True)
 class ChartSeries:
-    """Points of one kind. `name` is for the legend; the index of the series decides the colour.
-
-    `labels` describe the points; without them a point shows its two values.
-    """
+    """Points of one kind. `name` is for the legend; the index of the series decides the colour."""
 
     name: str
-    xs: Sequence[float]
-    ys: Sequence[float]
+    points: Sequence[ChartPoint]
     kind: Literal["points", "line", "marks"] = "points"  # marks: larger points
-    labels: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """The series of a chart and its axes. `level`: a horizontal line; `diagonal`: where x is y."""
-
-    x_name: str
-    y_name: str
-    series: Sequence[ChartSeries]
-    log: bool = False
-    level: float | None = None
-    diagonal: bool = False
 
 
 @dataclass(slots=True)
@@ -200,48 +203,56 @@ class _Scale:
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
 
-def chart(axes: Axes) -> Markup:
-    """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out."""
+def chart(
+    x_name: str,
+    y_name: str,
+    series: Sequence[ChartSeries],
+    *,
+    log: bool = False,
+    level: float | None = None,
+    diagonal: bool = False,
+) -> Markup:
+    """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out.
+
+    `level` adds a horizontal line, and `diagonal` the line where x is y.
+    """
     drawn = []
-    for series in axes.series:
-        labels = series.labels or [""] * len(series.xs)
-        points = list(zip(series.xs, series.ys, labels, strict=True))
-        if axes.log:
-            points = [point for point in points if point[0] > 0 and point[1] > 0]
-        points = points[:: -(-len(points) // MAX_POINTS) or 1]
+    for one in series:
+        points = one.points
+        if log:
+            points = [(x, y, label) for x, y, label in points if x > 0 and y > 0]
         if points:
-            shown_xs, shown_ys, labels = zip(*points, strict=True)
-            drawn.append(replace(series, xs=shown_xs, ys=shown_ys, labels=labels))
-    xs = [x for shown in drawn for x in shown.xs]
-    ys = [y for shown in drawn for y in shown.ys]
+            drawn.append((one, points[:: -(-len(points) // MAX_POINTS)]))
+    xs = [x for _, points in drawn for x, _, _ in points]
+    ys = [y for _, points in drawn for _, y, _ in points]
     if not xs:
         return Markup()
-    if axes.diagonal:
+    if diagonal:
         xs = ys = xs + ys
-    if axes.level is not None:
-        ys = [*ys, axes.level]
-    x = _scale(xs, LEFT, WIDTH - RIGHT, log=axes.log)
-    y = _scale(ys, HEIGHT - BOTTOM, TOP, log=axes.log)
-    root = _root(HEIGHT + 18 * (len(drawn) > 1), f"{axes.y_name} over {axes.x_name}")
-    _grid(root, axes, x, y)
-    if axes.diagonal:
+    if level is not None:
+        ys = [*ys, level]
+    x = _scale(xs, LEFT, WIDTH - RIGHT, log=log)
+    y = _scale(ys, HEIGHT - BOTTOM, TOP, log=log)
+    root = _root(HEIGHT + 18 * (len(drawn) > 1), f"{y_name} over {x_name}")
+    _grid(root, x_name, y_name, x, y)
+    if diagonal:
         _line(root, [(x.low, x.low), (x.high, x.high)], x, y, "rule")
-    if axes.level is not None:
-        _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
-    for index, shown in enumerate(drawn):
-        cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[shown.kind]
-        if shown.kind == "line":
-            _line(root, list(zip(shown.xs, shown.ys, strict=True)), x, y, cls)
+    if level is not None:
+        _line(root, [(x.low, level), (x.high, level)], x, y, "rule")
+    for index, (one, points) in enumerate(drawn):
+        cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[one.kind]
+        if one.kind == "line":
+            _line(root, [(at_x, at_y) for at_x, at_y, _ in points], x, y, cls)
             cls = "hit"  # invisible points that show their title under the pointer
-        for at_x, at_y, label in zip(shown.xs, shown.ys, shown.labels, strict=True):
+        for at_x, at_y, label in points:
             point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
-            values = f"{axes.x_name}: {number(at_x)}; {axes.y_name}: {number(at_y)}"
-            _add(point, "title", text=f"{shown.name}: {label or values}")
+            values = f"{x_name}: {number(at_x)}; {y_name}: {number(at_y)}"
+            _add(point, "title", text=f"{one.name}: {label or values}")
     left = float(LEFT)  # of the legend's next name
-    for index, shown in enumerate(drawn if len(drawn) > 1 else []):
+    for index, (one, _) in enumerate(drawn if len(drawn) > 1 else []):
         _add(root, "circle", cx=left, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
-        _add(root, "text", x=left + 8, y=HEIGHT + 12, text=shown.name)
-        left += 22 + 6.2 * len(shown.name)
+        _add(root, "text", x=left + 8, y=HEIGHT + 12, text=one.name)
+        left += 22 + 6.2 * len(one.name)
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
@@ -306,7 +317,7 @@ def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _
     return _Scale(ticks[0], ticks[-1], start, end, False, ticks)
 
 
-def _grid(root: Element, axes: Axes, x: _Scale, y: _Scale) -> None:
+def _grid(root: Element, x_name: str, y_name: str, x: _Scale, y: _Scale) -> None:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for tick in x.ticks:
         at = x.place(tick)
@@ -317,9 +328,9 @@ def _grid(root: Element, axes: Axes, x: _Scale, y: _Scale) -> None:
         _add(root, "path", d=f"M{LEFT} {at}H{right}", cls="grid")
         _add(root, "text", x=LEFT - 6, y=at + 4, text=number(tick), anchor="end")
     name = {"anchor": "middle", "cls": "name"}
-    _add(root, "text", x=(LEFT + right) / 2, y=HEIGHT - 6, text=axes.x_name, **name)
+    _add(root, "text", x=(LEFT + right) / 2, y=HEIGHT - 6, text=x_name, **name)
     middle = (TOP + bottom) / 2
-    turned = _add(root, "text", x=13, y=middle, text=axes.y_name, **name)
+    turned = _add(root, "text", x=13, y=middle, text=y_name, **name)
     turned.set("transform", f"rotate(-90 13 {middle})")
 
 
@@ -344,11 +355,11 @@ def _add(
     anchor: str = "",
     **attributes: object,
 ) -> Element:
-    given = {
+    texts = {
         name: f"{value:g}" if isinstance(value, float) else str(value)
         for name, value in attributes.items()
     }
-    given |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
-    element = ElementTree.SubElement(parent, tag, given)
+    texts |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
+    element = ElementTree.SubElement(parent, tag, texts)
     element.text = text or None
     return element

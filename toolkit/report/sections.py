@@ -7,21 +7,20 @@ that makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Literal
 
 import numpy as np
 
 from toolkit.estimators.load import Laws, laws_from_fit
-from toolkit.files.fit import Fit, LatencyFit
+from toolkit.files.fit import Fit
 from toolkit.files.plan import PREDICTED
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
-    Axes,
     Cell,
+    ChartPoint,
     ChartSeries,
     Figure,
     Section,
@@ -36,47 +35,39 @@ from toolkit.report.parts import (
 from toolkit.sched.policies import footnote, marked
 from toolkit.units import number, percent, seconds, word
 
-TITLES = {  # of the sections, by their keys
-    "bench": "The benches",
-    "fit": "The fit",
-    "plan": "The plan",
-    "tuning": "The tuning",
-    "validation": "The validation",
-}
-
 Point = tuple[int, int, float]  # batch size, length, seconds
 
 
-def _missing(found: Material, key: str, lead: str, command: str) -> Section:
+def _missing(files: Material, key: str, lead: str, command: str) -> Section:
     """A section without content, the command that makes it, and why its file was left out."""
-    why = found.why.get(key)
-    return Section(key, TITLES[key], lead, lines=[why] if why else [], command=command)
+    why = files.why.get(key)
+    return Section(key, lead, lines=[why] if why else [], command=command)
 
 
-def bench_section(found: Material) -> Section:
+def bench_section(files: Material) -> Section:
     """The replays against running servers (`llmctl bench --out`), measured and predicted."""
-    left_out = [why for name, why in found.why.items() if name.endswith(".json")]
-    if not found.benches:
-        plan, rate = found.file_name("plan"), found.rate_rps
+    left_out = [why for name, why in files.why.items() if name.endswith(".json")]
+    if not files.benches:
+        plan, rate = files.file_name("plan"), files.rate_rps
         at = f" --rate {rate:.3g}" if rate else ""
         command = f"llmctl bench --plan {plan} --trace TRACE{at} --out bench.json"
         lead = "No trace was replayed against a running server of this plan yet."
-        section = _missing(found, "bench", lead, command)
+        section = _missing(files, "bench", lead, command)
         section.lines += [f"Left out: {why}." for why in left_out]
         return section
-    requests = sum(bench.content.answered for bench in found.benches)
-    counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
+    requests = sum(bench.content.answered for bench in files.benches)
+    counted = f"{len(files.benches)} replay{'s' if len(files.benches) > 1 else ''}"
     lead = f"{counted} against a running server, {requests:,} requests: measured, not simulated."
-    section = Section("bench", TITLES["bench"], lead)
-    for bench in found.benches:
-        section.lines.append(_bench_line(bench, found.rate_rps))
+    section = Section("bench", lead)
+    for bench in files.benches:
+        section.lines.append(_bench_line(bench, files.rate_rps))
         warm = bench.content.warmup is not None
         errors: dict[str, float] = {}
         titles: dict[str, str] = {}
         rows: list[list[Cell]] = []
         for row in bench.content.compared:
             rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
-            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)] if warm else []
+            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)]
             if row.error_percent is not None:
                 errors[row.metric] = row.error_percent
             if row.predicted is not None and row.measured is not None:
@@ -84,17 +75,16 @@ def bench_section(found: Material) -> Section:
                 text = f"predicted {values[0]}, measured {values[1]}"
                 titles[row.metric] = f"{metric_name(row.metric)}: {text}"
         svg = bars(errors, " %", titles=titles)
-        if svg:
-            section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
+        section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
         columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
         section.tables.append(Table(_title(bench), columns if warm else columns[:4], rows))
-    if len(found.benches) > 1:
-        metrics = [row.metric for bench in found.benches for row in bench.content.compared]
+    if len(files.benches) > 1:
+        metrics = [row.metric for bench in files.benches for row in bench.content.compared]
         rows = [
-            [name, *(bench.content.measured.get(name) for bench in found.benches)]
+            [name, *(bench.content.measured.get(name) for bench in files.benches)]
             for name in dict.fromkeys(metrics)
         ]
-        columns = ["metric", *(bench.name for bench in found.benches)]
+        columns = ["metric", *(bench.name for bench in files.benches)]
         section.tables.insert(0, Table("Measured, side by side", columns, rows))
     section.lines += [f"Left out: {why}." for why in left_out]
     return section
@@ -105,7 +95,7 @@ def _title(bench: BenchResult) -> str:
     content = bench.content
     policy = f", policy '{content.policy}'" if content.policy else ""
     rate = f", {number(content.request_rate_rps)} requests/s" if content.request_rate_rps else ""
-    return f"{bench.name}: {bench.plan_name}{policy}{rate}"
+    return f"{bench.name}: {content.inputs['plan'].name}{policy}{rate}"
 
 
 def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
@@ -134,14 +124,14 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     return "; ".join(parts) + "."
 
 
-def fit_section(found: Material) -> Section:
+def fit_section(files: Material) -> Section:
     """The laws of `fit.json` and their errors, with plots where their profile is known."""
-    fit = found.fit
+    fit = files.fit
     if fit is None:
-        command = f"llmctl profile {found.recipe.name}; llmctl fit profile.json"
-        return _missing(found, "fit", "Nothing was fitted yet.", command)
+        command = f"llmctl profile {files.recipe.name}; llmctl fit profile.json"
+        return _missing(files, "fit", "Nothing was fitted yet.", command)
     where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
-    section = Section("fit", TITLES["fit"], f"Laws of time and memory for {where}.")
+    section = Section("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
@@ -168,29 +158,22 @@ def fit_section(found: Material) -> Section:
             competed.append((name, tried.form, *error_cells(tried.error)[:2], kept))
     columns = ["law", "form", "median error", "p95", ""]
     section.tables.append(Table("Forms that competed", columns, competed))
-    profile = found.profile
+    profile = files.profile
     if profile is None:
-        why = found.why.get("profile", "there is no profile.json in its folder")
+        why = files.why.get("profile", "there is no profile.json in its folder")
         section.lines.append(f"There are no plots of residuals without its profile: {why}.")
         return section
     predicted = laws_from_fit(fit)
     prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
     decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
-    figures = [
-        *_law_figures("prefill", prefill, predicted.engine.prefill_s),
-        *_law_figures("decode step", decode, partial(_step_s, fit.decode)),
+    engine = predicted.engine
+    section.figures += [
+        *_law_figures("prefill", prefill, engine.prefill_s),
+        *_law_figures("decode step", decode, lambda n, length: engine.decode_s(n, length - 1, 1)),
         _slices(predicted, profile),
         _memory(fit, predicted, profile),
     ]
-    section.figures += [figure for figure in figures if figure.svg]
     return section
-
-
-def _step_s(law: LatencyFit, size: int, length: int) -> float:
-    """tau(l, N), Eq. 4."""
-    segment = [candidate for candidate in law.segments if candidate.batch_size_min <= size][-1]
-    linear = segment.nl * size * length + segment.n * size + segment.l * length + segment.const
-    return max(segment.flat, linear)
 
 
 def _law_figures(
@@ -200,82 +183,79 @@ def _law_figures(
 
     The residuals are in-sample: the law is the one in use.
     """
-    measured = [real_s for _, _, real_s in points]
-    predicted = [law(size, length) for size, length, _ in points]
-    residuals = [100 * (a / b - 1) if b else 0.0 for a, b in zip(predicted, measured, strict=True)]
-    sizes = sorted({size for size, _, _ in points})
+    by_law: list[ChartPoint] = []
+    residuals: dict[int, list[ChartPoint]] = {}  # by batch size
+    for size, length, real_s in points:
+        by_law_s = law(size, length)
+        off = 100 * (by_law_s / real_s - 1) if real_s else 0.0
+        label = (
+            f"N {size}, length {length}: predicted {seconds(by_law_s)}, "
+            f"measured {seconds(real_s)} ({percent(off)})"
+        )
+        by_law.append((real_s, by_law_s, label))
+        residuals.setdefault(size, []).append((length, off, label))
+    sizes = sorted(residuals)
     third = -(-len(sizes) // 3) or 1
     groups = [sizes[start : start + third] for start in range(0, len(sizes), third)]
-    labels = [
-        f"N {size}, length {length}: predicted {seconds(by_law_s)}, "
-        f"measured {seconds(real_s)} ({percent(off)})"
-        for (size, length, real_s), by_law_s, off in zip(points, predicted, residuals, strict=True)
-    ]
-    by_size = []
-    for group in groups:
-        chosen = [place for place, (size, _, _) in enumerate(points) if size in group]
-        by_size.append(
-            ChartSeries(
-                f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
-                [points[place][1] for place in chosen],
-                [residuals[place] for place in chosen],
-                labels=[labels[place] for place in chosen],
-            )
+    by_size = [
+        ChartSeries(
+            f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
+            [point for size in group for point in residuals[size]],
         )
-    drawn = ChartSeries(name, measured, predicted, labels=labels)
-    both = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    errors = Axes("length, tokens", "residual, %", by_size, level=0.0)
+        for group in groups
+    ]
+    drawn = ChartSeries(name, by_law)
+    both = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
+    errors = chart("length, tokens", "residual, %", by_size, level=0.0)
     medians = f"{len(points)} points, medians of their repeats; equal on the line"
     less_one = "predicted over measured, less 1, by length and batch size N"
-    return [Figure(chart(both), f"{name}: {medians}"), Figure(chart(errors), f"{name}: {less_one}")]
+    return [Figure(both, f"{name}: {medians}"), Figure(errors, f"{name}: {less_one}")]
 
 
 def _slices(laws: Laws, profile: Profile) -> Figure:
-    measured = [point.seconds for point in profile.slices]
-    predicted = [
-        laws.latency.prefill_s(point.batch_size, point.input_length)
-        + laws.latency.decode_s(
-            point.batch_size, point.input_length, laws.engine.iterations(point.steps)
-        )
-        for point in profile.slices
-    ]
-    labels = [
-        f"N {point.batch_size}, length {point.input_length}, {point.steps} steps: "
-        f"predicted {seconds(by_law_s)}, measured {seconds(point.seconds)}"
-        for point, by_law_s in zip(profile.slices, predicted, strict=True)
-    ]
-    drawn = ChartSeries("slices", measured, predicted, labels=labels)
-    axes = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    return Figure(chart(axes), f"whole slices on all workers: {len(measured)}, overhead included")
+    points: list[ChartPoint] = []
+    for one in profile.slices:
+        size, length, law = one.batch_size, one.input_length, laws.latency
+        decode_s = law.decode_s(size, length, laws.engine.iterations(one.steps))
+        by_law_s = law.prefill_s(size, length) + decode_s
+        times = f"predicted {seconds(by_law_s)}, measured {seconds(one.seconds)}"
+        label = f"N {size}, length {length}, {one.steps} steps: {times}"
+        points.append((one.seconds, by_law_s, label))
+    drawn = ChartSeries("slices", points)
+    svg = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
+    return Figure(svg, f"whole slices on all workers: {len(points)}, overhead included")
 
 
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
     """The memory edge, probed and by the law, for the least number of steps that was probed."""
     steps = min((point.steps for point in profile.memory), default=1)
-    points = [point for point in profile.memory if point.steps == steps]
-    points.sort(key=lambda point: point.input_length)
-    lengths = np.array([point.input_length for point in points], dtype=np.int64)
-    allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if points else []
-    failed = [(p.input_length, p.smallest_oom) for p in points if p.smallest_oom is not None]
+    ran: list[ChartPoint] = []
+    failed: list[ChartPoint] = []
+    for point in sorted(profile.memory, key=lambda point: point.input_length):
+        if point.steps == steps:
+            ran.append((point.input_length, point.largest_ok, ""))
+            if point.smallest_oom is not None:
+                failed.append((point.input_length, point.smallest_oom, ""))
+    lengths = np.array([length for length, _, _ in ran], dtype=np.int64)
+    allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if ran else []
+    law = [(length, size, "") for length, size in zip(lengths.tolist(), allowed, strict=True)]
     series = [
-        ChartSeries("ran", lengths.tolist(), [point.largest_ok for point in points]),
-        ChartSeries("the law allows", lengths.tolist(), allowed, "line"),
-        ChartSeries(
-            "out of memory", [length for length, _ in failed], [size for _, size in failed]
-        ),
+        ChartSeries("ran", ran),
+        ChartSeries("the law allows", law, "line"),
+        ChartSeries("out of memory", failed),
     ]
     capacity = f"capacity {number(fit.memory.capacity_tokens)} tokens"
     caption = f"the memory edge of batches that generate {steps} more tokens; {capacity}"
-    return Figure(chart(Axes("input length, tokens", "batch size", series, log=True)), caption)
+    return Figure(chart("input length, tokens", "batch size", series, log=True), caption)
 
 
-def plan_section(found: Material) -> Section:
+def plan_section(files: Material) -> Section:
     """Every value of `plan.json`, with the explanation that the plan holds."""
-    plan = found.plan
+    plan = files.plan
     if plan is None:
-        tuning = " --tuning tuning.json" if found.tuning else ""
-        command = f"llmctl render {found.recipe.name} --fit fit.json{tuning}"
-        return _missing(found, "plan", "There is no plan to serve yet.", command)
+        tuning = " --tuning tuning.json" if files.tuning else ""
+        command = f"llmctl render {files.recipe.name} --fit fit.json{tuning}"
+        return _missing(files, "plan", "There is no plan to serve yet.", command)
     decided: list[tuple[str, str, str]] = []
     predicted: list[tuple[str, str]] = []
     source = ""
@@ -286,7 +266,7 @@ def plan_section(found: Material) -> Section:
         else:
             decided.append((key, explained.value, explained.source))
     lead = f"Policy '{plan.policy.name}' on {plan.workers} workers."
-    section = Section("plan", TITLES["plan"], lead)
+    section = Section("plan", lead)
     columns = ["key", "value", "reason"]
     section.tables.append(Table("The plan's values and their reasons", columns, decided))
     if predicted:
@@ -295,17 +275,17 @@ def plan_section(found: Material) -> Section:
     return section
 
 
-def tuning_section(found: Material) -> Section:
+def tuning_section(files: Material) -> Section:
     """The trials of `tuning.json`, their front, the gain on held-out windows, and what matters."""
-    tuning = found.tuning
+    tuning = files.tuning
     if tuning is None:
-        command = f"llmctl tune {found.recipe.name} --fit fit.json --trace TRACE"
-        return _missing(found, "tuning", "The settings were not tuned yet.", command)
+        command = f"llmctl tune {files.recipe.name} --fit fit.json --trace TRACE"
+        return _missing(files, "tuning", "The settings were not tuned yet.", command)
     rate = f"{number(tuning.request_rate_rps)} requests/s on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best_held_out.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
-    section = Section("tuning", TITLES["tuning"], lead)
+    section = Section("tuning", lead)
     shares: dict[str, float] = {}
     for result in tuning.policies:
         if result.policy == tuning.best_held_out.policy:
@@ -313,12 +293,11 @@ def tuning_section(found: Material) -> Section:
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
     swept = "how far goodput moves when one parameter of the best is swept over its range"
-    figures = [
+    section.figures += [
         _front(tuning),
         Figure(bars(shares, " %"), trials),
         Figure(bars(swings, " %"), swept),
     ]
-    section.figures += [figure for figure in figures if figure.svg]
     section.tables += _held_out(tuning)
     if tuning.policies:
         names, latency = [result.policy for result in tuning.policies], tuning.latency_metric
@@ -340,8 +319,7 @@ def _front(tuning: Tuning) -> Figure:
     known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and t.whole]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])
-    of_best = (tuning.best_held_out.policy, tuning.best_held_out.every_parameter)
-    best = [t for t in known if (t.outcome.policy, t.outcome.every_parameter) == of_best][:1]
+    best = [trial for trial in known if trial.outcome.same_settings(tuning.best_held_out)][:1]
     series = [
         _series("trials", known, latency),
         _series("the front", front, latency, "line"),
@@ -349,7 +327,7 @@ def _front(tuning: Tuning) -> Figure:
         _series("best", best, latency, "marks"),
     ]
     caption = "each trial on the search windows; no trial beats those on the front in both"
-    return Figure(chart(Axes(latency, "goodput, requests/s", series)), caption)
+    return Figure(chart(latency, "goodput, requests/s", series), caption)
 
 
 def _series(
@@ -359,17 +337,18 @@ def _series(
     kind: Literal["points", "line", "marks"] = "points",
 ) -> ChartSeries:
     """The goodput of trials over a latency; a point's label is its trial in one line."""
-    xs, ys = ([trial.outcome.metrics[key] for trial in trials] for key in (latency, "goodput_rps"))
-    labels = []
-    for trial, latency_s, goodput_rps in zip(trials, xs, ys, strict=True):
+    points: list[ChartPoint] = []
+    for trial in trials:
         outcome = trial.outcome
+        latency_s, goodput_rps = outcome.metrics[latency], outcome.metrics["goodput_rps"]
         settings = [f"{key} {word(value)}" for key, value in outcome.every_parameter.items()]
         goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
         values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
         limits = "keeps all limits" if trial.feasible else "breaks a limit"
         which = f"trial {trial.number}, {outcome.policy}"
-        labels.append(f"{which}: {values}, {limits}; {', '.join(settings)}")
-    return ChartSeries(name, xs, ys, kind, labels)
+        label = f"{which}: {values}, {limits}; {', '.join(settings)}"
+        points.append((latency_s, goodput_rps, label))
+    return ChartSeries(name, points, kind)
 
 
 def _held_out(tuning: Tuning) -> list[Table]:
@@ -394,19 +373,19 @@ def _held_out(tuning: Tuning) -> list[Table]:
     ]
 
 
-def validation_section(found: Material) -> Section:
+def validation_section(files: Material) -> Section:
     """The predictions and measurements of `validation.json`, with signed errors."""
-    validation = found.validation
+    validation = files.validation
     if validation is None:
         lead = "The predictions were not compared with a running server yet."
-        return _missing(found, "validation", lead, "llmctl validate plan.json --url URL")
+        return _missing(files, "validation", lead, "llmctl validate plan.json --url URL")
     requests = sum(window.requests for window in validation.windows)
     failed = sum(window.failed for window in validation.windows)
     lead = (
         f"{requests:,} requests in {len(validation.windows)} windows of a trace, replayed against "
         f"{validation.model} with policy '{validation.policy}'; {failed:,} failed."
     )
-    section = Section("validation", TITLES["validation"], lead, lines=[validation.summary()])
+    section = Section("validation", lead, lines=[validation.summary()])
     errors = {row.metric: row.error_percent for row in validation.metrics}
     caption = "the prediction's error, of the means over the windows"
     section.figures.append(Figure(bars(errors, " %"), caption))

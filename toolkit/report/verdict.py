@@ -25,7 +25,7 @@ METHODS = {"profile": "profile resampled", "held-out errors": "no profile: laws 
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
-    lines = [*_warnings(result), *sizing_lines(result), *_size_lines(result)]
+    lines = [*_warnings(result), *_size_lines(result)]
     if not any(trial.feasible for trial in result.trials):
         lines.append("no trial keeps all limits")
         worst = max(result.usage, key=lambda key: result.usage[key], default="")
@@ -55,7 +55,7 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
     else:
         lines.append("gain over the defaults, held out: the defaults have no goodput")
-    lines += [*router_lines(result), *cost_lines(result), *alternative_lines(result)]
+    lines += [*_router_lines(result), *_cost_lines(result), *_alternative_lines(result)]
     lines += _how_sure(result)
     best = result.best_held_out.policy
     refused = next((one.refusal for one in result.policies if one.policy == best), None)
@@ -64,10 +64,8 @@ def verdict(result: Tuning) -> list[str]:
     return lines
 
 
-def router_lines(result: Tuning) -> list[str]:
-    """What the router of the best settings gains over dealing requests in turn; empty without
-    replicas.
-    """
+def _router_lines(result: Tuning) -> list[str]:
+    """What the best settings' router gains over requests in turn; empty without replicas."""
     best, in_turn = result.best_held_out, result.in_turn
     if best.replica_router is None or in_turn is None:
         return []
@@ -88,7 +86,7 @@ def router_lines(result: Tuning) -> list[str]:
     return [f"router '{name}' over requests in turn, with the same flags: {change}"]
 
 
-def cost_lines(result: Tuning) -> list[str]:
+def _cost_lines(result: Tuning) -> list[str]:
     """What the recommended settings cost, and a recipe that is cheaper; empty without a price."""
     cost = result.cost
     if cost is None:
@@ -185,10 +183,17 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
 
 
 def _size_lines(result: Tuning) -> list[str]:
-    """How many workers, or servers of each kind, suffice, and what one more of them does."""
-    sizing = result.sizing
+    """How many workers, or servers of each kind, suffice, and what one more of them does; before
+    that the recipes that need fewer workers.
+    """
+    sizing, others = result.sizing, result.alternatives
     if sizing is None:
         return []
+    lines = [
+        f"before you add workers: {_sibling(sibling)}"
+        for sibling in (others.siblings if others else [])
+        if sibling.feasible and sibling.workers < sizing.workers
+    ]
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
     if sizing.kinds:
         counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
@@ -200,29 +205,29 @@ def _size_lines(result: Tuning) -> list[str]:
             price, none = f", {number(usd)} USD an hour", "no cheaper counts keep all limits"
             order = "of equal cost: fewer servers, then more of the kinds named first"
         simulated = f"{tried} were simulated with these settings"
-        lines = [
+        lines += [
             f"servers needed: {counts}{price}, with {settings}",
             f"  {none}: {simulated}, {sizing.excluded} cannot do the work by the laws",
             f"  {order}",
         ]
         worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
-        more = f"  with one more of {' or '.join(worse)} a limit is broken again"
-        return [*lines, more] if worse else lines
-    lines = [f"workers needed: {sizing.workers}, with {settings}"]
+        if worse:
+            lines.append(f"  with one more of {' or '.join(worse)} a limit is broken again")
+        return lines
+    needed = f"workers needed: {sizing.workers}, with {settings}"
     if sizing.one_more_keeps is None:
-        return [f"{lines[0]}; a server is one worker"]
+        return [*lines, f"{needed}; a server is one worker"]
+    lines.append(needed)
     if not sizing.one_more_keeps:
         lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
     if not (result.engines and traits_of(result.engines[0]).server):
         again = f"workers: {sizing.workers} in the recipe, then profile and fit again, since"
-        lines.append(f"  to serve it: {again}")
-        lines.append(
-            "  workers on one machine slow each other, and the fit holds for its own number"
-        )
+        slow = "workers on one machine slow each other, and the fit holds for its own number"
+        lines += [f"  to serve it: {again}", f"  {slow}"]
     return lines
 
 
-def alternative_lines(result: Tuning) -> list[str]:
+def _alternative_lines(result: Tuning) -> list[str]:
     """The alternatives to the recommended settings, the cheapest change first; may be empty."""
     found = result.alternatives
     if found is None:
@@ -278,18 +283,6 @@ def alternative_lines(result: Tuning) -> list[str]:
     if not (kept or found.policies or found.workers or found.up_to_rps):
         lines.append("  a looser target in the recipe's sla")
     return lines
-
-
-def sizing_lines(result: Tuning) -> list[str]:
-    """The recipes that keep the limits with fewer workers than the sizing found."""
-    found = result.alternatives
-    if result.sizing is None or found is None:
-        return []
-    return [
-        f"before you add workers: {_sibling(sibling)}"
-        for sibling in found.siblings
-        if sibling.feasible and sibling.workers < result.sizing.workers
-    ]
 
 
 def _sibling(sibling: Sibling) -> str:
