@@ -41,6 +41,12 @@ class GridPoint:
             return self.length + self.others
         return (self.batch_size + self.others) * self.length
 
+    @property
+    def key(self) -> str:
+        """Its key in the journal, where a visit adds its number."""
+        beside = f"/{self.others}" if self.others else ""
+        return f"{self.kind}/{self.batch_size}/{self.length}{beside}"
+
     def failed(self, reason: str) -> FailedPoint:
         """The record that it could not be measured, and why."""
         return FailedPoint(

@@ -213,15 +213,6 @@ def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
     return [result for result in results if isinstance(result, kind)]
 
 
-def visit_key(point: GridPoint, number: int) -> str:
-    return f"{failure_key(point)}/{number}"
-
-
-def failure_key(point: GridPoint) -> str:
-    beside = f"/{point.others}" if point.others else ""
-    return f"{point.kind}/{point.batch_size}/{point.length}{beside}"
-
-
 def visits_left(
     points: Sequence[GridPoint], spec: ProfileSpec, journal: Journal
 ) -> list[tuple[int, GridPoint]]:
@@ -229,8 +220,7 @@ def visits_left(
     return [
         (number, point)
         for number, point in in_rounds(points, spec)
-        if visit_key(point, number) not in journal.results
-        and failure_key(point) not in journal.results
+        if journal.results.keys().isdisjoint((point.key, f"{point.key}/{number}"))
     ]
 
 
@@ -243,15 +233,15 @@ def measure(
 ) -> None:
     """Make the visits. A point that cannot be measured is recorded as failed and left out then."""
     for number, point in visits:
-        if failure_key(point) not in journal.results:
+        if point.key not in journal.results:
             try:
                 seconds = bench.time(point, warmups(number, spec))
             except Unmeasurable as reason:
-                journal.put(failure_key(point), point.failed(str(reason)))
+                journal.put(point.key, point.failed(str(reason)))
             else:
                 passes = bench.take_passes() if isinstance(bench, TimedPassEngine) else ([], [])
                 visit = PointVisit(seconds=seconds, steps=passes[0], front=passes[1])
-                journal.put(visit_key(point, number), visit)
+                journal.put(f"{point.key}/{number}", visit)
         advance(str(point))
 
 
@@ -301,10 +291,10 @@ def _measured(
 ) -> Iterator[tuple[GridPoint, list[float]]]:
     """Points that were measured and never failed, with all their samples."""
     for point in points:
-        keys = (visit_key(point, number) for number in range(spec.repeats * CHEAP_VISITS))
+        keys = (f"{point.key}/{number}" for number in range(spec.repeats * CHEAP_VISITS))
         visits = of_kind(PointVisit, (results.get(key) for key in keys))
         seconds = [second for visit in visits for second in visit.seconds]
-        if seconds and failure_key(point) not in results:
+        if seconds and point.key not in results:
             yield point, seconds
 
 
@@ -319,7 +309,7 @@ SAFE_SHARE = 0.9
 def find_edge(
     fits: Callable[[int], bool], guess: int, limit: int, enough: Callable[[], bool] = lambda: False
 ) -> tuple[int, int | None]:
-    """(largest size that fits, smallest that does not), by galloping from `guess` and bisecting.
+    """(largest size that fits, smallest that does not): gallop from `guess`, then bisect.
 
     The two are neighbours, or `PRECISION` apart, or what is known when `enough` returns True. The
     second is None if no probe up to `limit` failed.
@@ -377,6 +367,16 @@ def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
     )
 
 
+def record_probe(journal: Journal, key: str, length: int, probe: Callable[[], MemoryPoint]) -> None:
+    """Record what a probe of the memory edge at one input length finds, or why it failed."""
+    result: MemoryPoint | FailedPoint
+    try:
+        result = probe()
+    except Unmeasurable as reason:
+        result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
+    journal.put(key, result)
+
+
 def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
     """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, without probes of the
     capacity.
@@ -387,8 +387,7 @@ def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
 
 def probe_memory(bench: TimedEngine, length: int, steps: int, deadline_s: float) -> MemoryPoint:
     """The memory edge at one input length. The search stops at `deadline_s`, a monotonic time."""
-    total = length + steps
-    capacity = bench.facts.capacity_tokens
+    total, capacity = length + steps, bench.facts.capacity_tokens
     largest_ok, smallest_oom = find_edge(
         lambda size: bench.fits(SliceShape(size, length, steps)),
         guess=capacity // total,

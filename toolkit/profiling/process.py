@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import IO, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -97,29 +97,24 @@ class CachingEngine(Protocol):
         ...
 
 
-def visit(
-    run: Callable[[], float], warmups: int, now_s: Callable[[], float] = time.perf_counter
-) -> list[float]:
+def visit(run: Callable[[], float], warmups: int) -> list[float]:
     """The seconds that `run` returns, of as many runs as one visit has, after the warmups."""
     for _ in range(warmups):
         run()
     samples: list[float] = []
-    end_s = now_s() + VISIT_S
-    while not samples or (len(samples) < VISIT_SAMPLES and now_s() < end_s):
+    end_s = time.perf_counter() + VISIT_S
+    while not samples or (len(samples) < VISIT_SAMPLES and time.perf_counter() < end_s):
         samples.append(run())
     return samples
 
 
 class LocalTimedEngine:
-    """An engine in this process. `now_s` is the clock that bounds a visit."""
+    """`TimedRoundEngine` on an engine in this process."""
 
-    def __init__(
-        self, engine: Engine, clock: Clock, now_s: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, engine: Engine, clock: Clock) -> None:
         self.facts = engine.facts
         self._engine = engine
         self._clock = CLOCKS[clock]
-        self._now_s = now_s
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`."""
@@ -133,21 +128,19 @@ class LocalTimedEngine:
             assert kind != "mix"
             assert kind != "traffic"
             assert kind != "hit"
-            return self._round_engine.time_part(kind, rows, length, point.others, clock)
+            return cast(RoundEngine, self._engine).time_part(
+                kind, rows, length, point.others, clock
+            )
 
         try:
-            return visit(run, warmups, self._now_s)
+            return visit(run, warmups)
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
-
-    @property
-    def _round_engine(self) -> RoundEngine:
-        return cast(RoundEngine, self._engine)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         """See `TimedRoundEngine.admit`."""
         (row,) = slice_rows(SliceShape(1, length, self.facts.max_model_len - length))
-        engine = self._round_engine
+        engine = cast(RoundEngine, self._engine)
         entered, runs_out = 0, False
         while entered < limit and not runs_out:
             runs_out = engine.run_round(Round(0, (row,), (entered,)), lambda _: True).is_short
@@ -213,29 +206,12 @@ class KeepBusy(msgspec.Struct, tag=True, frozen=True):
     shapes: tuple[SliceShape, ...]
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """The engine is ready."""
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The reply to a request: what the method of `LocalTimedEngine` returned, or the facts of the
+    loaded engine as JSON.
+    """
 
-    facts_json: str
-
-
-class RunTimes(msgspec.Struct, tag=True, frozen=True):
-    """Seconds of each run."""
-
-    seconds: tuple[float, ...]
-
-
-class Tried(msgspec.Struct, tag=True, frozen=True):
-    """Whether the slice fitted."""
-
-    fitted: bool
-
-
-class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """How many rows entered, and whether the next one ran out of memory."""
-
-    rows: int
-    ran_out: bool
+    result: Any
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -247,11 +223,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 Request = LoadEngine | Time | Fits | Admit | KeepBusy
-Reply = Loaded | RunTimes | Tried | Admitted | Failed
-ReplyT = TypeVar("ReplyT", RunTimes, Tried, Admitted)
+Reply = Done | Failed
+Frame = TypeVar("Frame")
+Result = TypeVar("Result")
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
@@ -261,23 +238,14 @@ def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
     stream.flush()
 
 
-def read_request(stream: IO[bytes]) -> Request:
-    """The next request. Raises `EOFError` if the parent has ended."""
-    return _requests.decode(_read(stream))
-
-
-def read_reply(stream: IO[bytes]) -> Reply:
-    """The next reply. Raises `EOFError` if the child has ended."""
-    return _replies.decode(_read(stream))
-
-
-def _read(stream: IO[bytes]) -> bytes:
+def read_frame(stream: IO[bytes], decoder: msgspec.msgpack.Decoder[Frame]) -> Frame:
+    """The next frame. Raises `EOFError` if the process that writes has ended."""
     head = stream.read(4)
     size = int.from_bytes(head, "big")
     body = stream.read(size)
     if len(head) < 4 or len(body) < size:
         raise EOFError
-    return body
+    return decoder.decode(body)
 
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
@@ -321,10 +289,10 @@ class EngineProcess:
         self._replies = cast(IO[bytes], self._child.stdout)
         self._send(LoadEngine(self._recipe_json))
 
-    def wait(self) -> EngineFacts:
+    def wait(self) -> None:
         """Wait until the engine is loaded. Raises `EngineError` or `InputError` if it cannot be."""
         try:
-            reply = read_reply(self._replies)
+            reply = read_frame(self._replies, REPLIES)
         except EOFError:
             why = f"the engine's process ended while it loaded: {self._end()}"
             raise EngineError(why) from None
@@ -332,9 +300,7 @@ class EngineProcess:
             self.stop()
             is_input = reply.exit_code == InputError.exit_code
             raise (InputError if is_input else EngineError)(reply.message, reply.hint)
-        assert isinstance(reply, Loaded)
-        self.facts = EngineFacts.model_validate_json(reply.facts_json)
-        return self.facts
+        self.facts = EngineFacts.model_validate_json(reply.result)
 
     def stop(self) -> None:
         """End the child, if there is one."""
@@ -344,7 +310,7 @@ class EngineProcess:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `Died` if the point killed the process."""
-        return list(self._request(Time(point, warmups), RunTimes).seconds)
+        return self._request(Time(point, warmups), list[float])
 
     def fits(self, shape: SliceShape) -> bool:
         """See `TimedEngine.fits`. A shape that kills the process did not fit.
@@ -352,7 +318,7 @@ class EngineProcess:
         The kernel kills a process when memory is short.
         """
         try:
-            return self._request(Fits(shape), Tried).fitted
+            return self._request(Fits(shape), bool)
         except Died:
             return False
 
@@ -366,17 +332,16 @@ class EngineProcess:
         """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then
         unknown.
         """
-        reply = self._request(Admit(length, limit), Admitted)
-        return reply.rows, reply.ran_out
+        return self._request(Admit(length, limit), tuple[int, bool])
 
     def keep_busy(self, shapes: Sequence[SliceShape]) -> None:
         """Serve these slices over and over until `stop`."""
         self._send(KeepBusy(tuple(shapes)))
 
-    def _request(self, request: Request, kind: type[ReplyT]) -> ReplyT:
+    def _request(self, request: Request, kind: type[Result]) -> Result:
         self._send(request)
         try:
-            reply = read_reply(self._replies)
+            reply = read_frame(self._replies, REPLIES)
         except EOFError:
             reason, self._deaths = self._end(), self._deaths + 1
             if self._deaths >= DEATHS_MAX:
@@ -389,8 +354,7 @@ class EngineProcess:
             raise Died(f"the engine's process ended: {reason}") from None
         if isinstance(reply, Failed):
             raise Unmeasurable(reply.message)
-        assert isinstance(reply, kind)
-        return reply
+        return msgspec.convert(reply.result, kind)
 
     def _send(self, request: Request) -> None:
         # A dead child is noticed by the end of file in the place of its reply.

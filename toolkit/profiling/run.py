@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -52,6 +53,7 @@ from toolkit.profiling.measure import (
     of_kind,
     probe_memory,
     probe_shapes,
+    record_probe,
     safe_tokens,
     visits_left,
     warmups,
@@ -165,7 +167,6 @@ def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
     return (time.perf_counter() - start_s) / (len(samples) + 1)
 
 
-MakeWorkers = Callable[[Recipe], Workers]
 Timed = Callable[[Recipe], AbstractContextManager["ProfileBench"]]
 
 
@@ -206,7 +207,6 @@ def profile(
     *,
     fresh: bool = False,
     timed: Timed = engine_process,
-    make_workers: MakeWorkers | None = None,
 ) -> Profile:
     """Measure what `recipe`, read from `source`, describes, resuming from an earlier journal.
 
@@ -241,17 +241,9 @@ def profile(
             session.probe_admission(bench)
             session.measure(bench)
             bench.stop()  # frees its memory for the workers
-            session.run_slices(make_workers or bench.workers)
-            session.run_sequences(make_workers or bench.workers)
+            session.run_slices(bench)
+            session.run_sequences(bench)
             return session.result(made_from)
-
-
-def _memory_key(length: int, steps: int) -> str:
-    return f"memory/{length}/{steps}"
-
-
-def _slice_key(number: int) -> str:
-    return f"slice/{number}"
 
 
 class _Session:
@@ -272,18 +264,17 @@ class _Session:
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps: StepsProfile | None = None
         self._hits: list[HitPoint] = []
-        self._mixes: list[GridPoint] = []
+        parts = self._rounds.points if self._rounds else []
         if traits.timed_by_pass:
-            self._mixes = mix_points(self._spec, facts)
-            self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
-            self._mixes += hit_points(self._spec, facts)
-        parts = self._rounds.points if self._rounds else self._mixes
+            parts = mix_points(self._spec, facts)
+            parts += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
+            parts += hit_points(self._spec, facts)
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
             memory=[
-                shape
-                for shape in probe_shapes(self._spec, facts)
-                if _memory_key(*shape) not in journal.results
+                (length, steps)
+                for length, steps in probe_shapes(self._spec, facts)
+                if f"memory/{length}/{steps}" not in journal.results
             ],
             slices=self._slices_left(),
             admissions=self._rounds.lengths_left() if self._rounds else (),
@@ -298,7 +289,7 @@ class _Session:
     def _slices_left(self) -> dict[int, SliceShape]:
         """The slices that the journal lacks."""
         results, shapes = self._journal.results, self._shapes()
-        return {k: shape for k, shape in shapes.items() if _slice_key(k) not in results}
+        return {k: shape for k, shape in shapes.items() if f"slice/{k}" not in results}
 
     def plan(self, bench: TimedEngine) -> ProfileEstimate:
         work = self._work
@@ -317,12 +308,8 @@ class _Session:
     def probe_memory(self, bench: TimedEngine) -> None:
         deadline_s = time.monotonic() + TIME_LIMIT_S
         for length, steps in self._work.memory:
-            result: MemoryPoint | FailedPoint
-            try:
-                result = probe_memory(bench, length, steps, deadline_s)
-            except Unmeasurable as reason:
-                result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
-            self._journal.put(_memory_key(length, steps), result)
+            probe = partial(probe_memory, bench, length, steps, deadline_s)
+            record_probe(self._journal, f"memory/{length}/{steps}", length, probe)
             self._progress.advanced(f"memory L={length} S={steps}")
 
     def probe_admission(self, bench: TimedEngine) -> None:
@@ -347,19 +334,19 @@ class _Session:
         if isinstance(bench, CachingEngine):
             self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
 
-    def run_slices(self, make_workers: MakeWorkers) -> None:
+    def run_slices(self, bench: ProfileBench) -> None:
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
-            self._journal.put(_slice_key(number), result)
+            self._journal.put(f"slice/{number}", result)
             self._progress.advanced(f"slice {number + 1} of {self._spec.slices}")
 
         left = self._slices_left()
         if left:
-            workers = make_workers(self._recipe)
+            workers = bench.workers(self._recipe)
             asyncio.run(SliceFeed(workers, left, self._facts.vocab_size, record).run())
 
-    def run_sequences(self, make_workers: MakeWorkers) -> None:
+    def run_sequences(self, bench: ProfileBench) -> None:
         if self._rounds and self._work.sequences:
-            self._rounds.run_sequences(make_workers(self._recipe), self._progress.advanced)
+            self._rounds.run_sequences(bench.workers(self._recipe), self._progress.advanced)
 
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams
@@ -35,10 +36,11 @@ from toolkit.profiling.measure import (
     admission_lengths,
     of_kind,
     probe_admission,
+    record_probe,
     round_parts,
     safe_tokens,
 )
-from toolkit.profiling.process import TimedRoundEngine, Unmeasurable, slice_rows
+from toolkit.profiling.process import TimedRoundEngine, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
 
@@ -298,29 +300,25 @@ class RoundsStage:
     def lengths_left(self) -> list[int]:
         """Lengths at which rows have not been admitted yet."""
         lengths = admission_lengths(self._recipe.profile, self._facts)
-        return [length for length in lengths if _admission_key(length) not in self._journal.results]
+        return [length for length in lengths if f"admission/{length}" not in self._journal.results]
 
     def sequences_left(self) -> list[int]:
         """Numbers of the sequences that the journal lacks."""
         numbers = range(self._recipe.profile.sequences)
-        return [number for number in numbers if _sequence_key(number) not in self._journal.results]
+        return [number for number in numbers if f"rounds/{number}" not in self._journal.results]
 
     def probe_admission(self, bench: TimedRoundEngine, advance: Callable[[str], None]) -> None:
         """Measure how many rows can enter, at each length."""
         for length in self.lengths_left():
-            result: MemoryPoint | FailedPoint
-            try:
-                result = probe_admission(bench, length)
-            except Unmeasurable as reason:
-                result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
-            self._journal.put(_admission_key(length), result)
+            probe = partial(probe_admission, bench, length)
+            record_probe(self._journal, f"admission/{length}", length, probe)
             advance(f"rows of {length} enter")
 
     def run_sequences(self, workers: Workers, advance: Callable[[str], None]) -> None:
         """Run whole sequences through the worker processes."""
 
         def record(number: int, result: RoundSequence | FailedPoint) -> None:
-            self._journal.put(_sequence_key(number), result)
+            self._journal.put(f"rounds/{number}", result)
             advance(f"rounds {number + 1} of {self._recipe.profile.sequences}")
 
         tokens_max = safe_tokens(self._admissions(), self._facts)
@@ -345,16 +343,8 @@ class RoundsStage:
 
     def _admissions(self) -> list[MemoryPoint]:
         lengths = admission_lengths(self._recipe.profile, self._facts)
-        found = (self._journal.results.get(_admission_key(length)) for length in lengths)
+        found = (self._journal.results.get(f"admission/{length}") for length in lengths)
         return of_kind(MemoryPoint, found)
-
-
-def _admission_key(length: int) -> str:
-    return f"admission/{length}"
-
-
-def _sequence_key(number: int) -> str:
-    return f"rounds/{number}"
 
 
 class SliceFeed(Feed[SliceShape, SlicePoint]):
