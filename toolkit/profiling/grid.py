@@ -1,7 +1,5 @@
-"""The points of a profile, their order, and the shapes of slices.
-
-Order: `GridPoint`, the grid, the points of mixes, traffic and rounds, the order of visits, and
-slices.
+"""The points of a profile (the grid, mixes, traffic, hits and parts of rounds), the order of visits
+to them, and the shapes of slices.
 """
 
 from __future__ import annotations
@@ -88,9 +86,7 @@ PROMPTS = 4  # of a mix: prompts that arrive
 
 
 def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
-    """Prompts of each length that arrive while N rows decode: most passes of a paged engine are
-    such.
-    """
+    """Prompts of each length that arrive while N rows decode, as in most passes when serving."""
     return [
         GridPoint("mix", batch_size, length, PROMPTS)
         for length in sorted(set(spec.input_lengths))

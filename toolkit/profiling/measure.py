@@ -1,14 +1,13 @@
 """Measuring: visits to the grid's points, the search for the memory edge, and the journal.
 
-The grid is measured in rounds, and every sample is kept. Repeats of a point one after the other all
-share the state of the machine at that moment. Repeats in different rounds do not: a disturbance
-then spoils a few samples of every point, in equal shares.
+The grid is measured in rounds, and every sample is kept. Repeats of a point one after the other
+would share one state of the machine; in rounds, a disturbance spoils a few samples of every point.
 
 The journal has every result on disk at once, so that a killed profile resumes where it was. It has
 one JSON object per line: first the conditions of the measurement, then a key and a result each. A
-last line that was torn by a kill is cut off. If another line is damaged, that line and all after it
-are measured again, and the file is kept as it was. The caller that writes the profile then deletes
-the journal.
+last line that a kill has torn is cut off. If another line is damaged, it and all after it are
+measured again, and the file is kept as it was. The caller writes the profile, then deletes the
+journal.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class JournalConditions(Strict):
 
 
 class PointVisit(Strict):
-    """The samples of a visit to a grid point, in seconds, and its passes if the engine reports
-    them.
-    """
+    """Samples of a visit to a grid point, in seconds, and its passes if the engine reports them."""
 
     seconds: list[float]
     steps: list[StepPoint] = Field(default=[])
@@ -247,10 +244,8 @@ def measure(
 
 def warmups(number: int, spec: ProfileSpec) -> int:
     """Runs before the first sample of a point's first visit, for one-time compilation and
-    allocation.
-
-    Later visits have none. A prefill then follows work of another shape, as in serving. A decode
-    step follows another decode step there; the engine takes care of that itself.
+    allocation. Later visits have none: a prefill follows work of another shape in serving, too, and
+    the engine itself lets a decode step follow another one.
     """
     return spec.warmups if number == 0 else 0
 
@@ -331,11 +326,10 @@ def find_edge(
 
 
 def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]:
-    """(L, S) of every probe of the memory edge.
+    """(L, S) of every probe of the memory edge; none for a server, which queues.
 
-    At each memory length these are the recipe's longest slice, and all steps that the model can
-    generate. The two ends separate the memory of a row's prompt from that of its output. A server
-    is not probed: it queues.
+    At each memory length S is the recipe's longest slice, and all that the model can generate: the
+    two separate the memory of a row's prompt from that of its output.
     """
     if facts.is_server:
         return []
@@ -356,9 +350,8 @@ def admission_lengths(spec: ProfileSpec, facts: EngineFacts) -> list[int]:
 
 
 def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
-    """The memory edge of rounds at one input length: rows enter until the next one has no room.
-
-    The search also ends at `PROBE_SHARE_MAX` times the capacity.
+    """The memory edge of rounds at one input length: rows enter until the next one has no room, or
+    `PROBE_SHARE_MAX` times the capacity is reached.
     """
     limit = min(ROWS_MAX, max(1, int(PROBE_SHARE_MAX * bench.facts.capacity_tokens / (length + 1))))
     rows, ran_out = bench.admit(length, limit)

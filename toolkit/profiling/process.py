@@ -1,12 +1,11 @@
 """An engine under measurement, in a process of its own.
 
-A crash there, from a probe past the memory edge or a bug in a kernel, does not end the profile, and
-its memory is freed when it ends. When the parent has ended, even by a kill, the child reads an end
-of file and ends.
+A probe past the memory edge or a bug in a kernel may kill that process; the profile goes on, with a
+new one. The child ends when its stdin does, so it never outlives the profile.
 
 Order: what profiling needs of an engine (`TimedEngine` and its kin), the frames between parent and
-child, `EngineProcess`, and `busy_neighbours`, other engines that run during a measurement. The
-frames are msgspec structs, length first, over the child's stdin and stdout.
+child (msgspec structs, length first, over the child's stdin and stdout), `EngineProcess`, and
+`busy_neighbours`, other engines that run during a measurement.
 """
 
 from __future__ import annotations
@@ -34,18 +33,14 @@ from toolkit.workers.protocol import Workers
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
-# A visit to a cheap point lasts until it has taken this long, setup included, or has this many
-# samples. More samples would tell little: disturbances last longer than a visit, and another visit
-# sees another moment.
+# A visit to a cheap point ends after this long, setup included, or with this many samples. More
+# would tell little: disturbances last longer than a visit, and another visit sees another moment.
 VISIT_S = 0.02
 VISIT_SAMPLES = 3
 
 
 class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a failure of the profile)
-    """A point could not be measured, for the reason given. The engine is ready for the next point.
-
-    The engine may have been restarted.
-    """
+    """Why a point could not be measured. The engine, perhaps a new one, is ready for the next."""
 
 
 class TimedEngine(Protocol):
@@ -66,10 +61,8 @@ class TimedRoundEngine(TimedEngine, Protocol):
     """A `TimedEngine` that keeps its rows between rounds."""
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """(rows, ran out): how many rows of `length` tokens enter, one per round, up to `limit`.
-
-        The second says whether the next row ran out of memory. Raises `Unmeasurable` with the
-        reason.
+        """How many rows of `length` tokens enter, one per round, up to `limit`, and whether the
+        next one ran out of memory. Raises `Unmeasurable` with the reason.
         """
         ...
 
@@ -258,10 +251,9 @@ class Died(Unmeasurable):
 
 
 class EngineProcess:
-    """`toolkit.profiling.process.TimedEngine` on a child process, restarted when it dies.
+    """`TimedRoundEngine` on a child process, restarted when it dies.
 
-    `start` and `wait` are separate so that several engines can load at the same time. `stop` ends
-    the child.
+    `start` and `wait` are separate so that several engines can load at the same time.
     """
 
     facts: EngineFacts
@@ -273,15 +265,12 @@ class EngineProcess:
         self._deaths = 0
 
     def start(self) -> None:
-        """Start the child, which begins to load its engine.
-
-        It has its own session: Ctrl-C is for the parent.
-        """
+        """Start the child, which begins to load its engine."""
         self._child = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the parent
             env=self._environment,
         )
         guard.watch(self._child.pid)
@@ -313,9 +302,8 @@ class EngineProcess:
         return self._request(Time(point, warmups), list[float])
 
     def fits(self, shape: SliceShape) -> bool:
-        """See `TimedEngine.fits`. A shape that kills the process did not fit.
-
-        The kernel kills a process when memory is short.
+        """See `TimedEngine.fits`. A shape that kills the process did not fit: the kernel kills it
+        when memory is short.
         """
         try:
             return self._request(Fits(shape), bool)
@@ -329,9 +317,7 @@ class EngineProcess:
         return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then
-        unknown.
-        """
+        """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process."""
         return self._request(Admit(length, limit), tuple[int, bool])
 
     def keep_busy(self, shapes: Sequence[SliceShape]) -> None:
@@ -362,10 +348,8 @@ class EngineProcess:
             write_frame(self._requests, request)
 
     def _end(self) -> str:
-        """Reap the child, end what it has started, and return how it ended.
-
-        A process that it leaves behind, of a model that several share, would keep the device's
-        memory and compute beside the next measurement.
+        """Reap the child and return how it ended. Also end what it has started: the other ranks of
+        a model would keep the device's memory and compute beside the next measurement.
         """
         child, self._child = self._child, None
         assert child
@@ -395,9 +379,8 @@ def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
 
 @contextlib.contextmanager
 def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[SliceShape]) -> Iterator[None]:
-    """Run `count` other engines meanwhile, as when all workers serve.
-
-    They share caches and memory bandwidth with the measured one.
+    """Run `count` other engines meanwhile, as when all workers serve: they share the processor's
+    caches and memory bandwidth with the measured one.
     """
     others = [EngineProcess(recipe) for _ in range(count if shapes else 0)]
     try:

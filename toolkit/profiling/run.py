@@ -111,9 +111,8 @@ class ProfileEstimate:
 def estimate_s(
     work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: TimedEngine, workers: int
 ) -> float:
-    """The approximate time of the work, in seconds.
-
-    It needs up to four quick timings: the smallest and the largest point of each kind.
+    """The approximate time of the work, in seconds, from up to four quick timings: the smallest and
+    the largest point of each kind.
     """
     kinds: tuple[Kind, ...] = ("prefill", "decode")
     prefill_s, decode_s = (
@@ -167,9 +166,6 @@ def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
     return (time.perf_counter() - start_s) / (len(samples) + 1)
 
 
-Timed = Callable[[Recipe], AbstractContextManager["ProfileBench"]]
-
-
 class ProfileBench(TimedEngine, Protocol):
     """A `TimedEngine` with the workers that run whole slices."""
 
@@ -206,7 +202,7 @@ def profile(
     watch: ProfileProgress,
     *,
     fresh: bool = False,
-    timed: Timed = engine_process,
+    timed: Callable[[Recipe], AbstractContextManager[ProfileBench]] = engine_process,
 ) -> Profile:
     """Measure what `recipe`, read from `source`, describes, resuming from an earlier journal.
 
@@ -238,11 +234,9 @@ def profile(
             session = _Session(recipe, bench.facts, journal, watch, load_s)
             watch.planned(session.plan(bench))
             session.probe_memory(bench)
-            session.probe_admission(bench)
             session.measure(bench)
             bench.stop()  # frees its memory for the workers
-            session.run_slices(bench)
-            session.run_sequences(bench)
+            session.run_workers(bench)
             return session.result(made_from)
 
 
@@ -306,21 +300,18 @@ class _Session:
         )
 
     def probe_memory(self, bench: TimedEngine) -> None:
+        """Search the memory edge of static batches, and of rounds if the engine runs them."""
         deadline_s = time.monotonic() + TIME_LIMIT_S
         for length, steps in self._work.memory:
             probe = partial(probe_memory, bench, length, steps, deadline_s)
             record_probe(self._journal, f"memory/{length}/{steps}", length, probe)
             self._progress.advanced(f"memory L={length} S={steps}")
-
-    def probe_admission(self, bench: TimedEngine) -> None:
         if self._rounds:
             self._rounds.probe_admission(cast(TimedRoundEngine, bench), self._progress.advanced)
 
     def measure(self, bench: TimedEngine) -> None:
-        """Measure the grid while as many other engines are busy as when serving.
-
-        On GPUs each worker has its own device, so none is needed. Also measure what a prefix cache
-        saves, if the engine may have one.
+        """Measure the grid, and what a prefix cache saves if the engine may have one. On a CPU as
+        many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
         """
         if isinstance(bench, TimedPassEngine):
             self._steps = bench.steps  # the limits of its passes
@@ -334,17 +325,16 @@ class _Session:
         if isinstance(bench, CachingEngine):
             self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
 
-    def run_slices(self, bench: ProfileBench) -> None:
+    def run_workers(self, bench: ProfileBench) -> None:
+        """Run slices, and sequences of rounds if the engine runs them, on all workers."""
+
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
             self._journal.put(f"slice/{number}", result)
             self._progress.advanced(f"slice {number + 1} of {self._spec.slices}")
 
-        left = self._slices_left()
-        if left:
+        if left := self._slices_left():
             workers = bench.workers(self._recipe)
             asyncio.run(SliceFeed(workers, left, self._facts.vocab_size, record).run())
-
-    def run_sequences(self, bench: ProfileBench) -> None:
         if self._rounds and self._work.sequences:
             self._rounds.run_sequences(bench.workers(self._recipe), self._progress.advanced)
 
@@ -388,9 +378,8 @@ def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
 
 
 class OtherLoad:
-    """The CPU time that other programs use from now on.
-
-    This process does not count, nor do its children once they have ended.
+    """The CPU time that other programs use from now on: not this process, nor its children that
+    have ended.
     """
 
     def __init__(self) -> None:
@@ -408,8 +397,7 @@ def _snapshot() -> tuple[float, float]:
 
     cpus = psutil.cpu_times()
     own = os.times()
-    busy_s = sum(
-        getattr(cpus, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")
-    )
+    names = "user", "nice", "system", "irq", "softirq", "steal"
+    busy_s = sum(getattr(cpus, name, 0.0) for name in names)
     own_s = own.user + own.system + own.children_user + own.children_system
     return time.monotonic() * (psutil.cpu_count() or 1), busy_s - own_s

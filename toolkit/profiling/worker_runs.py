@@ -1,9 +1,8 @@
 """Measurements through the worker processes, all of them busy: sequences of rounds, whole slices.
 
-They show what a server pays, from dispatch to result. A `Feed` keeps workers busy with work:
-`SequenceFeed` with sequences of rounds, which `RowsOfSequence` draws, `SliceFeed` with slices.
-`RoundsStage` is the rounds' part of a profile. Engines that keep their rows make prefills and
-decode steps in rounds; those are in the grid.
+They show what a server pays, from dispatch to result. A `Feed` keeps workers busy: `SequenceFeed`
+with sequences of rounds, which `RowsOfSequence` draws, `SliceFeed` with slices. `RoundsStage` is
+the part of a profile about rounds.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ class Ranges:
 class RowsOfSequence:
     """The rows of one sequence on one worker: plans its next round and records the result.
 
-    Rows enter, decode together and end as in serving, beginning with an empty batch. A round is
-    timed from its dispatch to its result.
+    Beginning with an empty batch, rows enter, decode together and end as in serving.
 
     Args:
         ranges: the ranges of all draws.
@@ -168,8 +166,7 @@ class RowsOfSequence:
 
     def plan(self) -> Round:
         """The next round. The rows that enter are a full batch if none runs, else a few."""
-        room = self._wanted - len(self._cached)
-        count = room
+        room = count = self._wanted - len(self._cached)
         if self._cached:
             count = self._rng.randint(1, ENTER_MAX) if self._rng.random() < ENTER_SHARE else 0
         self._entering = {}
@@ -225,10 +222,8 @@ class RowsOfSequence:
             length = log_uniform(spec.input_lengths, rng)
             output = 1 + log_uniform((1, 2 * max(spec.slice_tokens)), rng)
             longest = max([*ends, length + output])
-            if (
-                length + output <= facts.max_model_len
-                and (len(ends) + 1) * longest <= self._ranges.tokens_max
-            ):
+            has_room = (len(ends) + 1) * longest <= self._ranges.tokens_max
+            if has_room and length + output <= facts.max_model_len:
                 tokens = tuple(position % facts.vocab_size for position in range(length))
                 name, sampling = f"profile-{self.next_row}", SamplingParams(ignore_eos=True)
                 return Row(name, tokens, 0, output, sampling)
@@ -373,16 +368,15 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
             number, shape, sent_s = self._sent.pop(event.batch_id)
             rows, length, steps = shape.batch_size, shape.input_length, shape.steps
             tokens = sum(map(len, event.output.tokens))
-            result: SlicePoint | FailedPoint
             if event.failure or tokens != rows * steps:
                 why = event.failure or f"{tokens} tokens came back"
-                result = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
+                failed = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
+                self.finish(number, failed)
             else:
-                seconds = now_s - sent_s
-                result = SlicePoint(
-                    batch_size=rows, input_length=length, steps=steps, seconds=seconds
+                point = SlicePoint(
+                    batch_size=rows, input_length=length, steps=steps, seconds=now_s - sent_s
                 )
-            self.finish(number, result)
+                self.finish(number, point)
             if event.failure != "crashed":  # a crashed worker is ready again later
                 self.next(event.worker)
         elif isinstance(event, WorkerReady):
