@@ -131,8 +131,8 @@ class Logged(PassLoggingMixin):
 
     def _header(self) -> IterationLogHeader:
         config, cache = self.vllm_config, self.cache_config
-        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         groups = self.kv_cache_config.kv_cache_groups
+        spec = groups[0].kv_cache_spec
         layers = sum(len(group.layer_names) for group in groups)
         return IterationLogHeader(
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -169,31 +169,17 @@ def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
 
 
 class PassSeries:
-    """The sums as Prometheus series, in seconds, under the names of llmctl's own server.
-
-    A dashboard or an alert for one server therefore works for the other.
+    """The sums as Prometheus series, in seconds. They have the names of llmctl's own server, so a
+    dashboard or an alert for one server works for the other.
     """
 
     def __init__(self) -> None:
-        self._took = Counter("llmctl_batch_seconds", "Time of passes.")
-        self._predicted = Counter(
+        self.took = Counter("llmctl_batch_seconds", "Time of passes.")
+        self.predicted = Counter(
             "llmctl_predicted_batch_seconds", "Time of the same passes as the laws predict it."
         )
-        self._ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
-        self._e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
-
-    def batch(self, took_s: float, predicted_s: float) -> None:
-        """Add a pass, with the gap before it."""
-        self._took.inc(took_s)
-        self._predicted.inc(predicted_s)
-
-    def ttft(self, seconds: float) -> None:
-        """Add the time from a request's arrival to its first token."""
-        self._ttft.observe(seconds)
-
-    def e2e(self, seconds: float) -> None:
-        """Add the time from a request's arrival to its last token."""
-        self._e2e.observe(seconds)
+        self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
+        self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
 
 
 class PassCounts:
@@ -202,11 +188,10 @@ class PassCounts:
     A pass counts from its start to its end, plus the gap since the previous pass if requests were
     there during all of that gap.
 
-    The engine sees a request that arrives during a pass only after that pass, however long it was
-    there. Its arrival is then the time at which the front made it, later by what this takes to
-    reach an idle engine. The middle of the pass would be wrong for bursts, which arrive as a pass
-    begins. HTTP and tokenizing before that, and everything after the end of a pass, belong to the
-    front and are not counted.
+    The engine sees a request that arrives during a pass only after that pass. Its arrival is then
+    the time at which the front made it, plus the mean time from the front to an idle engine. (The
+    middle of the pass would be wrong for bursts, which arrive as a pass begins.) HTTP and
+    tokenizing before that, and all after the end of a pass, belong to the front and do not count.
     """
 
     def __init__(self, law: StepLaw, series: PassSeries) -> None:
@@ -251,17 +236,18 @@ class PassCounts:
             if self._ended_s is not None:
                 start_s = self._ended_s
                 predicted_s += self._law.after_s(self._rows)
-            self._series.batch(logged.end_s - start_s, predicted_s)
+            self._series.took.inc(logged.end_s - start_s)
+            self._series.predicted.inc(predicted_s)
             self._ended_s, self._rows = logged.end_s, shape.rows
         for row in logged.rows:
             ends_prompt = row.computed + row.new >= row.prompt_tokens
             if row.request_id in self._without_token and ends_prompt:
                 self._without_token.discard(row.request_id)
-                self._series.ttft(logged.end_s - self._arrived_s[row.request_id])
+                self._series.ttft.observe(logged.end_s - self._arrived_s[row.request_id])
         for request_id in logged.ended:
             arrived_s = self._arrived_s.pop(request_id, None)
             if arrived_s is not None:
-                self._series.e2e(logged.end_s - arrived_s)
+                self._series.e2e.observe(logged.end_s - arrived_s)
         self._reset_if_idle()
 
     def _reset_if_idle(self) -> None:

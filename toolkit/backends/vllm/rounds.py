@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Job, Request, RoundResult
@@ -231,10 +231,7 @@ class Queued(Protocol):
     def request_id(self) -> str: ...
 
 
-T = TypeVar("T", bound=Queued)
-
-
-class AdmissionGate(Generic[T]):
+class AdmissionGate:
     """Waiting requests behind a gate, in the place of vLLM's queue.
 
     It has the interface of `vllm.v1.core.sched.request_queue.RequestQueue`. It is true while an
@@ -243,7 +240,7 @@ class AdmissionGate(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, T] = OrderedDict()
+        self._waiting: OrderedDict[str, Queued] = OrderedDict()
         self._open: set[str] = set()  # admitted, waiting or running
         self._ready: OrderedDict[str, None] = OrderedDict()  # admitted and waiting, in order
 
@@ -259,42 +256,42 @@ class AdmissionGate(Generic[T]):
         self._open.discard(request_id)
         self._ready.pop(request_id, None)
 
-    def add_request(self, request: T) -> None:
+    def add_request(self, request: Queued) -> None:
         """Append a request to the queue."""
         self._waiting[request.request_id] = request
         if request.request_id in self._open:
             self._ready[request.request_id] = None
 
-    def prepend_request(self, request: T) -> None:
+    def prepend_request(self, request: Queued) -> None:
         """Put a request at the front: its admission failed, or it was preempted."""
         self.add_request(request)
         self._waiting.move_to_end(request.request_id, last=False)
         if request.request_id in self._ready:
             self._ready.move_to_end(request.request_id, last=False)
 
-    def prepend_requests(self, requests: Iterable[T]) -> None:
+    def prepend_requests(self, requests: Iterable[Queued]) -> None:
         """Put requests at the front, one after the other."""
         for request in requests:
             self.prepend_request(request)
 
-    def peek_request(self) -> T:
+    def peek_request(self) -> Queued:
         """The next admitted request. Raises `IndexError` if there is none."""
         for request_id in self._ready:
             return self._waiting[request_id]
         raise IndexError("no waiting request is admitted")
 
-    def pop_request(self) -> T:
+    def pop_request(self) -> Queued:
         """Remove and return the next admitted request."""
         request = self.peek_request()
         self.remove_request(request)
         return request
 
-    def remove_request(self, request: T) -> None:
+    def remove_request(self, request: Queued) -> None:
         """Remove a request from the queue."""
         del self._waiting[request.request_id]
         self._ready.pop(request.request_id, None)
 
-    def remove_requests(self, requests: Iterable[T]) -> None:
+    def remove_requests(self, requests: Iterable[Queued]) -> None:
         """Remove those of the requests that wait."""
         for request in list(requests):
             if request.request_id in self._waiting:
@@ -306,5 +303,5 @@ class AdmissionGate(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Queued]:
         return iter(list(self._waiting.values()))

@@ -96,7 +96,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             self.steps = Steps(self._make_scheduler(setup))
         warm_up(setup)
         self.running: list[VllmRequest]
-        self.waiting: AdmissionGate[VllmRequest] = AdmissionGate()
+        self.waiting = AdmissionGate()
         self._ours: set[str] = set()
         self._counted = CountedBlocks()
         self._paused: set[str] = set()
