@@ -746,7 +746,7 @@ def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[s
         plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
         kinds_of_replicas(plan), "127.0.0.1", 0, own=backend, ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
-    return OwnReplicas(order, front.pool, "", front.shown.append)
+    return OwnReplicas(order, front.pool, front.shown.append)
 
 
 def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
@@ -988,7 +988,7 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
         front.pool.renew([f"slow={servers[0].url}", servers[1].url])
         await front.until("up", 1)
         servers[1].metrics = caching(1000)
-        next(one for one in front.pool.replicas if not one.told).wake.set()
+        next(one for one in front.pool.replicas if not one.kind_listed).wake.set()
         await front.until("up", 2)
         assert {each.kind for each in front.pool.replicas} == {1}
 

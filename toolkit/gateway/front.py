@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -279,15 +280,11 @@ class Gateway:
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
         body = await read_body(Request(scope, receive), self.settings.max_body_bytes)
+        path, headers = scope["path"].encode(), self.pool.json_headers
         for replica in sorted(self.pool.up, key=lambda each: len(each.attempts)):
-            headers = [*self.pool.headers, (b"content-type", b"application/json")]
             try:
-                path = scope["path"].encode()
-                answer = await replica.upstream.send("POST", path, headers, body)
-                try:
+                async with replica.upstream.answer_to("POST", path, headers, body) as answer:
                     content = await whole_body(answer)
-                finally:
-                    await answer.close()
             except UpstreamError:
                 continue
             await send_whole(send, answer.status, kept_headers(answer), content)
@@ -399,19 +396,9 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
     return text_of(found.values())
 
 
-class _Families:
-    """What `generate_latest` takes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
 def text_of(families: Iterable[Metric]) -> bytes:
     """Metrics in Prometheus' text format."""
-    text: bytes = generate_latest(_Families(families))
+    text: bytes = generate_latest(SimpleNamespace(collect=lambda: families))
     return text
 
 

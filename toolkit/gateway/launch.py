@@ -210,7 +210,7 @@ async def _serve(
         if gateway.status is not None:
             gateway.status.facts = _facts(order, plan)
 
-    own = OwnReplicas(order, pool, order.key, show) if order.own is not None else None
+    own = OwnReplicas(order, pool, show) if order.own is not None else None
     followed, tls = followed_files(order.callers, gateway.keyring.renew, order.certificate)
     if own is not None and order.reread is not None:
         followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
@@ -322,15 +322,22 @@ class OwnReplicas:
     """
 
     def __init__(
-        self, order: GatewayLaunch, pool: ReplicaPool, key: str, show: Callable[[Plan], None]
+        self, order: GatewayLaunch, pool: ReplicaPool, show: Callable[[Plan], None]
     ) -> None:
         assert order.own is not None
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending, self._show = order.ending, show
-        model, foreign = order.needs.model, order.on_foreign
-        made = ServerOrder(order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign)
+        made = ServerOrder(
+            order.plan,
+            order.needs.model,
+            "127.0.0.1",
+            0,
+            order.ending,
+            order.key,
+            on_foreign=order.on_foreign,
+        )
         self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
         self._count = order.plan.workers
         self._order = self._loaded = made  # what all are to be, and what each kind loaded last

@@ -69,9 +69,12 @@ class PassFailedError(Exception):
 
 
 class PassedRequest:
-    """One request for tokens, from its acceptance to its end.
+    """One request for tokens, from its acceptance to its end; at most one attempt runs at a time.
 
-    It is also `toolkit.gateway.replicas.Attempt`: at most one attempt runs at a time.
+    Attributes:
+        heard_s: when the last byte of the attempt came, or when it was sent.
+        streaming: the attempt has had tokens, and awaits the next.
+        waiting: for the replica, not for the client.
     """
 
     def __init__(
@@ -92,20 +95,18 @@ class PassedRequest:
         self._excluded: set[int] = set()
         self._outgrown = 0  # the longest context that it did not fit into
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
-        self._usage: StreamedUsage | None = None
         self._status = "cancelled"
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
     def used(self) -> int:
         """Tokens that the request took."""
-        usage = self._usage or self._passing.usage
-        if usage is not None:
+        if (usage := self._passing.usage) is not None:
             return usage.prompt_tokens + usage.completion_tokens
         return self.prompt_tokens + self._passing.tokens
 
     def cut(self, reason: str) -> None:
-        """See `Attempt.cut`."""
+        """End the attempt: the request goes elsewhere."""
         if self._task is not None and not self._cut:
             self._cut = reason
             self._task.cancel()
@@ -227,7 +228,7 @@ class PassedRequest:
             if task.cancelled():
                 raise PassFailedError(self._cut or "cancelled")
             ended = task.result()
-            usage = self._usage or self._passing.usage
+            usage = self._passing.usage
             if ended and self._status in ("stop", "length"):
                 generated = usage.completion_tokens if usage else self._passing.tokens
             return ended
@@ -251,30 +252,27 @@ class PassedRequest:
         if made is None:
             await self._give_up(CANNOT_GO_ON)
             return True
-        answer = None
-        headers = [*gateway.pool.headers, (b"content-type", b"application/json")]
+        (path, body), headers, reached = made, gateway.pool.json_headers, False
         try:
-            answer = await replica.upstream.send("POST", made[0], headers, made[1])
-            self._hear(replica)
-            gateway.pool.answered(replica, answer.status)
-            if answer.status != 200:
-                return await self._on_status(replica, answer)
-            if was_begun:
-                mode = passing.mode
-                gateway.moved[mode] = gateway.moved.get(mode, 0) + 1
-            if call.stream:
-                await self._stream(replica, answer)
-            else:
-                await self._pass_whole(replica, answer)
-            return True
+            async with replica.upstream.answer_to("POST", path, headers, body) as answer:
+                reached = True
+                self._hear(replica)
+                gateway.pool.answered(replica, answer.status)
+                if answer.status != 200:
+                    return await self._on_status(replica, answer)
+                if was_begun:
+                    mode = passing.mode
+                    gateway.moved[mode] = gateway.moved.get(mode, 0) + 1
+                if call.stream:
+                    await self._stream(replica, answer)
+                else:
+                    await self._pass_whole(replica, answer)
+                return True
         except UpstreamError as error:
-            reached = answer is not None or "lost" in str(error)
+            reached = reached or "lost" in str(error)
             why = "the connection broke off" if reached else "it cannot be reached"
             gateway.pool.failed(replica, why)
             raise PassFailedError(why, counts=reached) from None
-        finally:
-            if answer is not None:
-                await answer.close()
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
         """A replica answered with an error. Returns whether that ends the request."""
@@ -350,7 +348,7 @@ class PassedRequest:
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
             raise PassFailedError("the server aborted the request")
-        self._usage = read.usage
+        self._passing.usage = read.usage
         self._status = reasons[0] if reasons else "stop"
         self._first_s, self._last_s = math.nan, self._gateway.now_s()
         await send_whole(self._send, 200, kept_headers(answer), content)
@@ -371,7 +369,7 @@ class PassedRequest:
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         gateway, stats = self._gateway, self._gateway.stats
-        usage = self._usage or self._passing.usage
+        usage = self._passing.usage
         tokens = usage.completion_tokens if usage else self._passing.tokens
         prompt = usage.prompt_tokens if usage else self.prompt_tokens
         stats.prompt_tokens += prompt

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -27,6 +27,9 @@ from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
+
+if TYPE_CHECKING:
+    from toolkit.gateway.passing import PassedRequest
 
 State = Literal["joining", "up", "down", "hung", "left out", "draining", "gone"]
 
@@ -48,18 +51,6 @@ LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 
-class Attempt(Protocol):
-    """A request at a replica."""
-
-    heard_s: float  # when its last byte came, or when it was sent
-    streaming: bool  # it has had tokens, and awaits the next
-    waiting: bool  # for the replica, not for its client
-
-    def cut(self, reason: str) -> None:
-        """End the attempt: its request goes elsewhere."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LiveKind:
     """Replicas that are alike: what a router knows of them, with the kind's name, and the version
@@ -77,7 +68,7 @@ class LiveReplica:
     Attributes:
         index: of the balancer.
         kind: its kind, by number; the first until it is known.
-        told: whether the list says its kind; otherwise it is read from what the replica reports.
+        kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
         attempts: the requests that are there.
@@ -92,14 +83,14 @@ class LiveReplica:
     upstream: Upstream
     index: int
     kind: int = 0
-    told: bool = True
+    kind_listed: bool = True
     state: State = "joining"
     problem: str = "not asked yet"
     model: str = ""
     version: str = ""
     max_model_len: int | None = None
     speaks_ids: bool = False
-    attempts: set[Attempt] = field(default_factory=set)
+    attempts: set[PassedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     slow_since_s: float = -math.inf
     failed_answers: int = 0
@@ -167,6 +158,7 @@ class ReplicaPool:
         self.refused: InputError | None = None  # a replica is not as needed, and `strict`
         self.changed = asyncio.Event()  # a replica came up, or one was refused
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        self.json_headers = [*self.headers, (b"content-type", b"application/json")]
         self._balancer, self.kinds, self._needs = balancer, kinds, needs
         self._hang_s, self._say = hang_s, say
         # for each kind, indexes of the balancer: their replicas are gone
@@ -177,7 +169,7 @@ class ReplicaPool:
 
     def kind_of(self, replica: LiveReplica) -> str:
         """The name of a replica's kind; '' while it is not known."""
-        known = replica.told or replica.state == "up"
+        known = replica.kind_listed or replica.state == "up"
         return self.kinds[replica.kind].traits.kind if known else ""
 
     @property
@@ -201,7 +193,7 @@ class ReplicaPool:
                 hint = several if names[1:] else "this plan is no fleet"
                 raise InputError(f"replica {text}: there is no kind '{name}'", hint)
             wanted[url] = names.index(name) if name else unnamed
-        known = {one.url: one.kind if one.told else None for one in self.replicas}
+        known = {one.url: one.kind if one.kind_listed else None for one in self.replicas}
         new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
         made = {url: Upstream(url, math.inf) for url in new}
         gone = [one for one in self.replicas if one.url in made or one.url not in wanted]
@@ -261,7 +253,7 @@ class ReplicaPool:
             replica.failed_answers = 0
             self.failed(replica, f"{FAILED_ANSWERS} answers in a row were HTTP {status}")
 
-    def ended(self, replica: LiveReplica, attempt: Attempt) -> None:
+    def ended(self, replica: LiveReplica, attempt: PassedRequest) -> None:
         """An attempt at a replica is over."""
         replica.attempts.discard(attempt)
         if replica.state == "gone":
@@ -433,7 +425,7 @@ class ReplicaPool:
         if status == 200:
             with suppress(msgspec.DecodeError):
                 replica.version = msgspec.json.decode(body, type=Version).version
-        if not replica.told and (problem := await self._find_kind(replica)):
+        if not replica.kind_listed and (problem := await self._find_kind(replica)):
             return problem
         known = replica.version.partition("+")[0]  # without what a build adds
         version = self.kinds[replica.kind].version
@@ -468,28 +460,26 @@ class ReplicaPool:
         return ""
 
     async def _ask(
-        self, replica: LiveReplica, path: bytes, asked: dict[str, Any] | None = None
+        self, replica: LiveReplica, path: bytes, fields: dict[str, Any] | None = None
     ) -> tuple[int, bytes]:
-        """The status and the body of an answer: to a POST of `asked` as JSON, else to a GET."""
-        kind = [] if asked is None else [(b"content-type", b"application/json")]
-        method, content = ("GET", b"") if asked is None else ("POST", msgspec.json.encode(asked))
-        answer = await replica.upstream.send(method, path, [*self.headers, *kind], content)
+        """The status and the body of an answer: to a POST of `fields` as JSON, else to a GET."""
+        method, headers, content = "GET", self.headers, b""
+        if fields is not None:
+            method, headers, content = "POST", self.json_headers, msgspec.json.encode(fields)
         body = bytearray()
-        try:
+        async with replica.upstream.answer_to(method, path, headers, content) as answer:
             async for piece in answer.body():
                 body += piece
                 if len(body) > MAX_PROBE_BYTES:
                     break
-        finally:
-            await answer.close()
         return answer.status, bytes(body)
 
     async def _generates(self, replica: LiveReplica) -> bool:
         """Whether a replica generates a token within `hang_s`."""
-        asked = {"model": self.model, "prompt": "a", "max_tokens": 1}
+        fields = {"model": self.model, "prompt": "a", "max_tokens": 1}
         try:
             async with asyncio.timeout(self._hang_s):
-                status, _ = await self._ask(replica, b"/v1/completions", asked)
+                status, _ = await self._ask(replica, b"/v1/completions", fields)
                 return status < 500
         except (TimeoutError, UpstreamError):
             return False

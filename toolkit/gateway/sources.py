@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -45,22 +45,20 @@ class ReplicaSource(Protocol):
         ...
 
 
-class GivenReplicas:
+class GivenReplicas(ReplicaSource):
     """URLs of the command line."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = list(dict.fromkeys(map(_checked, urls)))
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         return False
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         return self._urls
 
 
-class SeveralSources:
+class SeveralSources(ReplicaSource):
     """The replicas of several sources; those of one that has a kind are of this kind."""
 
     def __init__(self, sources: Sequence[tuple[str, ReplicaSource]]) -> None:
@@ -68,7 +66,6 @@ class SeveralSources:
         self._waits: dict[int, asyncio.Task[bool]] = {}
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         if not self._waits:
             starts = enumerate(source for _, source in self._sources)
             self._waits = {k: asyncio.ensure_future(source.wait()) for k, source in starts}
@@ -87,7 +84,6 @@ class SeveralSources:
         return False
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         found = []
         for kind, source in self._sources:
             listed = await source.read()
@@ -95,7 +91,7 @@ class SeveralSources:
         return found
 
 
-class ListedReplicas:
+class ListedReplicas(ReplicaSource):
     """A file with one URL, or KIND=URL, a line; `#` begins a comment."""
 
     def __init__(self, path: Path) -> None:
@@ -103,12 +99,10 @@ class ListedReplicas:
         self._files = WatchedFiles([path], self._read)
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         await asyncio.sleep(FILE_EVERY_S)
         return True
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         self._files.changed()
         return self._files.value
 
@@ -127,19 +121,17 @@ class ListedReplicas:
         return found
 
 
-class NamedReplicas:
+class NamedReplicas(ReplicaSource):
     """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
 
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         await asyncio.sleep(DNS_EVERY_S)
         return True
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -179,15 +171,15 @@ class _Change(msgspec.Struct):
     object: _Slice  # of type ERROR: a Status, of which nothing is read
 
 
-class SlicedReplicas:
+class SlicedReplicas(ReplicaSource):
     """The endpoints of a Kubernetes Service, from its EndpointSlices: listed once, then watched.
 
-    The API server is asked with the pod's service account, which needs `list` and `watch` on
-    `endpointslices` of `discovery.k8s.io`. Endpoints that terminate are left out, so that a pod
-    that is about to end gets no more requests, unless all do and some still serve; those that are
-    not ready yet are found by the gateway's own probes. A watch that ends goes on from the version
-    that it had; where the API server no longer has that (410), all is listed again. After a
-    failure the pause before the next attempt doubles, from `PAUSE_S` to `PAUSE_MAX_S`.
+    The pod's service account needs `list` and `watch` on `endpointslices` of `discovery.k8s.io`.
+    A pod that is about to end gets no more requests: endpoints that terminate are left out, unless
+    all do and some still serve. The gateway's own probes find out which are ready. A watch that
+    ends goes on from its last version; if the API server has forgotten that (410), all is listed
+    again. After a failure the pause before the next attempt doubles, from `PAUSE_S` to
+    `PAUSE_MAX_S`.
     """
 
     def __init__(
@@ -214,7 +206,6 @@ class SlicedReplicas:
         self._pause_s = 0.0
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         await asyncio.sleep(self._pause_s)
         if not self._version:
             return True
@@ -229,14 +220,11 @@ class SlicedReplicas:
         return True
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         if not self._version:
             self._fail()  # unless they can be listed
             try:
-                async with asyncio.timeout(ANSWER_S):
-                    answer = await self._ask("")
+                async with asyncio.timeout(ANSWER_S), self._ask("") as answer:
                     body = b"".join([piece async for piece in answer.body()])
-                    await answer.close()
                 if answer.status != 200:
                     why = f"the API server answered {answer.status} for {self._where}"
                     raise InputError(why, RIGHTS)
@@ -246,9 +234,9 @@ class SlicedReplicas:
                 raise InputError(why, RIGHTS) from None
             self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
             self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
-        found = [one for each in self._slices.values() for one in each.endpoints or ()]
-        staying = [one for one in found if not one.conditions.terminating]
-        serving = [one for one in found if one.conditions.serving]  # until others are there
+        endpoints = [one for part in self._slices.values() for one in part.endpoints or ()]
+        staying = [one for one in endpoints if not one.conditions.terminating]
+        serving = [one for one in endpoints if one.conditions.serving]  # until others are there
         addresses = {address for one in staying or serving for address in one.addresses}
         return sorted(_url(address, self._port) for address in addresses)
 
@@ -260,8 +248,7 @@ class SlicedReplicas:
         the API server has forgotten their version.
         """
         query = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
-        answer = await self._ask(f"{query}&resourceVersion={self._version}")
-        try:
+        async with self._ask(f"{query}&resourceVersion={self._version}") as answer:
             if answer.status == 410:
                 self._version = ""
                 return
@@ -272,28 +259,26 @@ class SlicedReplicas:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in filter(None, lines):
                     change = msgspec.json.decode(line, type=_Change)
-                    found = change.object
+                    changed, metadata = change.object, change.object.metadata
                     match change.type:
                         case "ERROR":
                             self._version = ""
                             return
                         case "ADDED" | "MODIFIED":
-                            self._slices[found.metadata.name] = found
+                            self._slices[metadata.name] = changed
                         case "DELETED":
-                            self._slices.pop(found.metadata.name, None)
-                    self._version = found.metadata.resource_version
+                            self._slices.pop(metadata.name, None)
+                    self._version = metadata.resource_version
                 if lines:
                     self._pause_s = 0.0
                     yield
-        finally:
-            await answer.close()
 
-    async def _ask(self, query: str) -> UpstreamAnswer:
+    def _ask(self, query: str) -> AbstractAsyncContextManager[UpstreamAnswer]:
         headers = [(b"accept", b"application/json")]
         with suppress(OSError):  # a token is replaced while the pod runs
             token = (self._token / "token").read_text(encoding="ascii").strip()
             headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
-        return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
+        return self._api.answer_to("GET", (self._path + query).encode("ascii"), headers, b"")
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
@@ -329,13 +314,13 @@ async def follow_source(
     source: ReplicaSource, apply: Callable[[list[str]], str], say: Callable[[str], None]
 ) -> None:
     """Read a source again and again, and apply each change, until cancelled."""
-    last, problem = await source.read(), ""
+    applied, problem = await source.read(), ""
     while await source.wait():
         try:
             urls = await source.read()
-            if urls != last:
+            if urls != applied:
                 say(apply(urls))
-            last, problem = urls, ""
+            applied, problem = urls, ""
         except InputError as error:
             if error.message != problem:
                 say(f"warning: {error.message}; the replicas stay as they are")
