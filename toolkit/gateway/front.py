@@ -2,16 +2,15 @@
 
 `Gateway` is the ASGI application behind `AccessGate`. It passes a request for tokens to the replica
 that the balancer names, and to another one when that fails, until the client has the whole answer
-(`toolkit.gateway.passing`). Nothing that was accepted is lost as long as a replica is up, or comes
-back within the time that a request waits for one.
+(`toolkit.gateway.passing`). No accepted request is lost as long as a replica is up, or comes back
+within `GatewaySettings.wait_up_s`.
 
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
 prefixes, both from bytes: a gateway does not tokenize.
 
-`families_of` and `GatewayStatus` show its metrics and its status page. A metric or a figure
-that the server of one engine also has, has the same name here. Metrics of replicas are called
-`llmctl_replica_*`, with the replica's URL as a label. The status page numbers replicas in the order
-of /replicas, since it shows no address.
+`families_of` and `GatewayStatus` make its metrics and its status page, with the names that the
+server of one engine uses. Metrics of replicas are called `llmctl_replica_*`, with the replica's URL
+as a label. The status page shows no address: it numbers replicas in the order of /replicas.
 """
 
 from __future__ import annotations
@@ -98,12 +97,11 @@ class GatewaySettings:
 
 
 class PromptGauge:
-    """Estimates of prompts from their bytes.
+    """Estimates of prompts from their bytes, with the mean bytes per token that servers counted.
 
-    Text counts as many tokens as its bytes make at the mean of the prompts that servers have
-    counted. A block is a piece of as many bytes as 64 tokens have in the first prompts; equal
-    hashes stand for equal bytes in it and in all before it. The hashes are keyed by a secret of
-    this process, so that nothing can be looked up in a log of them.
+    A block is a piece of as many bytes as 64 tokens have in the first prompts; equal hashes stand
+    for equal bytes in it and in all before it. They are keyed by a secret of this process, so that
+    a log of them reveals no prompt.
     """
 
     def __init__(self) -> None:
@@ -130,11 +128,11 @@ class PromptGauge:
                 return ()
         else:
             content, size = prompt or b"", self._block_bytes
-        found, before, key = [], b"", self._key
+        hashes, before, key = [], b"", self._key
         for at in range(0, len(content) - size + 1, size):
             before = blake2b(before + content[at : at + size], digest_size=8, key=key).digest()
-            found.append(int.from_bytes(before, "big") >> 1)
-        return tuple(found)
+            hashes.append(int.from_bytes(before, "big") >> 1)
+        return tuple(hashes)
 
     def count(self, prompt: Prompt, tokens: int) -> None:
         """A server counted a prompt's tokens."""
@@ -377,11 +375,10 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
 
 
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
-    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`.
-
-    A text that is not in Prometheus' format is left out.
+    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`. It
+    leaves out texts that are not in Prometheus' format.
     """
-    found: dict[str, Metric] = {}
+    merged: dict[str, Metric] = {}
     for url, text in texts.items():
         try:
             families = list(text_string_to_metric_families(text))
@@ -389,11 +386,11 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
             continue
         for family in families:
             empty = Metric(family.name, family.documentation, family.type)
-            found.setdefault(family.name, empty).samples += [
+            merged.setdefault(family.name, empty).samples += [
                 Sample(one.name, {"replica": url, **one.labels}, one.value)
                 for one in family.samples
             ]
-    return text_of(found.values())
+    return text_of(merged.values())
 
 
 def text_of(families: Iterable[Metric]) -> bytes:
@@ -411,7 +408,7 @@ class GatewayStatus(StatusPage):
         super().__init__(MetricHistory(gateway.stats, self._gauges, lambda: self._uptime_s), facts)
 
     def sample(self) -> None:
-        """See `StatusPage.sample`. Replicas that went down since the last one are noted."""
+        """See `StatusPage.sample`. The history notes the replicas that went down since the last."""
         before, self._states = self._states, {}
         for number, replica in enumerate(self._gateway.pool.replicas):
             self._states[replica] = replica.state
@@ -426,9 +423,8 @@ class GatewayStatus(StatusPage):
 
     def _gauges(self) -> Gauges:
         gateway = self._gateway
-        known = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
-        usage = sum(each.kv_usage for each in known) / max(len(known), 1)
-        waiting = gateway.waiting
+        up = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
+        usage, waiting = sum(each.kv_usage for each in up) / max(len(up), 1), gateway.waiting
         return Gauges(gateway.running - waiting, waiting, usage, 0, (), 0.0, {})
 
     def _now(self) -> dict[str, Any]:

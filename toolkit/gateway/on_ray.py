@@ -1,8 +1,7 @@
 """Replicas on the machines of a Ray cluster: `StartsReplicas` for a front that keeps its own.
 
-The engine's backend starts each server on its machine, in an actor, as it would start it here. What
-is sent there is the plan as JSON and a few words; the machine needs the same llmctl, and the
-engine.
+The engine's backend starts each server in an actor on its machine, as it would start it here. The
+machine gets the plan as JSON and a few words; it needs the same llmctl, and the engine.
 """
 
 from __future__ import annotations
@@ -13,13 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit.backends import (
-    GivenDevices,
-    ReplicaServer,
-    ServerOrder,
-    StartsReplicas,
-    backend_of,
-)
+from toolkit.backends import GivenDevices, ReplicaServer, ServerOrder, StartsReplicas, backend_of
 from toolkit.cluster.connect import LOCAL, LOOPBACK, joined
 from toolkit.cluster.places import WorkerPlacement, places, refuse_local_fleet
 from toolkit.cluster.servers import RayServers, ServerSeat
@@ -70,8 +63,8 @@ def start_there(
 
 
 class RayReplicas:
-    """`StartsReplicas` in the cluster that this process has joined. `wanted` is the room that it
-    has there for each server.
+    """`StartsReplicas` in the cluster that this process has joined, with room `wanted` by each
+    server.
     """
 
     def __init__(self, servers: RayServers, wanted: Sequence[WorkerPlacement]) -> None:
@@ -105,11 +98,10 @@ class RayReplicas:
 
 @contextmanager
 def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator[RayReplicas]:
-    """Join the cluster at `address`, as `toolkit.cluster.connect.joined`, and ask it for room for
-    the plan's servers, until the block ends.
+    """Join the cluster at `address`, as `toolkit.cluster.connect.joined`, and reserve room for the
+    plan's servers until the block ends.
 
-    Raises `InputError` for a cluster that cannot be joined, and as
-    `toolkit.cluster.places.node_labels`.
+    Raises `InputError` for a cluster that cannot be joined, and as `places.node_labels`.
     """
     refuse_local_fleet(plan.kinds, address)
     wanted = places(plan.kinds)

@@ -114,11 +114,11 @@ class PassedRequest:
     def admit(self) -> None:
         """Choose its first replica; `ApiError` where the forecast refuses it."""
         gateway = self._gateway
-        found = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
-        if isinstance(found, Overload):
+        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
+        if isinstance(choice, Overload):
             gateway.stats.refused += 1
-            raise late(found.predicted, found.wait_s)
-        self._first = None if found is None else gateway.pool.by_index[found]
+            raise late(choice.predicted, choice.wait_s)
+        self._first = None if choice is None else gateway.pool.by_index[choice]
 
     async def run(self, receive: Receive) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
@@ -168,8 +168,7 @@ class PassedRequest:
         if first is not None:
             return first
         while not gone.done():
-            roomy = [each for each in gateway.pool.up if each.has_room(self._outgrown)]
-            up = {replica.index for replica in roomy}
+            up = {each.index for each in gateway.pool.up if each.has_room(self._outgrown)}
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
                     self._status = f"HTTP {self._refusal[0]}"
@@ -182,12 +181,11 @@ class PassedRequest:
                 unfit = self._excluded | ({replica.index for replica in gateway.pool.up} - up)
                 barred = unfit | set(gateway.pool.barred())
                 barred = unfit if up <= barred else barred
-                routed, now_s = self._routed(), gateway.now_s()
-                index = gateway.balancer.route(routed, now_s, sorted(barred))
+                index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
                 if index is not None:
                     return gateway.pool.by_index[index]
-            limit_s = gateway.settings.wait_up_s
-            waiting = asyncio.create_task(gateway.pool.wait_up(limit_s, self._outgrown))
+            wait_up = gateway.pool.wait_up(gateway.settings.wait_up_s, self._outgrown)
+            waiting = asyncio.create_task(wait_up)
             await first_of(waiting, gone)
             if not waiting.done():
                 waiting.cancel()
@@ -222,8 +220,6 @@ class PassedRequest:
         try:
             await first_of(task, gone)
             if not task.done():  # the client is gone
-                task.cancel()
-                await asyncio.wait({task})
                 return True
             if task.cancelled():
                 raise PassFailedError(self._cut or "cancelled")
@@ -241,9 +237,7 @@ class PassedRequest:
             gateway.pool.ended(replica, self)
 
     async def _pass(self, replica: LiveReplica) -> bool:
-        """One attempt. Returns whether the request has ended; False: another replica may take
-        it.
-        """
+        """One attempt. Returns whether the request has ended; else another replica may take it."""
         gateway, passing, call = self._gateway, self._passing, self._call
         was_begun = passing.begun
         made = passing.request(
@@ -320,8 +314,7 @@ class PassedRequest:
                 if not self.streaming:
                     self.streaming = True
                     gateway.balancer.first_token(self._id, at_s)
-                arrival_s = self.arrival_s
-                gateway.stats.count_tokens(passing.new_tokens, arrival_s, self._last_s, at_s)
+                gateway.stats.count_tokens(passing.new_tokens, self.arrival_s, self._last_s, at_s)
                 self._last_s = at_s
             if out:
                 self.waiting = False

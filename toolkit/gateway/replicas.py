@@ -1,10 +1,10 @@
 """The replicas behind the gateway: which there are, which are up, and what they report.
 
-`ReplicaPool` follows a changing list of URLs. A replica may be sent requests once it has shown that
-it is healthy and serves the right model. It is taken out by traffic (a refused connection, an
-answer that breaks off, silence) and by probes, and comes back by probes alone, with few requests at
-first. A replica that is silent while requests run there has to generate a token; if it does not, it
-is hung, and its requests go elsewhere.
+`ReplicaPool` follows a changing list of URLs. A replica gets requests once a probe finds it healthy
+and with the right model. Traffic (a refused connection, an answer that breaks off, silence) and
+probes take it out; only probes bring it back, with few requests at first. A replica that is silent
+while it has requests is asked for a token; if it gives none, it hangs, and its requests go
+elsewhere.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 @dataclass(frozen=True, slots=True)
 class LiveKind:
-    """Replicas that are alike: what a router knows of them, with the kind's name, and the version
-    of their server ('': any).
-    """
+    """Replicas of one kind: what a router knows of them, and their server's version ('': any)."""
 
     traits: ReplicaTraits
     version: str = ""
@@ -66,17 +64,17 @@ class LiveReplica:
     """One replica.
 
     Attributes:
-        index: of the balancer.
-        kind: its kind, by number; the first until it is known.
+        index: in the balancer.
+        kind: its number; 0 until it is known.
         kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
-        requests, failures, moved: how many requests it was sent, how many attempts failed there,
-            and how many answers went on elsewhere.
-        prompt_tokens, cached_tokens: of all requests, and which of them the router expected to be
-            cached.
+        requests, failures, moved: requests that it was sent, attempts that failed there, and
+            answers that went on elsewhere.
+        prompt_tokens, cached_tokens: of all requests, and those that the router expected in its
+            cache.
     """
 
     url: str
@@ -120,9 +118,9 @@ class ReplicaNeeds:
     """What a replica must be like.
 
     Attributes:
-        model: its name there; '': that of the first replica that answers.
+        model: '': that of the first replica that answers.
         max_model_len: the least; None: any.
-        strict: another one ends the gateway where it would be left out.
+        strict: a replica that is not like this ends the gateway; else it is left out.
     """
 
     model: str = ""
@@ -178,10 +176,9 @@ class ReplicaPool:
 
     def renew(self, listed: Sequence[str]) -> str:
         """Use these replicas from now on, each a URL or KIND=URL. Returns a message about the
-        change.
+        change. Requests on a replica that is no longer listed may end there.
 
-        Requests that run on a replica that is no longer listed may end there. Raises `InputError`
-        for an invalid URL and an unknown kind, and changes nothing then.
+        Raises `InputError` for an invalid URL and an unknown kind, and changes nothing then.
         """
         names = [kind.traits.kind for kind in self.kinds]
         unnamed = None if names[1:] else 0  # None: the kind is to be read
@@ -195,14 +192,14 @@ class ReplicaPool:
             wanted[url] = names.index(name) if name else unnamed
         known = {one.url: one.kind if one.kind_listed else None for one in self.replicas}
         new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
-        made = {url: Upstream(url, math.inf) for url in new}
-        gone = [one for one in self.replicas if one.url in made or one.url not in wanted]
+        upstreams = {url: Upstream(url, math.inf) for url in new}
+        gone = [one for one in self.replicas if one.url in upstreams or one.url not in wanted]
         for replica in gone:
             self.remove(replica)
-        for url, upstream in made.items():
+        for url, upstream in upstreams.items():
             self.add(url, upstream, wanted[url])
         parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
-        parts += [f"new: {', '.join(made)}"] if made else []
+        parts += [f"new: {', '.join(new)}"] if new else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
         return "; ".join(parts)
 
@@ -221,9 +218,7 @@ class ReplicaPool:
         return free.pop() if free else self._balancer.add(self.kinds[kind].traits)
 
     def renew_kinds(self, kinds: Sequence[LiveKind]) -> None:
-        """Replicas that are added from now on are of these kinds, of the same names; the others
-        keep their places.
-        """
+        """From now on, add replicas of these kinds, which have the names of those before."""
         self.kinds = kinds
         self._free = [[] for _ in kinds]
 
@@ -239,14 +234,14 @@ class ReplicaPool:
         self._take_out(replica, "draining", "draining")
 
     def failed(self, replica: LiveReplica, why: str) -> None:
-        """A replica broke off, or refused the connection: send it nothing until a probe answers."""
+        """Send a replica nothing until it answers a probe: it refused a connection or broke off."""
         if replica.state == "up":
             self._take_out(replica, "down", why)
             self._say(f"replica {replica.url} is down: {why}")
         replica.wake.set()
 
     def answered(self, replica: LiveReplica, status: int) -> None:
-        """A replica answered with this status."""
+        """Note the status of an answer; too many failures in a row take the replica out."""
         failed = status >= 500 and status != 503
         replica.failed_answers = replica.failed_answers + 1 if failed else 0
         if replica.failed_answers >= FAILED_ANSWERS:
@@ -260,18 +255,18 @@ class ReplicaPool:
             self._release(replica)
 
     def barred(self) -> list[int]:
-        """Replicas that came back shortly and have their share for now."""
+        """Indexes of replicas that came back shortly and have their share for now."""
         if not self._slow:
             return []
-        now_s, up, found = time.monotonic(), self.up, []
+        now_s, up, barred = time.monotonic(), self.up, []
         mean = sum(len(replica.attempts) for replica in up) / max(len(up), 1)
         for replica in list(self._slow):
             part = (now_s - replica.slow_since_s) / SLOW_START_S
             if part >= 1.0 or replica.state != "up":
                 self._slow.discard(replica)
             elif len(replica.attempts) >= 1 + mean * part:
-                found.append(replica.index)
-        return found
+                barred.append(replica.index)
+        return barred
 
     async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
         """Wait until a replica with a longer context is up; False: none was in time."""
@@ -287,7 +282,7 @@ class ReplicaPool:
         return is_one()
 
     async def sweep(self) -> None:
-        """Find answers that stand still, and replicas that are silent, until cancelled."""
+        """Cut silent answers, and check silent replicas, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             now_s = time.monotonic()
@@ -437,8 +432,8 @@ class ReplicaPool:
         return ""
 
     async def _find_kind(self, replica: LiveReplica) -> str:
-        """Read a replica's kind from the size of its cache, and give it a place of that kind; why
-        that cannot be done, or ''.
+        """Read a replica's kind from the size of its cache, and give it an index of that kind.
+        Returns why that is impossible, or ''.
         """
         page = await self._metrics_page(replica) or b""
         size = kv_tokens(parsed_metrics(page.decode(errors="replace"))) or 0
@@ -495,8 +490,8 @@ class ReplicaPool:
     async def _report(self, replica: LiveReplica) -> None:
         at_s = time.monotonic()
         body = await self._metrics_page(replica)
-        if body is not None and replica.state == "up" and (found := report_of(body, at_s)):
-            self._balancer.report(replica.index, found)
+        if body is not None and replica.state == "up" and (report := report_of(body, at_s)):
+            self._balancer.report(replica.index, report)
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""
@@ -509,15 +504,14 @@ class ReplicaPool:
 
 
 def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:
-    """A replica's figures from its /metrics, vLLM's or llmctl's; None where they are missing.
-
-    Requests of several engines are added, and of their caches the fullest counts.
+    """A replica's figures from its /metrics, vLLM's or llmctl's; None where they are missing. Of
+    several engines, requests are added, and the fullest cache counts.
     """
-    found: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
+    figures: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
     for name, value in _REPORTED.findall(metrics):
         with suppress(ValueError):
-            found[name].append(float(value))
-    waiting, running, usage = found.values()
+            figures[name].append(float(value))
+    waiting, running, usage = figures.values()
     if not waiting + running + usage:
         return None
     return ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)

@@ -40,7 +40,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
         process.write_frame(replies, process.Failed(error.message, error.hint, error.exit_code))
         return
     bench = process.LocalTimedEngine(engine, recipe.profile.clock)
-    process.write_frame(replies, process.Done(bench.facts.model_dump_json()))
+    process.write_frame(replies, process.Returned(bench.facts.model_dump_json()))
     while True:
         request = process.read_frame(requests, process.REQUESTS)
         if isinstance(request, process.KeepBusy):
@@ -52,11 +52,11 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 def _answer(bench: process.LocalTimedEngine, request: process.Request) -> process.Reply:
     try:
         if isinstance(request, process.Time):
-            return process.Done(bench.time(request.point, request.warmups))
+            return process.Returned(bench.time(request.point, request.warmups))
         if isinstance(request, process.Admit):
-            return process.Done(bench.admit(request.length, request.limit))
+            return process.Returned(bench.admit(request.length, request.limit))
         assert isinstance(request, process.Fits)
-        return process.Done(bench.fits(request.shape))
+        return process.Returned(bench.fits(request.shape))
     except process.Unmeasurable as error:
         return process.Failed(str(error))
     except Exception as error:  # noqa: BLE001  (a child process: the parent records it and goes on)

@@ -199,7 +199,7 @@ class KeepBusy(msgspec.Struct, tag=True, frozen=True):
     shapes: tuple[SliceShape, ...]
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
+class Returned(msgspec.Struct, tag=True, frozen=True):
     """The reply to a request: what the method of `LocalTimedEngine` returned, or the facts of the
     loaded engine as JSON.
     """
@@ -216,7 +216,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 Request = LoadEngine | Time | Fits | Admit | KeepBusy
-Reply = Done | Failed
+Reply = Returned | Failed
 Frame = TypeVar("Frame")
 Result = TypeVar("Result")
 

@@ -156,8 +156,8 @@ class VllmBackend:
         return Check("engine", "ok", found)
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
-        """See `DescribesServer.described`: in vLLM's own image, whose passes are not counted, or in
-        one that has llmctl, too.
+        """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one
+        that has llmctl, too.
         """
         recipe, policy = plan.recipe, plan.policy.name
         command = VllmCommand(recipe, recipe.model.source, served_model)
