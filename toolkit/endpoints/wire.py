@@ -21,7 +21,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, cast
@@ -221,7 +221,7 @@ class UpstreamAnswer:
         """Pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
         return self._link.body(self._upstream.silence_s)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:  # for `contextlib.aclosing`
         """Release the connection.
 
         If the answer was not read to its end the connection is closed, which tells the server to
@@ -284,17 +284,6 @@ class Upstream:
             problem = untrusted if distrusted(error) else "cannot be reached"
             raise UpstreamError(f"the server behind this one {problem}") from None
         return await self._ask(link, request, bodyless=bodyless)
-
-    @asynccontextmanager
-    async def answer_to(
-        self, method: str, target: bytes, headers: RawHeaders, body: bytes
-    ) -> AsyncIterator[UpstreamAnswer]:
-        """`send`, and release the connection at the end of the block."""
-        answer = await self.send(method, target, headers, body)
-        try:
-            yield answer
-        finally:
-            await answer.close()
 
     async def _ask(self, link: Link, request: bytes, *, bodyless: bool) -> UpstreamAnswer:
         self._busy.add(link)

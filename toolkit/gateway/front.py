@@ -21,7 +21,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -281,7 +281,8 @@ class Gateway:
         path, headers = scope["path"].encode(), self.pool.json_headers
         for replica in sorted(self.pool.up, key=lambda each: len(each.attempts)):
             try:
-                async with replica.upstream.answer_to("POST", path, headers, body) as answer:
+                answer = await replica.upstream.send("POST", path, headers, body)
+                async with aclosing(answer):
                     content = await whole_body(answer)
             except UpstreamError:
                 continue

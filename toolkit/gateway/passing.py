@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -248,8 +249,9 @@ class PassedRequest:
             return True
         (path, body), headers, reached = made, gateway.pool.json_headers, False
         try:
-            async with replica.upstream.answer_to("POST", path, headers, body) as answer:
-                reached = True
+            answer = await replica.upstream.send("POST", path, headers, body)
+            reached = True
+            async with aclosing(answer):
                 self._hear(replica)
                 gateway.pool.answered(replica, answer.status)
                 if answer.status != 200:

@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -462,7 +462,8 @@ class ReplicaPool:
         if fields is not None:
             method, headers, content = "POST", self.json_headers, msgspec.json.encode(fields)
         body = bytearray()
-        async with replica.upstream.answer_to(method, path, headers, content) as answer:
+        answer = await replica.upstream.send(method, path, headers, content)
+        async with aclosing(answer):
             async for piece in answer.body():
                 body += piece
                 if len(body) > MAX_PROBE_BYTES:

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -223,7 +223,7 @@ class SlicedReplicas(ReplicaSource):
         if not self._version:
             self._fail()  # unless they can be listed
             try:
-                async with asyncio.timeout(ANSWER_S), self._ask("") as answer:
+                async with asyncio.timeout(ANSWER_S), aclosing(await self._ask("")) as answer:
                     body = b"".join([piece async for piece in answer.body()])
                 if answer.status != 200:
                     why = f"the API server answered {answer.status} for {self._where}"
@@ -247,8 +247,8 @@ class SlicedReplicas(ReplicaSource):
         """Yield after each change. Ends where the watch does; the slices are to be listed again if
         the API server has forgotten their version.
         """
-        query = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
-        async with self._ask(f"{query}&resourceVersion={self._version}") as answer:
+        watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
+        async with aclosing(await self._ask(f"{watch}&resourceVersion={self._version}")) as answer:
             if answer.status == 410:
                 self._version = ""
                 return
@@ -273,12 +273,12 @@ class SlicedReplicas(ReplicaSource):
                     self._pause_s = 0.0
                     yield
 
-    def _ask(self, query: str) -> AbstractAsyncContextManager[UpstreamAnswer]:
+    async def _ask(self, query: str) -> UpstreamAnswer:
         headers = [(b"accept", b"application/json")]
         with suppress(OSError):  # a token is replaced while the pod runs
             token = (self._token / "token").read_text(encoding="ascii").strip()
             headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
-        return self._api.answer_to("GET", (self._path + query).encode("ascii"), headers, b"")
+        return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
