@@ -1,9 +1,9 @@
 """Backends: everything that one engine needs beyond its row in the table of engines.
 
 An engine's `EngineTraits` names its backend. An engine that is a server of its own has a folder or
-a file here; engines that run in llmctl's worker processes share `LocalBackend`. A backend profiles
-its engine, starts it if it is a server, and reports what the engine lacks on this machine.
-`backend_of` imports a backend on first use, so an engine without its library costs nothing.
+a file here; engines in llmctl's worker processes share `LocalBackend`. A backend profiles its
+engine, starts it if it is a server, and reports what it lacks on this machine. `backend_of` imports
+a backend on first use, so an engine without its library costs nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ if TYPE_CHECKING:  # for types only: code inside an engine's own process imports
 
 @dataclass(slots=True, frozen=True)
 class Check:
-    """What was checked, what was found, and the remedy if something is missing.
-
-    A `note` blocks nothing. What is `missing` must be installed or fixed before the recipe can be
-    used here.
+    """What was checked and found. A `note` blocks nothing; what is `missing` must be installed or
+    fixed, by the `remedy`, before the recipe can be used here.
     """
 
     name: str
@@ -43,9 +41,9 @@ class Check:
 class ServerOrder:
     """A server to start: what it serves, where, and how it ends.
 
-    `event_log` applies to llmctl's own policies only. `on_foreign` is called if the engine's
-    version or the CPU differs from the fitted one; without it, such a plan is refused. `beat` is
-    called every few seconds while the process that watches the server works.
+    `event_log` is for llmctl's own policies. `on_foreign` is called if the engine's version or the
+    CPU differs from the fitted one; without it, such a plan is refused. `beat` is called every few
+    seconds while llmctl watches the server.
     """
 
     plan: Plan
@@ -73,9 +71,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend of an engine that is a server and that llmctl starts. Clients send their requests
-    to that server, not to llmctl.
-    """
+    """A backend that starts its engine's server. Clients send their requests to that server."""
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
         """Serve until a signal ends the server; `on_ready` gets the URL once it answers.
@@ -130,10 +126,9 @@ class StartsReplicas(Protocol):
     def replica(
         self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
     ) -> ReplicaServer:
-        """Start server `number` of the plan's `workers`, on a free port of the order's host. Its
-        devices are `given`, or its share of the machine's.
-
-        `folder` is empty, and lasts as long as the server.
+        """Start server `number` of the plan's `workers`, on a free port of the order's host, with
+        the devices `given` or its share of the machine's. `folder` is empty, and lasts as long as
+        the server.
         """
         ...
 
@@ -192,12 +187,9 @@ def backend_of(engine: str) -> Backend:
 
 
 class LocalBackend:
-    """`Backend` of every engine with an `EngineTraits.load`, which is profiled in a process of its
-    own.
-    """
+    """`Backend` of engines with an `EngineTraits.load`: each is profiled in its own process."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
-        """See `Backend.timed`."""
         from toolkit.profiling.process import engine_process
 
         return engine_process(recipe)

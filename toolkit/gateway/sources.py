@@ -1,7 +1,7 @@
 """Where the list of replicas comes from: the command line, a file, DNS, or Kubernetes.
 
-A source is read again every few seconds, or when Kubernetes says that it changed. One that cannot
-be read leaves the list as it was.
+A source is read again every few seconds, or when Kubernetes reports a change. While it cannot be
+read, the list stays as it was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is trie
 ANSWER_S = 10.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 RIGHTS = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
-KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
+HINT = "--replicas takes FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
 
 
 class ReplicaSource(Protocol):
@@ -84,11 +84,11 @@ class SeveralSources(ReplicaSource):
         return False
 
     async def read(self) -> list[str]:
-        found = []
+        listed = []
         for kind, source in self._sources:
-            listed = await source.read()
-            found += [f"{kind}={one}" if kind and "=" not in one else one for one in listed]
-        return found
+            urls = await source.read()
+            listed += [f"{kind}={url}" if kind and "=" not in url else url for url in urls]
+        return listed
 
 
 class ListedReplicas(ReplicaSource):
@@ -111,14 +111,13 @@ class ListedReplicas(ReplicaSource):
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not text"
-            hint = f"--replicas takes {KINDS}"
-            raise InputError(f"{self._path}: cannot be read: {why}", hint) from None
-        urls = [line.partition("#")[0].strip() for line in lines]
-        found = list(dict.fromkeys(_checked(url) for url in urls if url))
-        if len(found) > MAX_REPLICAS:
-            why = f"{self._path}: {len(found)} replicas; the limit is {MAX_REPLICAS}"
+            raise InputError(f"{self._path}: cannot be read: {why}", HINT) from None
+        texts = [line.partition("#")[0].strip() for line in lines]
+        urls = list(dict.fromkeys(_checked(text) for text in texts if text))
+        if len(urls) > MAX_REPLICAS:
+            why = f"{self._path}: {len(urls)} replicas; the limit is {MAX_REPLICAS}"
             raise InputError(why, "list fewer")
-        return found
+        return urls
 
 
 class NamedReplicas(ReplicaSource):
@@ -196,7 +195,7 @@ class SlicedReplicas(ReplicaSource):
             api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         authorities = account / "ca.crt" if api.startswith("https:") else None
         self._api = Upstream(api, WATCH_S + ANSWER_S, authorities)
-        self._token, self._port = account, port
+        self._account, self._port = account, port
         self._where = f"{namespace}/{service}"
         slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._path = f"{slices}?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
@@ -244,8 +243,8 @@ class SlicedReplicas(ReplicaSource):
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
 
     async def _watch(self) -> AsyncGenerator[None, None]:
-        """Yield after each change. Ends where the watch does; the slices are to be listed again if
-        the API server has forgotten their version.
+        """Yield after each change. Ends with the watch; without a version, if all is to be listed
+        again.
         """
         watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
         async with aclosing(await self._ask(f"{watch}&resourceVersion={self._version}")) as answer:
@@ -276,17 +275,17 @@ class SlicedReplicas(ReplicaSource):
     async def _ask(self, query: str) -> UpstreamAnswer:
         headers = [(b"accept", b"application/json")]
         with suppress(OSError):  # a token is replaced while the pod runs
-            token = (self._token / "token").read_text(encoding="ascii").strip()
+            token = (self._account / "token").read_text(encoding="ascii").strip()
             headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
         return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
-    """The source that one or several `--replicas` name, each with its kind or without. Raises
+    """The source that one or several `--replicas` name, each SOURCE or KIND=SOURCE. Raises
     `InputError` for one that cannot be used.
     """
-    found = [(name, _source(rest)) for name, rest in map(split_kind, texts)]
-    return found[0][1] if len(found) == 1 and not found[0][0] else SeveralSources(found)
+    listed = [(kind, _source(rest)) for kind, rest in map(split_kind, texts)]
+    return listed[0][1] if len(listed) == 1 and not listed[0][0] else SeveralSources(listed)
 
 
 def split_kind(text: str) -> tuple[str, str]:
@@ -299,15 +298,14 @@ def _source(text: str) -> ReplicaSource:
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
         return ListedReplicas(Path(text))
-    hint = f"--replicas takes {KINDS}"
     name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
         return NamedReplicas(found[1], _port(found[3], text))
     if scheme == "k8s" and (found := re.fullmatch(rf"({name})/({name}):(\d{{1,5}})", rest)):
         return SlicedReplicas(found[1], found[3], _port(found[5], text))
     if scheme in ("http", "https"):
-        raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {hint}")
-    raise InputError(f"--replicas {text}: not a list of replicas", hint)
+        raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
+    raise InputError(f"--replicas {text}: not a list of replicas", HINT)
 
 
 async def follow_source(

@@ -75,7 +75,6 @@ class VllmBackend:
     """`toolkit.backends.Backend`, `Serves`, `StartsReplicas` and `Checks` of vLLM."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
-        """See `Backend.timed`."""
         from toolkit.backends.vllm.profile import vllm_bench  # here: only a profile needs httpx
 
         return vllm_bench(recipe)
@@ -84,8 +83,8 @@ class VllmBackend:
         """See `Serves.launch`: vLLM's own server as a child process, with exactly the plan's flags.
 
         Raises `InputError` for an address that cannot be used, an untested version of vLLM, or a
-        plan that was fitted on another CPU or version of vLLM. Raises `EngineError` if vLLM is not
-        installed, cannot load, or ends by itself.
+        plan that was fitted on another CPU or version, and `EngineError` if vLLM is not installed,
+        cannot load, or ends by itself.
         """
         require_gpu([order.plan.recipe])
         check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
@@ -191,7 +190,7 @@ class VllmBackend:
 
 def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
     """The command of server `number` with its share of this machine's devices, which all servers of
-    the plan divide. Raises `EngineError` for too few.
+    the plan divide. Raises `EngineError` if there are too few.
     """
     gpus, threads = [], []
     for kind in whole.kind_numbers:
@@ -236,9 +235,7 @@ def _refuse_other_gpu(plan: Plan, on_foreign: OnForeign | None) -> None:
 
 
 class EndRequested(BaseException):
-    """A signal arrived while the server loads. Not an `Exception`: libraries catch those in their
-    imports and go on.
-    """
+    """A signal came while the server loads. No `Exception`: imports of libraries would catch it."""
 
 
 def _refuse_other(order: ServerOrder) -> None:
@@ -251,9 +248,7 @@ def _refuse_other(order: ServerOrder) -> None:
 
 
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
-    """The command that starts vLLM. `folder` gets the plan, which our code inside vLLM reads, and
-    vLLM's metrics.
-    """
+    """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
     from toolkit.engines.loading import saved_model  # here: it imports torch, which takes seconds
 
     plan, policy = order.plan, order.plan.policy
@@ -359,10 +354,9 @@ class EngineWatch:
 
 
 def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: EngineWatch) -> None:
-    """Wait for a signal, then for vLLM to finish running requests. Raises `EngineError` if vLLM
-    ends, does not answer for `hang_s` seconds, or hangs: the service manager starts it again.
-
-    The notice and the timeout of the order bound the wait; a second signal ends it.
+    """Wait for a signal, then for vLLM to finish running requests, within the order's notice and
+    timeout or until a second signal. Raises `EngineError` if vLLM ends, does not answer for
+    `hang_s` seconds, or hangs: the service manager starts it again.
     """
     now_s, hang_s, ending = time.monotonic, order.plan.recipe.serve.hang_s, order.ending
     answered_s, asked_s = now_s(), -math.inf

@@ -1,6 +1,5 @@
-"""Schedulers inside vLLM that report each pass: to a log, or as counts in vLLM's own /metrics.
-
-Neither changes a decision. `PassLoggingMixin` collects the passes for both.
+"""Schedulers inside vLLM that report each pass, and change no decision: to a log, or as counts in
+vLLM's own /metrics.
 
 --scheduler-cls toolkit.backends.vllm.iterations.logged_scheduler
     vLLM's own scheduler, with a line for each pass in the file that LLMCTL_VLLM_ITERATIONS names;
@@ -10,8 +9,8 @@ Neither changes a decision. `PassLoggingMixin` collects the passes for both.
     laws of LLMCTL_VLLM_PLAN predict; /metrics shows the sums if PROMETHEUS_MULTIPROC_DIR names an
     empty folder, through which vLLM's processes share their metrics
 
-`PassSeries` holds the sums, `PassCounts` computes them from the passes, and `Counted` feeds it from
-inside a scheduler.
+`PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
+them from the passes, and `Counted` feeds it from inside a scheduler.
 """
 
 from __future__ import annotations
@@ -256,10 +255,7 @@ class PassCounts:
 
 
 class Counted(PassLoggingMixin):
-    """A mix-in that counts passes, for vLLM's schedulers and for ours.
-
-    Raises `InputError` if the plan has no law of passes.
-    """
+    """Counts passes, of vLLM's schedulers or ours. `InputError` if the plan has no such law."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -2,10 +2,10 @@
 
 Before each of its steps the engine asks which requests may run (`Steps.plan`, which returns
 `StepOrders`). Afterwards it reports the step (`Steps.stepped`). In between it decides alone: it
-prefills in chunks next to decodes, leaves out requests that have no room, and drops caches for
-others. All of that is in the `RoundResult`, so the scheduler's state matches what the engine holds,
-and the log of a `RecordingScheduler` replays. The engine may be one step ahead: a step that began
-before an order counts to the round that the order began, and only requests in both take part in it.
+prefills in chunks next to decodes, skips requests that have no room, and preempts others. All of
+that is in the `RoundResult`, so the scheduler's state matches what the engine holds, and the log of
+a `RecordingScheduler` replays. The engine may be one step ahead: a step that began before an order
+counts to the round that the order began, and only requests in both take part in it.
 
 `CountedBlocks` counts each block of tokens once that several requests share. `AdmissionGate` is the
 engine's queue of waiting requests: the engine sees only those that the policy admits.
@@ -61,10 +61,7 @@ class Steps:
             self._changed = True
 
     def submit(self, request: Request, now_s: float) -> bool:
-        """Submit a request. False if it can never fit, by the scheduler's own state.
-
-        The scheduler then knows nothing of it.
-        """
+        """Submit a request. False if it can never fit; the scheduler then knows nothing of it."""
         if self.scheduler.submit(request, now_s) is not None:
             return False
         self._changed = True
@@ -156,12 +153,12 @@ def _ids(jobs: Sequence[Job]) -> tuple[str, ...]:
 class CountedBlocks:
     """Which blocks of tokens are counted, and with which request.
 
-    The scheduler adds up the lengths of requests. Where an engine with prefix caching holds a block
-    once for several of them, it is counted with the first of them. When that one ends while others
-    hold the block, it is `uncounted`: the capacity is smaller by it, and a request that comes with
-    it brings only its other blocks, as in the engine. A request that comes when none holds the
-    block is counted with it again. If the last holder ends while such a request waits, this one
-    takes more than was counted, and the block is uncounted from then on.
+    The scheduler adds up the lengths of requests. With prefix caching the engine holds a block once
+    for several requests; it is counted with the first of them. When that one ends while others hold
+    the block, the block is `uncounted`: the capacity is smaller by it, and a new request with it
+    brings only its other blocks, as in the engine. A request that comes when none holds the block
+    is counted with it again. If the last holder ends while a request waits that was not counted
+    with the block, the block is uncounted as soon as this request runs.
     """
 
     def __init__(self) -> None:
@@ -172,8 +169,8 @@ class CountedBlocks:
         self._holders: dict[Hashable, int] = {}  # running requests with the block
 
     def enter(self, request_id: str, blocks: Sequence[Hashable]) -> int:
-        """A request comes, with the keys of its full blocks, each of which stands for all tokens up
-        to its end. Returns how many of them are counted without it.
+        """A request comes, with the keys of its full blocks; a key stands for all tokens up to the
+        block's end. Returns how many of them are counted without it.
         """
         counted, holders = self._counted, self._holders
         self._blocks[request_id] = blocks
@@ -232,11 +229,10 @@ class Queued(Protocol):
 
 
 class AdmissionGate:
-    """Waiting requests behind a gate, in the place of vLLM's queue.
+    """A queue of waiting requests in the place of vLLM's `RequestQueue` (`vllm.v1.core.sched`).
 
-    It has the interface of `vllm.v1.core.sched.request_queue.RequestQueue`. It is true while an
-    admitted request waits, and `pop_request` returns admitted requests only, in the policy's order.
-    Length, iteration and removal cover all waiting requests.
+    It is true while an admitted request waits, and `pop_request` returns admitted requests only, in
+    the policy's order. Length, iteration and removal cover all waiting requests.
     """
 
     def __init__(self) -> None:
