@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -192,6 +193,12 @@ class ServerBench:
         self._runner = asyncio.Runner(loop_factory=loop_factory())
         self._name = name
         self._failures = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """End the client. The server keeps running, for slices."""
@@ -401,10 +408,5 @@ class EndpointWorkers:
 class OpenaiBackend:
     """`toolkit.backends.Backend` of a server that runs already."""
 
-    @contextlib.contextmanager
-    def timed(self, recipe: Recipe) -> Iterator[ProfileBench]:
-        bench = EndpointBench(recipe)
-        try:
-            yield bench
-        finally:
-            bench.stop()
+    def timed(self, recipe: Recipe) -> contextlib.AbstractContextManager[ProfileBench]:
+        return EndpointBench(recipe)

@@ -7,7 +7,7 @@ machine gets the plan as JSON and a few words; it needs the same llmctl, and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,10 +105,9 @@ def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator
     """
     refuse_local_fleet(plan.kinds, address)
     wanted = places(plan.kinds)
-    with joined(address, sum(place.share.cpus for place in wanted)):
-        host = LOOPBACK if address == LOCAL else ""
-        servers = RayServers(wanted, room_timeout_s=room_timeout_s, host=host)
-        try:
-            yield RayReplicas(servers, wanted)
-        finally:
-            servers.close()
+    host = LOOPBACK if address == LOCAL else ""
+    with (
+        joined(address, sum(place.share.cpus for place in wanted)),
+        closing(RayServers(wanted, room_timeout_s=room_timeout_s, host=host)) as servers,
+    ):
+        yield RayReplicas(servers, wanted)

@@ -252,7 +252,7 @@ class PassedRequest:
             answer = await replica.upstream.send("POST", path, headers, body)
             reached = True
             async with aclosing(answer):
-                self._hear(replica)
+                self.heard_s = replica.heard_s = gateway.now_s()
                 gateway.pool.answered(replica, answer.status)
                 if answer.status != 200:
                     return await self._on_status(replica, answer)
@@ -335,7 +335,7 @@ class PassedRequest:
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await whole_body(answer)
-        self._hear(replica)
+        self.heard_s = replica.heard_s = self._gateway.now_s()
         try:
             read = msgspec.json.decode(content, type=_WholeAnswer)
         except (msgspec.DecodeError, RecursionError):
@@ -343,13 +343,9 @@ class PassedRequest:
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
             raise PassFailedError("the server aborted the request")
-        self._passing.usage = read.usage
+        self._passing.usage, self._last_s = read.usage, self._gateway.now_s()
         self._status = reasons[0] if reasons else "stop"
-        self._first_s, self._last_s = math.nan, self._gateway.now_s()
         await send_whole(self._send, 200, kept_headers(answer), content)
-
-    def _hear(self, replica: LiveReplica) -> None:
-        self.heard_s = replica.heard_s = self._gateway.now_s()
 
     async def _give_up(self, text: str, ended: str = "failed", status: int = 503) -> None:
         """End with an error: in the stream, if the client has a part of it."""

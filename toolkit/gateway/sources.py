@@ -63,22 +63,21 @@ class SeveralSources(ReplicaSource):
 
     def __init__(self, sources: Sequence[tuple[str, ReplicaSource]]) -> None:
         self._sources = sources
-        self._waits: dict[int, asyncio.Task[bool]] = {}
+        self._waits: dict[asyncio.Future[bool], ReplicaSource] = {}
 
     async def wait(self) -> bool:
         if not self._waits:
-            starts = enumerate(source for _, source in self._sources)
-            self._waits = {k: asyncio.ensure_future(source.wait()) for k, source in starts}
+            self._waits = {asyncio.ensure_future(one.wait()): one for _, one in self._sources}
         try:
             while self._waits:
-                await asyncio.wait(self._waits.values(), return_when=asyncio.FIRST_COMPLETED)
-                for k, task in [each for each in self._waits.items() if each[1].done()]:
-                    del self._waits[k]
+                await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._waits if task.done()]:
+                    source = self._waits.pop(task)
                     if task.result():
-                        self._waits[k] = asyncio.ensure_future(self._sources[k][1].wait())
+                        self._waits[asyncio.ensure_future(source.wait())] = source
                         return True
         except asyncio.CancelledError:
-            for task in self._waits.values():
+            for task in self._waits:
                 task.cancel()
             raise
         return False

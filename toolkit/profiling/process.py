@@ -110,7 +110,6 @@ class LocalTimedEngine:
         self._clock = CLOCKS[clock]
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `TimedEngine.time`."""
         kind, rows, length, clock = point.kind, point.batch_size, point.length, self._clock
 
         def run() -> float:
@@ -121,9 +120,8 @@ class LocalTimedEngine:
             assert kind != "mix"
             assert kind != "traffic"
             assert kind != "hit"
-            return cast(RoundEngine, self._engine).time_part(
-                kind, rows, length, point.others, clock
-            )
+            engine = cast(RoundEngine, self._engine)
+            return engine.time_part(kind, rows, length, point.others, clock)
 
         try:
             return visit(run, warmups)
@@ -131,7 +129,6 @@ class LocalTimedEngine:
             raise Unmeasurable("out of memory") from None
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `TimedRoundEngine.admit`."""
         (row,) = slice_rows(SliceShape(1, length, self.facts.max_model_len - length))
         engine = cast(RoundEngine, self._engine)
         entered, runs_out = 0, False

@@ -147,7 +147,6 @@ class VllmBackend:
         return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
     def check(self, recipe: Recipe) -> Check:
-        """See `Checks.check`."""
         try:
             found = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
         except LlmctlError as error:

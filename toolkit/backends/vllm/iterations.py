@@ -111,10 +111,7 @@ class Logged(PassLoggingMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         with one_line():
-            path = os.environ.get(ITERATIONS_VARIABLE, "")
-            if not path:
-                hint = "it names the file for the log of passes"
-                raise InputError(f"{ITERATIONS_VARIABLE} is not set", hint)
+            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
             try:
                 self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
             except OSError as error:
@@ -152,10 +149,6 @@ class Logged(PassLoggingMixin):
         )
 
 
-class LoggedScheduler(Logged):
-    """Logs vLLM's scheduler without async scheduling."""
-
-
 class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
     """Logs vLLM's scheduler with async scheduling."""
 
@@ -163,7 +156,7 @@ class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
 def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
     """Make the logged form of the scheduler that vLLM would choose under this configuration."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    kind = LoggedAsyncScheduler if config.scheduler_config.async_scheduling else LoggedScheduler
+    kind = LoggedAsyncScheduler if config.scheduler_config.async_scheduling else Logged
     return kind(*args, **kwargs)
 
 
@@ -291,10 +284,6 @@ class Counted(PassLoggingMixin):
         self._counts.passed(logged)
 
 
-class CountedScheduler(Counted):
-    """Counts vLLM's scheduler without async scheduling."""
-
-
 class CountedAsyncScheduler(Counted, AsyncScheduler):  # type: ignore[misc]
     """Counts vLLM's scheduler with async scheduling."""
 
@@ -308,13 +297,17 @@ def counted_scheduler(*args: Any, **kwargs: Any) -> Counted:
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     with one_line():
         is_ours = _plan().policy.name != POLICY
-    vllms = CountedAsyncScheduler if config.scheduler_config.async_scheduling else CountedScheduler
+    vllms = CountedAsyncScheduler if config.scheduler_config.async_scheduling else Counted
     return (CountedLlmctlScheduler if is_ours else vllms)(*args, **kwargs)
 
 
 def _plan() -> Plan:
-    path = os.environ.get(PLAN_VARIABLE, "")
-    if not path:
-        hint = "it names the plan.json with the laws that the passes are compared with"
-        raise InputError(f"{PLAN_VARIABLE} is not set", hint)
-    return read_file(Plan, path)
+    what = "the plan.json with the laws that the passes are compared with"
+    return read_file(Plan, _path_in(PLAN_VARIABLE, what))
+
+
+def _path_in(variable: str, what: str) -> str:
+    """The path in a variable of the environment. Raises `InputError` if it is not set."""
+    if path := os.environ.get(variable):
+        return path
+    raise InputError(f"{variable} is not set", f"it names {what}")

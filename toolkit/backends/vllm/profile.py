@@ -287,9 +287,9 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
-        with vllm_server(command, quiet=True) as server, path.open("rb") as log:
-            bench = VllmBench(recipe, server, log)
-            try:
-                yield bench
-            finally:
-                bench.stop()
+        with (
+            vllm_server(command, quiet=True) as server,
+            path.open("rb") as log,
+            VllmBench(recipe, server, log) as bench,
+        ):
+            yield bench
