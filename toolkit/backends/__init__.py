@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for types only: code inside an engine's own process imports
     from toolkit.files.plan import Plan
     from toolkit.files.profile import OnForeign
     from toolkit.files.recipe import Recipe
-    from toolkit.profiling.run import ProfileBench
+    from toolkit.profiling.process import ProfileBench
     from toolkit.serve.server import Ending
 
 

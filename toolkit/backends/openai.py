@@ -37,8 +37,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import GridPoint, SliceShape
-from toolkit.profiling.process import Unmeasurable, visit
-from toolkit.profiling.run import ProfileBench
+from toolkit.profiling.process import ProfileBench, Unmeasurable, visit
 from toolkit.units import MIB
 from toolkit.workers.protocol import (
     BatchDone,
@@ -126,13 +125,6 @@ class Endpoint:
         self._rng = np.random.default_rng(time.time_ns())
         self.vocab_size = 1  # token ids of prompts are below it
 
-    async def together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
-        """Send one request for each prompt length and number of tokens, all at once. Raises like
-        `at_times`.
-        """
-        pairs = zip(prompts, max_tokens, strict=True)
-        return await self.at_times([Sample(0.0, length, tokens) for length, tokens in pairs])
-
     async def first_token(self, prompt: Prompt, length: int) -> Sample:
         """Send this prompt of `length` tokens for one token. Raises like `at_times`."""
         (sample,) = await self.at_times([Sample(0.0, length, 1)], prompts=[prompt])
@@ -181,12 +173,10 @@ class Endpoint:
         return samples
 
 
-class ServerBench:
+class ServerBench(ProfileBench):
     """What all benches on a server share: requests over HTTP, slices, and the count of failures.
     `name` stands in errors.
     """
-
-    facts: EngineFacts
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._endpoint = endpoint
@@ -234,10 +224,7 @@ def prompt_around(length: int, steps: int, max_model_len: int) -> int:
 
 
 class EndpointBench(ServerBench):
-    """`toolkit.profiling.process.TimedEngine` on a server that runs already.
-
-    Raises `EngineError` when the server cannot answer the first requests.
-    """
+    """A server that runs already. Raises `EngineError` if it cannot answer the first requests."""
 
     def __init__(self, recipe: Recipe) -> None:
         endpoint = Endpoint(recipe)
@@ -260,13 +247,13 @@ class EndpointBench(ServerBench):
         rows = point.batch_size
 
         def prefill_s() -> float:
-            samples = self._together([point.length] * rows, [1] * rows)
+            samples = self._together([Sample(0.0, point.length, 1) for _ in range(rows)])
             return max(sample.last_token_s for sample in samples)
 
         return visit(prefill_s, warmups)
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
-        """See `CachingEngine.time_hits`. A length that cannot be measured is left out."""
+        """See `TimedEngine.time_hits`. A length that cannot be measured is left out."""
         found, run, endpoint = [], self._runner.run, self._endpoint
         for length in lengths:
             if length >= self.facts.max_model_len:
@@ -296,8 +283,8 @@ class EndpointBench(ServerBench):
         extra_max = self.facts.max_model_len - prompt - steps
         extra_tokens = self._extra_tokens.setdefault(point, [0] * point.batch_size)
         for _ in range(TRIES):
-            wanted = [steps + extra for extra in extra_tokens]
-            samples = self._together([prompt] * point.batch_size, wanted)
+            samples = [Sample(0.0, prompt, steps + extra) for extra in extra_tokens]
+            self._together(samples)
             last = max(samples, key=lambda sample: sample.first_token_s)
             seconds = last.last_token_s - last.first_token_s
             if seconds <= 0.0:
@@ -322,7 +309,7 @@ class EndpointBench(ServerBench):
         """
         size, (prompt, tokens) = 8, ROW_LIMIT_TOKENS
         while size <= limit:
-            samples = self._together([prompt] * size, [tokens] * size)
+            samples = self._together([Sample(0.0, prompt, tokens) for _ in range(size)])
             first_end_s = min(sample.last_token_s for sample in samples)
             at_once = sum(sample.first_token_s < first_end_s for sample in samples)
             if at_once < size:
@@ -330,9 +317,9 @@ class EndpointBench(ServerBench):
             size *= 2
         return None
 
-    def _together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
+    def _together(self, samples: list[Sample]) -> list[Sample]:
         with self.counting_failures():
-            return self._runner.run(self._endpoint.together(prompts, max_tokens))
+            return self._runner.run(self._endpoint.at_times(samples))
 
 
 class EndpointWorkers:
@@ -363,8 +350,8 @@ class EndpointWorkers:
         estimated_s: float = math.inf,
     ) -> None:
         """Send the rows as requests, each with its own random prompt."""
-        lengths = [len(row.tokens) for row in rows]
-        self._task = asyncio.create_task(self._run(batch_id, lengths, steps))
+        samples = [Sample(0.0, len(row.tokens), steps) for row in rows]
+        self._task = asyncio.create_task(self._run(batch_id, samples))
 
     def run_round(
         self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
@@ -392,11 +379,11 @@ class EndpointWorkers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, batch_id: int, prompts: Sequence[int], steps: int) -> None:
-        start_s, rows = time.perf_counter(), len(prompts)
+    async def _run(self, batch_id: int, samples: list[Sample]) -> None:
+        start_s, rows = time.perf_counter(), len(samples)
         tokens: tuple[tuple[int, ...], ...] = ((),) * rows  # if a request fails, the slice has
         with contextlib.suppress(Unmeasurable):
-            samples = await self._endpoint.together(prompts, [steps] * rows)
+            await self._endpoint.at_times(samples)
             tokens = tuple((0,) * sample.output_tokens for sample in samples)
         finish: FinishReason = "length"
         output = SliceOutput(tokens, (finish,) * rows)

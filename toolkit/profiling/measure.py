@@ -40,7 +40,7 @@ from toolkit.files.profile import (
 from toolkit.files.recipe import ProfileSpec
 from toolkit.files.strict import Environment, Strict
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, SliceShape, in_rounds
-from toolkit.profiling.process import TimedEngine, TimedPassEngine, TimedRoundEngine, Unmeasurable
+from toolkit.profiling.process import TimedEngine, Unmeasurable
 
 
 class JournalConditions(Strict):
@@ -236,8 +236,8 @@ def measure(
             except Unmeasurable as reason:
                 journal.put(point.key, point.failed(str(reason)))
             else:
-                passes = bench.take_passes() if isinstance(bench, TimedPassEngine) else ([], [])
-                visit = PointVisit(seconds=seconds, steps=passes[0], front=passes[1])
+                steps, front = bench.take_passes()
+                visit = PointVisit(seconds=seconds, steps=steps, front=front)
                 journal.put(f"{point.key}/{number}", visit)
         advance(str(point))
 
@@ -349,7 +349,7 @@ def admission_lengths(spec: ProfileSpec, facts: EngineFacts) -> list[int]:
     return [length for length in lengths if length + 2 <= facts.max_model_len]
 
 
-def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
+def probe_admission(bench: TimedEngine, length: int) -> MemoryPoint:
     """The memory edge of rounds at one input length: rows enter until the next one has no room, or
     `PROBE_SHARE_MAX` times the capacity is reached.
     """

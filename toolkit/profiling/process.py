@@ -3,8 +3,8 @@
 A probe past the memory edge or a bug in a kernel may kill that process; the profile goes on, with a
 new one. The child ends when its stdin does, so it never outlives the profile.
 
-Order: what profiling needs of an engine (`TimedEngine` and its kin), the frames between parent and
-child (msgspec structs, length first, over the child's stdin and stdout), `EngineProcess`, and
+Order: what profiling needs of an engine (`TimedEngine`, `ProfileBench`), the frames between parent
+and child (msgspec structs, length first, over the child's stdin and stdout), `EngineProcess`, and
 `busy_neighbours`, other engines that run during a measurement.
 """
 
@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import IO, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -43,51 +44,49 @@ class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a fail
     """Why a point could not be measured. The engine, perhaps a new one, is ready for the next."""
 
 
-class TimedEngine(Protocol):
+class TimedEngine(ABC):
     """An engine that times points."""
 
     facts: EngineFacts
 
+    @abstractmethod
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """Seconds of one or several runs of the point. Raises `Unmeasurable` with the reason."""
-        ...
 
+    @abstractmethod
     def fits(self, shape: SliceShape) -> bool:
         """Whether a slice of this shape runs without running out of memory."""
-        ...
-
-
-class TimedRoundEngine(TimedEngine, Protocol):
-    """A `TimedEngine` that keeps its rows between rounds."""
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         """How many rows of `length` tokens enter, one per round, up to `limit`, and whether the
         next one ran out of memory. Raises `Unmeasurable` with the reason.
         """
-        ...
+        raise NotImplementedError("the engine does not keep its rows between rounds")
 
-
-@runtime_checkable
-class TimedPassEngine(Protocol):
-    """A `TimedEngine` that reports its passes."""
+    @property
+    def steps(self) -> StepsProfile | None:
+        """The limits of its passes, without points; None if it reports no passes."""
+        return None
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
         """The passes since the last call."""
-        ...
-
-    @property
-    def steps(self) -> StepsProfile:
-        """The limits of the passes, without points."""
-        ...
-
-
-@runtime_checkable
-class CachingEngine(Protocol):
-    """A `TimedEngine` that may keep prompts in a prefix cache."""
+        return [], []
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
-        """What a prompt of each length takes at first, and again."""
-        ...
+        """What a prompt of each length takes at first, and again if a prefix cache may hold it."""
+        return []
+
+
+class ProfileBench(TimedEngine):
+    """A `TimedEngine` with the workers that run whole slices."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End its use; its memory is then free for the workers."""
+
+    @abstractmethod
+    def workers(self, recipe: Recipe) -> Workers:
+        """The workers that run slices, the same as when serving."""
 
 
 def visit(run: Callable[[], float], warmups: int) -> list[float]:
@@ -101,8 +100,8 @@ def visit(run: Callable[[], float], warmups: int) -> list[float]:
     return samples
 
 
-class LocalTimedEngine:
-    """`TimedRoundEngine` on an engine in this process."""
+class LocalTimedEngine(TimedEngine):
+    """An engine in this process."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.facts = engine.facts
@@ -247,13 +246,10 @@ class Died(Unmeasurable):
     """The point killed the process; a new process has been started."""
 
 
-class EngineProcess:
-    """`TimedRoundEngine` on a child process, restarted when it dies.
-
-    `start` and `wait` are separate so that several engines can load at the same time.
+class EngineProcess(ProfileBench):
+    """An engine in a child process, restarted when it dies. `start` and `wait` are separate so that
+    several engines can load at the same time.
     """
-
-    facts: EngineFacts
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe_json = recipe.model_dump_json()
@@ -314,7 +310,7 @@ class EngineProcess:
         return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process."""
+        """See `TimedEngine.admit`. Raises `Died` if it killed the process."""
         return self._request(Admit(length, limit), tuple[int, bool])
 
     def keep_busy(self, shapes: Sequence[SliceShape]) -> None:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
@@ -61,17 +61,14 @@ from toolkit.profiling.measure import (
 from toolkit.profiling.process import (
     VISIT_S,
     VISIT_SAMPLES,
-    CachingEngine,
+    ProfileBench,
     TimedEngine,
-    TimedPassEngine,
-    TimedRoundEngine,
     Unmeasurable,
     busy_neighbours,
     engine_process,
 )
 from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
-from toolkit.workers.protocol import Workers
 
 PROBES_PER_LENGTH = 2  # probes that run; those that do not fit cost next to nothing
 SHORTEST_S = 1e-6  # of a run; if no point of a kind fits, its time is unknown
@@ -164,18 +161,6 @@ def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
     except Unmeasurable:
         return 0.0
     return (time.perf_counter() - start_s) / (len(samples) + 1)
-
-
-class ProfileBench(TimedEngine, Protocol):
-    """A `TimedEngine` with the workers that run whole slices."""
-
-    def stop(self) -> None:
-        """End its use; its memory is then free for the workers."""
-        ...
-
-    def workers(self, recipe: Recipe) -> Workers:
-        """The workers that run slices, the same as when serving."""
-        ...
 
 
 class ProfileProgress(Protocol):
@@ -307,14 +292,13 @@ class _Session:
             record_probe(self._journal, f"memory/{length}/{steps}", length, probe)
             self._progress.advanced(f"memory L={length} S={steps}")
         if self._rounds:
-            self._rounds.probe_admission(cast(TimedRoundEngine, bench), self._progress.advanced)
+            self._rounds.probe_admission(bench, self._progress.advanced)
 
     def measure(self, bench: TimedEngine) -> None:
         """Measure the grid, and what a prefix cache saves if the engine may have one. On a CPU as
         many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
         """
-        if isinstance(bench, TimedPassEngine):
-            self._steps = bench.steps  # the limits of its passes
+        self._steps = bench.steps
         if self._work.visits:
             shared = self._recipe.hardware.device == "cpu"
             others = self._recipe.workers - 1 if shared else 0
@@ -322,8 +306,7 @@ class _Session:
             with busy_neighbours(self._recipe, others, shapes):
                 progress, journal = self._progress.advanced, self._journal
                 measure(self._work.visits, bench, self._spec, journal, progress)
-        if isinstance(bench, CachingEngine):
-            self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
+        self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
 
     def run_workers(self, bench: ProfileBench) -> None:
         """Run slices, and sequences of rounds if the engine runs them, on all workers."""

@@ -39,7 +39,7 @@ from toolkit.profiling.measure import (
     round_parts,
     safe_tokens,
 )
-from toolkit.profiling.process import TimedRoundEngine, slice_rows
+from toolkit.profiling.process import TimedEngine, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
 
@@ -302,7 +302,7 @@ class RoundsStage:
         numbers = range(self._recipe.profile.sequences)
         return [number for number in numbers if f"rounds/{number}" not in self._journal.results]
 
-    def probe_admission(self, bench: TimedRoundEngine, advance: Callable[[str], None]) -> None:
+    def probe_admission(self, bench: TimedEngine, advance: Callable[[str], None]) -> None:
         """Measure how many rows can enter, at each length."""
         for length in self.lengths_left():
             probe = partial(probe_admission, bench, length)

@@ -46,7 +46,7 @@ from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.run import ProfileBench
+from toolkit.profiling.process import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.workers.process import (
     GPUS_VARIABLE,

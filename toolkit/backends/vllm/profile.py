@@ -97,9 +97,7 @@ STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 
 
 class VllmBench(ServerBench):
-    """`toolkit.profiling.process.TimedEngine` and `TimedPassEngine` on a running vLLM server, which
-    writes its passes to `log`, open at its first line.
-    """
+    """A running vLLM server, which writes its passes to `log`, open at its first line."""
 
     def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
         super().__init__(Endpoint(recipe, server.url), "vLLM")
@@ -116,7 +114,6 @@ class VllmBench(ServerBench):
 
     @property
     def steps(self) -> StepsProfile:
-        """The limits of the passes, without points."""
         header = self._header
         return StepsProfile(
             block_tokens=header.block_tokens,
@@ -128,7 +125,6 @@ class VllmBench(ServerBench):
         )
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
-        """The passes since the last call."""
         passes = self._steps, self._front
         self._steps, self._front = [], []
         return passes
