@@ -283,8 +283,8 @@ class EndpointBench(ServerBench):
         extra_max = self.facts.max_model_len - prompt - steps
         extra_tokens = self._extra_tokens.setdefault(point, [0] * point.batch_size)
         for _ in range(TRIES):
-            samples = [Sample(0.0, prompt, steps + extra) for extra in extra_tokens]
-            self._together(samples)
+            requests = [Sample(0.0, prompt, steps + extra) for extra in extra_tokens]
+            samples = self._together(requests)
             last = max(samples, key=lambda sample: sample.first_token_s)
             seconds = last.last_token_s - last.first_token_s
             if seconds <= 0.0:
