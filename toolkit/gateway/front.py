@@ -62,7 +62,6 @@ from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-WAIT_UP_S = 60.0  # an accepted request waits this long for a replica to be up
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 # The path of a request passes only where it is one of these.
@@ -83,6 +82,7 @@ class GatewaySettings:
         max_new_tokens: what a request may take where it names no limit; for limits of keys.
         max_waiting: requests beyond those that the replicas run, before new ones get 503.
         request_timeout_s: from a request's arrival to its end.
+        wait_up_s: an accepted request waits this long for a replica to be up.
     """
 
     model: str = ""
@@ -93,7 +93,7 @@ class GatewaySettings:
     open_metrics: bool = False
     status_page: bool = False
     local_hosts_only: bool = False
-    wait_up_s: float = WAIT_UP_S
+    wait_up_s: float = 60.0
 
 
 class PromptGauge:

@@ -163,7 +163,6 @@ class ReplicaPool:
         self._free: list[list[int]] = [[] for _ in kinds]
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
-        self._slow: set[LiveReplica] = set()
 
     def kind_of(self, replica: LiveReplica) -> str:
         """The name of a replica's kind; '' while it is not known."""
@@ -256,17 +255,16 @@ class ReplicaPool:
 
     def barred(self) -> list[int]:
         """Indexes of replicas that came back shortly and have their share for now."""
-        if not self._slow:
+        now_s, up = time.monotonic(), self.up
+        slow = [replica for replica in up if now_s - replica.slow_since_s < SLOW_START_S]
+        if not slow:
             return []
-        now_s, up, barred = time.monotonic(), self.up, []
-        mean = sum(len(replica.attempts) for replica in up) / max(len(up), 1)
-        for replica in list(self._slow):
-            part = (now_s - replica.slow_since_s) / SLOW_START_S
-            if part >= 1.0 or replica.state != "up":
-                self._slow.discard(replica)
-            elif len(replica.attempts) >= 1 + mean * part:
-                barred.append(replica.index)
-        return barred
+        per_s = sum(len(replica.attempts) for replica in up) / len(up) / SLOW_START_S
+        return [
+            replica.index
+            for replica in slow
+            if len(replica.attempts) >= 1 + per_s * (now_s - replica.slow_since_s)
+        ]
 
     async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
         """Wait until a replica with a longer context is up; False: none was in time."""
@@ -362,7 +360,6 @@ class ReplicaPool:
                     first = replica.state == "joining"
                     if any(other.requests for other in self.replicas):
                         replica.slow_since_s = time.monotonic()
-                        self._slow.add(replica)
                     replica.state, replica.problem, replica.failed_answers = "up", "", 0
                     self._balancer.change(replica.index, is_up=True, is_fresh=not first)
                     self._say(f"replica {replica.url} is up")

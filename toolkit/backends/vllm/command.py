@@ -93,38 +93,32 @@ class VllmCommand:
     def settings(self) -> list[tuple[list[str], str]]:
         """The flags about the model and the engine, each with its key of the recipe."""
         spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
-        settings: list[tuple[list[str], str]] = []
-
-        def add(source: str, *words: object) -> None:
-            settings.append(([str(word) for word in words], source))
-
-        add("serve.served_model_name, or the model", "--served-model-name", self.served_model)
-        add("model.dtype", "--dtype", model.dtype)
-        add("model.max_model_len", "--max-model-len", model.max_model_len)
-        if model.source != "random":
-            add("model.load_format", "--load-format", model.load_format)
-        if model.revision:
-            add("model.revision", "--revision", model.revision)
-        if model.trust_remote_code:
-            add("model.trust_remote_code", "--trust-remote-code")
-        if engine.kv_cache_memory_mib is not None:
-            size = int(engine.kv_cache_memory_mib * MIB)
-            add("engine.kv_cache_memory_mib", "--kv-cache-memory-bytes", size)
-        elif self.recipe.hardware.device != "cpu":
-            share = engine.gpu_memory_utilization
-            add("engine.gpu_memory_utilization", "--gpu-memory-utilization", share)
-        if spec.block_size is not None:
-            add("engine.vllm.block_size", "--block-size", spec.block_size)
-        if (blocks := spec.num_gpu_blocks_override) is not None:
-            add("engine.vllm.num_gpu_blocks_override", "--num-gpu-blocks-override", blocks)
-        if engine.tensor_parallel_size > 1:
-            gpus = engine.tensor_parallel_size
-            add("engine.tensor_parallel_size", "--tensor-parallel-size", gpus)
-        if spec.enforce_eager:
-            add("engine.vllm.enforce_eager", "--enforce-eager")
-        if spec.args:
-            add("engine.vllm.args", *spec.args)
-        return settings
+        budget, on_cpu = engine.kv_cache_memory_mib, self.recipe.hardware.device == "cpu"
+        load_format = None if model.source == "random" else model.load_format
+        size = None if budget is None else int(budget * MIB)
+        share = engine.gpu_memory_utilization if budget is None and not on_cpu else None
+        gpus = engine.tensor_parallel_size if engine.tensor_parallel_size > 1 else None
+        blocks = spec.num_gpu_blocks_override
+        values: list[tuple[str, str, object]] = [  # None or False: without the flag
+            ("serve.served_model_name, or the model", "--served-model-name", self.served_model),
+            ("model.dtype", "--dtype", model.dtype),
+            ("model.max_model_len", "--max-model-len", model.max_model_len),
+            ("model.load_format", "--load-format", load_format),
+            ("model.revision", "--revision", model.revision or None),
+            ("model.trust_remote_code", "--trust-remote-code", model.trust_remote_code),
+            ("engine.kv_cache_memory_mib", "--kv-cache-memory-bytes", size),
+            ("engine.gpu_memory_utilization", "--gpu-memory-utilization", share),
+            ("engine.vllm.block_size", "--block-size", spec.block_size),
+            ("engine.vllm.num_gpu_blocks_override", "--num-gpu-blocks-override", blocks),
+            ("engine.tensor_parallel_size", "--tensor-parallel-size", gpus),
+            ("engine.vllm.enforce_eager", "--enforce-eager", spec.enforce_eager),
+        ]
+        settings = [
+            ([flag] if value is True else [flag, str(value)], source)
+            for source, flag, value in values
+            if value is not None and value is not False
+        ]
+        return [*settings, *([(list(spec.args), "engine.vllm.args")] if spec.args else [])]
 
     def environment(self, modules: Path) -> dict[str, str]:
         """The child's environment. `modules` is a folder of nothing but llmctl's package."""
