@@ -175,6 +175,10 @@ class StreamedUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    @property
+    def total(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
 
 class _Delta(msgspec.Struct):
     role: str | None = None
@@ -522,7 +526,7 @@ class PassingAnswer:
         self.usage = usage
         counts = {
             "prompt_tokens": usage.prompt_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "total_tokens": usage.total,
             "completion_tokens": usage.completion_tokens,
         }
         return self._line({"choices": [], "usage": counts})

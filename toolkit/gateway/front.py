@@ -313,7 +313,7 @@ class Gateway:
         keyed = KeyedRequest.of(scope)
         keyed.admit(call.choices, most)
         request.admit()
-        keyed.reserve(most, lambda: request.used)
+        keyed.reserve(most, lambda: request.usage.total)
         self.running += 1
         self.idle.clear()
         try:
@@ -406,7 +406,7 @@ class GatewayStatus(StatusPage):
     def __init__(self, gateway: Gateway, facts: Facts) -> None:
         self._gateway, self._start_s = gateway, gateway.now_s()
         self._states: dict[LiveReplica, str] = {}
-        super().__init__(MetricHistory(gateway.stats, self._gauges, lambda: self._uptime_s), facts)
+        super().__init__(MetricHistory(gateway.stats, self._gauges, self._uptime_s), facts)
 
     def sample(self) -> None:
         """See `StatusPage.sample`. The history notes the replicas that went down since the last."""
@@ -418,7 +418,6 @@ class GatewayStatus(StatusPage):
         if self._gateway.pool.up or self._gateway.stats.ended:
             self.history.sample()
 
-    @property
     def _uptime_s(self) -> float:
         return self._gateway.now_s() - self._start_s
 
@@ -448,7 +447,7 @@ class GatewayStatus(StatusPage):
         return {
             "state": gateway.state,
             "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
-            "uptime_s": round(self._uptime_s, 1),
+            "uptime_s": round(self._uptime_s(), 1),
             "router": router.name,
             "knobs": router_parameters(router),
             "workers": [],

@@ -216,18 +216,17 @@ async def _serve(
     if events is not None:
         background.append(flush(events))
     tasks = [asyncio.create_task(each) for each in background]
-    address = url(listener, tls=tls is not None)
     try:
         await server.start(listener, tls)
         await _begin(order, pool, own, signals, tasks)
         if not signals.first.is_set():
             if not pool.up:
                 say("no replica is up yet: requests get 503 until one is")
-            on_ready(address)
+            on_ready(url(listener, tls=tls is not None))
             await signals.first.wait()
         gateway.leaving = True
-        left, ending = gateway.running, order.ending
-        await leave(left, server, ending, signals, lambda: gateway.drain(ending.timeout_s))
+        drain = partial(gateway.drain, order.ending.timeout_s)
+        await leave(gateway.running, server, order.ending, signals, drain)
     finally:
         for task in tasks:
             task.cancel()

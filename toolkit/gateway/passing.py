@@ -100,11 +100,9 @@ class PassedRequest:
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
-    def used(self) -> int:
-        """Tokens that the request took."""
-        if (usage := self._passing.usage) is not None:
-            return usage.prompt_tokens + usage.completion_tokens
-        return self.prompt_tokens + self._passing.tokens
+    def usage(self) -> StreamedUsage:
+        """Its tokens as the server counted them, else as the gateway did."""
+        return self._passing.usage or StreamedUsage(self.prompt_tokens, self._passing.tokens)
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
@@ -225,9 +223,8 @@ class PassedRequest:
             if task.cancelled():
                 raise PassFailedError(self._cut or "cancelled")
             ended = task.result()
-            usage = self._passing.usage
             if ended and self._status in ("stop", "length"):
-                generated = usage.completion_tokens if usage else self._passing.tokens
+                generated = self.usage.completion_tokens
             return ended
         finally:
             if not task.done():
@@ -360,12 +357,10 @@ class PassedRequest:
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         gateway, stats = self._gateway, self._gateway.stats
-        usage = self._passing.usage
-        tokens = usage.completion_tokens if usage else self._passing.tokens
-        prompt = usage.prompt_tokens if usage else self.prompt_tokens
+        prompt, tokens = self.usage.prompt_tokens, self.usage.completion_tokens
         stats.prompt_tokens += prompt
-        if usage is not None and self._call.choices == 1:
-            gateway.gauge.count(self._call.prompt, usage.prompt_tokens)
+        if self._passing.usage is not None and self._call.choices == 1:
+            gateway.gauge.count(self._call.prompt, prompt)
         if math.isnan(self._first_s) and self._status in ("stop", "length"):
             stats.ended[self._status] += 1  # an answer in one piece
             stats.generation_tokens += tokens
@@ -395,13 +390,12 @@ class _WholeAnswer(msgspec.Struct):
 
 async def whole_body(answer: UpstreamAnswer) -> bytes:
     """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
-    pieces, size = [], 0
+    body = bytearray()
     async for piece in answer.body():
-        pieces.append(piece)
-        size += len(piece)
-        if size > MAX_WHOLE_BYTES:
+        body += piece
+        if len(body) > MAX_WHOLE_BYTES:
             raise UpstreamError("the answer is too long")
-    return b"".join(pieces)
+    return bytes(body)
 
 
 async def send_whole(

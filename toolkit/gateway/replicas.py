@@ -486,9 +486,17 @@ class ReplicaPool:
             replica.wake.set()
 
     async def _report(self, replica: LiveReplica) -> None:
+        """Give the balancer a replica's figures from its /metrics, vLLM's or llmctl's, if there are
+        any. Of several engines, requests are added, and the fullest cache counts.
+        """
         at_s = time.monotonic()
-        body = await self._metrics_page(replica)
-        if body is not None and replica.state == "up" and (report := report_of(body, at_s)):
+        figures: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
+        for name, value in _REPORTED.findall(await self._metrics_page(replica) or b""):
+            with suppress(ValueError):
+                figures[name].append(float(value))
+        waiting, running, usage = figures.values()
+        if replica.state == "up" and waiting + running + usage:
+            report = ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)
             self._balancer.report(replica.index, report)
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
@@ -499,17 +507,3 @@ class ReplicaPool:
         except (TimeoutError, UpstreamError):
             return None
         return body if status == 200 else None
-
-
-def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:
-    """A replica's figures from its /metrics, vLLM's or llmctl's; None where they are missing. Of
-    several engines, requests are added, and the fullest cache counts.
-    """
-    figures: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
-    for name, value in _REPORTED.findall(metrics):
-        with suppress(ValueError):
-            figures[name].append(float(value))
-    waiting, running, usage = figures.values()
-    if not waiting + running + usage:
-        return None
-    return ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)

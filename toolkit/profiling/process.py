@@ -376,13 +376,11 @@ def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[SliceShape]) ->
     caches and memory bandwidth with the measured one.
     """
     others = [EngineProcess(recipe) for _ in range(count if shapes else 0)]
-    try:
+    with contextlib.ExitStack() as stack:
         for other in others:
+            stack.callback(other.stop)
             other.start()
         for other in others:
             other.wait()
             other.keep_busy(shapes)
         yield
-    finally:
-        for other in others:
-            other.stop()
