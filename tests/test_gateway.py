@@ -136,7 +136,7 @@ def run(
             hang_s=hang_s,
             say=(said if said is not None else []).append,
         )
-        gateway = Gateway(pool, balancer, GatewaySettings(**settings), keyring or Keyring())
+        gateway = Gateway(pool, GatewaySettings(**settings), keyring or Keyring())
         sweep = asyncio.create_task(pool.sweep())
         with listen("127.0.0.1", 0) as listener:
             server = HttpServer(gateway.access, WireLimits(descriptors_each=2))

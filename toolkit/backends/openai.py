@@ -174,9 +174,7 @@ class Endpoint:
 
 
 class ServerBench(ProfileBench):
-    """What all benches on a server share: requests over HTTP, slices, and the count of failures.
-    `name` stands in errors.
-    """
+    """What benches on a server share: requests, slices, a count of failures. `name` is in errors."""
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._endpoint = endpoint

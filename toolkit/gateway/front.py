@@ -50,7 +50,6 @@ from toolkit.gateway.passing import (
     whole_body,
 )
 from toolkit.gateway.replicas import LiveReplica, ReplicaPool
-from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import router_parameters
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
@@ -159,14 +158,13 @@ class Gateway:
     def __init__(
         self,
         pool: ReplicaPool,
-        balancer: Balancer,
         settings: GatewaySettings,
         keyring: Keyring,
         *,
         stats: Stats | None = None,
         log: TraceLog | None = None,
     ) -> None:
-        self.pool, self.balancer, self.settings = pool, balancer, settings
+        self.pool, self.balancer, self.settings = pool, pool.balancer, settings
         self.stats, self.gauge = stats or Stats(), PromptGauge()
         self.budget = RetryBudget()
         self.leaving = self.draining = False

@@ -255,7 +255,7 @@ def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None
     local = is_loopback(order.host) and not any(order.access)
     settings = replace(order.settings, local_hosts_only=local)
     stats = Stats(sla=recipe.sla)
-    return Gateway(pool, balancer, settings, Keyring(*order.access), stats=stats, log=log)
+    return Gateway(pool, settings, Keyring(*order.access), stats=stats, log=log)
 
 
 def _facts(order: GatewayLaunch, plan: Plan) -> Facts:

@@ -63,9 +63,7 @@ def start_there(
 
 
 class RayReplicas:
-    """`StartsReplicas` in the cluster that this process has joined, with room `wanted` by each
-    server.
-    """
+    """`StartsReplicas` in the Ray cluster that was joined; `wanted` is the room of each server."""
 
     def __init__(self, servers: RayServers, wanted: Sequence[WorkerPlacement]) -> None:
         self._servers, self._wanted = servers, wanted

@@ -157,7 +157,7 @@ class ReplicaPool:
         self.changed = asyncio.Event()  # a replica came up, or one was refused
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
-        self._balancer, self.kinds, self._needs = balancer, kinds, needs
+        self.balancer, self.kinds, self._needs = balancer, kinds, needs
         self._hang_s, self._say = hang_s, say
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
@@ -214,7 +214,7 @@ class ReplicaPool:
     def _index(self, kind: int) -> int:
         """A place in the balancer for a replica of this kind."""
         free = self._free[kind]
-        return free.pop() if free else self._balancer.add(self.kinds[kind].traits)
+        return free.pop() if free else self.balancer.add(self.kinds[kind].traits)
 
     def renew_kinds(self, kinds: Sequence[LiveKind]) -> None:
         """From now on, add replicas of these kinds, which have the names of those before."""
@@ -322,14 +322,14 @@ class ReplicaPool:
 
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
         if replica.state == "up":
-            self._balancer.change(replica.index, is_up=False)
+            self.balancer.change(replica.index, is_up=False)
         replica.state, replica.problem = state, why
 
     def _release(self, replica: LiveReplica) -> None:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            if self._balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
+            if self.balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
                 self._free[replica.kind].append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
@@ -361,7 +361,7 @@ class ReplicaPool:
                     if any(other.requests for other in self.replicas):
                         replica.slow_since_s = time.monotonic()
                     replica.state, replica.problem, replica.failed_answers = "up", "", 0
-                    self._balancer.change(replica.index, is_up=True, is_fresh=not first)
+                    self.balancer.change(replica.index, is_up=True, is_fresh=not first)
                     self._say(f"replica {replica.url} is up")
                     self.changed.set()
             if replica.state == "up":
@@ -497,7 +497,7 @@ class ReplicaPool:
         waiting, running, usage = figures.values()
         if replica.state == "up" and waiting + running + usage:
             report = ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)
-            self._balancer.report(replica.index, report)
+            self.balancer.report(replica.index, report)
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""

@@ -242,9 +242,7 @@ class SlicedReplicas(ReplicaSource):
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
 
     async def _watch(self) -> AsyncGenerator[None, None]:
-        """Yield after each change. Ends with the watch; without a version, if all is to be listed
-        again.
-        """
+        """Yield after each change until the watch ends; with no `_version`, list all again then."""
         watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
         async with aclosing(await self._ask(f"{watch}&resourceVersion={self._version}")) as answer:
             if answer.status == 410:
@@ -280,9 +278,7 @@ class SlicedReplicas(ReplicaSource):
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
-    """The source that one or several `--replicas` name, each SOURCE or KIND=SOURCE. Raises
-    `InputError` for one that cannot be used.
-    """
+    """The source that several `--replicas` [KIND=]SOURCE name. `InputError` for an unknown one."""
     listed = [(kind, _source(rest)) for kind, rest in map(split_kind, texts)]
     return listed[0][1] if len(listed) == 1 and not listed[0][0] else SeveralSources(listed)
 

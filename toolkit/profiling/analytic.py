@@ -68,10 +68,7 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
-    """The profile that the roofline predicts.
-
-    Raises `InputError` with the names of the numbers that the recipe lacks.
-    """
+    """The profile that the roofline predicts. `InputError` names numbers that the recipe lacks."""
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())

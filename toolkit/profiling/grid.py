@@ -20,8 +20,7 @@ Kind = Literal[
 
 @dataclass(slots=True, frozen=True, order=True)
 class GridPoint:
-    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or another
-    kind.
+    """A prefill of [N, L] tokens, a decode step of N rows at cached `length`, or another kind.
 
     In a part of a round, N rows join, leave or move while `others` run. In a mix, `others` prompts
     of `length` tokens arrive while N rows decode. In traffic, `others` is the number of requests.

@@ -53,8 +53,7 @@ class JournalConditions(Strict):
 
     def differences(self, now: JournalConditions) -> list[str]:
         """What has changed, in words."""
-        names = sorted(self.recipe.keys() | now.recipe.keys())
-        names = [name for name in names if self.recipe.get(name) != now.recipe.get(name)]
+        names = sorted({name for name, _ in self.recipe.items() ^ now.recipe.items()})
         changed = [f"'{name}' of the recipe" for name in names]
         if self.tool_version != now.tool_version:
             changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
@@ -90,8 +89,7 @@ class JournalEntry(Strict):
 
 
 class Journal:
-    """Results by key, each on disk when `put` returns. A context manager, for one process at a
-    time.
+    """Results by key, each on disk when `put` returns. One process at a time may have it open.
 
     Args:
         path: the file. Content that is unusable or unwanted is kept as <path>.old.
@@ -371,9 +369,7 @@ def record_probe(journal: Journal, key: str, length: int, probe: Callable[[], Me
 
 
 def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
-    """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, without probes of the
-    capacity.
-    """
+    """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, at most of the capacity."""
     edges = [one.largest_ok * (one.input_length + one.steps) for one in probes if one.largest_ok]
     return SAFE_SHARE * min([*edges, facts.capacity_tokens])
 

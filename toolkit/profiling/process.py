@@ -138,9 +138,7 @@ class LocalTimedEngine(TimedEngine):
         return entered, runs_out
 
     def fits(self, shape: SliceShape) -> bool:
-        """See `TimedEngine.fits`. The engine allocates all steps at the start, so one step is
-        enough.
-        """
+        """See `TimedEngine.fits`. One step is enough: the engine allocates all at the start."""
         try:
             self._engine.run_slice(slice_rows(shape), shape.steps, lambda _: False)
         except OutOfMemory:
@@ -149,10 +147,7 @@ class LocalTimedEngine(TimedEngine):
 
 
 def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
-    """Rows of a slice that runs for all its steps.
-
-    The first row is L tokens long, the others down to 3/4 of it, for real padding.
-    """
+    """Rows of a slice that runs for all its steps: one of L tokens, others down to 3/4 of that."""
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
     spread, last = shape.input_length // 4, max(shape.batch_size - 1, 1)
     lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]
@@ -196,9 +191,7 @@ class KeepBusy(msgspec.Struct, tag=True, frozen=True):
 
 
 class Returned(msgspec.Struct, tag=True, frozen=True):
-    """The reply to a request: what the method of `LocalTimedEngine` returned, or the facts of the
-    loaded engine as JSON.
-    """
+    """What the method of `LocalTimedEngine` returned, or the facts of the loaded engine as JSON."""
 
     result: Any
 

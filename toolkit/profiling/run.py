@@ -361,9 +361,7 @@ def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
 
 
 class OtherLoad:
-    """The CPU time that other programs use from now on: not this process, nor its children that
-    have ended.
-    """
+    """The CPU time of programs other than this one and its ended children, from now on."""
 
     def __init__(self) -> None:
         self._start = _snapshot()

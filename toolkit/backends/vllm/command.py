@@ -164,9 +164,7 @@ def vllm_python(recipe: Recipe) -> str:
 
 
 def vllm_version(recipe: Recipe) -> str:
-    """The version of vLLM in that Python. Raises `EngineError` if it has none, and `InputError` for
-    an untested version.
-    """
+    """The version of vLLM in that Python. `EngineError` without any, `InputError` if untested."""
     python = vllm_python(recipe)
     other = f"name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
     remedy = f"pip install 'vllm{TRIED}' into it, or {other}"
@@ -205,9 +203,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class VllmServer:
-    """A running server. Its output is kept for error messages, and goes to standard error unless it
-    is `quiet`.
-    """
+    """A running server. Its last output is kept for errors; unless `quiet`, all is shown, too."""
 
     def __init__(
         self, command: VllmCommand, host: str, port: int, *, quiet: bool, folder: Path

@@ -240,9 +240,7 @@ def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> Fr
 
 
 def _emits(one: TimedPass, prompt: int) -> bool:
-    """Whether a pass of a single request ends its prompt. What it attends to tells the cached
-    tokens.
-    """
+    """Whether a pass of a single request ends its prompt; what it attends to tells the cached."""
     shape = one.shape
     if not shape.prefills:
         return False
