@@ -174,7 +174,7 @@ class Endpoint:
 
 
 class ServerBench(ProfileBench):
-    """What benches on a server share: requests, slices, a count of failures. `name` is in errors."""
+    """What benches on a server share: requests, slices, and failures. `name` is in errors."""
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._endpoint = endpoint
