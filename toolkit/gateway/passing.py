@@ -238,13 +238,13 @@ class PassedRequest:
         """One attempt. Returns whether the request has ended; else another replica may take it."""
         gateway, passing, call = self._gateway, self._passing, self._call
         was_begun = passing.begun
-        made = passing.request(
+        request = passing.request(
             speaks_ids=replica.speaks_ids and call.stream, max_model_len=replica.max_model_len
         )
-        if made is None:
+        if request is None:
             await self._give_up(CANNOT_GO_ON)
             return True
-        (path, body), headers, reached = made, gateway.pool.json_headers, False
+        (path, body), headers, reached = request, gateway.pool.json_headers, False
         try:
             answer = await replica.upstream.send("POST", path, headers, body)
             reached = True

@@ -309,8 +309,8 @@ class ReplicaPool:
         """The pages /metrics of the replicas that are up and have one, by URL."""
         up = self.up
         pages = await asyncio.gather(*(self._metrics_page(replica) for replica in up))
-        found = zip(up, pages, strict=True)
-        return {one.url: page.decode(errors="replace") for one, page in found if page is not None}
+        pairs = zip(up, pages, strict=True)
+        return {one.url: page.decode(errors="replace") for one, page in pairs if page is not None}
 
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *self._checks]
@@ -405,10 +405,9 @@ class ReplicaPool:
         needs, wanted = self._needs, self.model
         if not models:
             return "it serves no model"
-        found = next((model for model in models if model.id == wanted), None)
-        if wanted and found is None:
-            return f"it serves '{models[0].id[:80]}', not '{wanted}'"
-        model = found or models[0]
+        model = next((one for one in models if one.id == wanted), models[0])
+        if wanted and model.id != wanted:
+            return f"it serves '{model.id[:80]}', not '{wanted}'"
         length = model.max_model_len
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"

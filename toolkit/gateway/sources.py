@@ -132,11 +132,11 @@ class NamedReplicas(ReplicaSource):
     async def read(self) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+            addresses = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             why = f"{self._name}: cannot be resolved: {error.strerror}"
             raise InputError(why, "check the name in --replicas") from None
-        return sorted({_url(str(address[0]), self._port) for *_, address in found})
+        return sorted({_url(str(address[0]), self._port) for *_, address in addresses})
 
 
 class _Conditions(msgspec.Struct, frozen=True):
@@ -242,7 +242,7 @@ class SlicedReplicas(ReplicaSource):
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
 
     async def _watch(self) -> AsyncGenerator[None, None]:
-        """Yield after each change until the watch ends; with no `_version`, list all again then."""
+        """Yield after each change until the watch ends; it clears `_version` if that is too old."""
         watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
         async with aclosing(await self._ask(f"{watch}&resourceVersion={self._version}")) as answer:
             if answer.status == 410:
@@ -278,7 +278,9 @@ class SlicedReplicas(ReplicaSource):
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
-    """The source that several `--replicas` [KIND=]SOURCE name. `InputError` for an unknown one."""
+    """The source that `--replicas` options name, each SOURCE or KIND=SOURCE. Raises `InputError`
+    for one that cannot be used.
+    """
     listed = [(kind, _source(rest)) for kind, rest in map(split_kind, texts)]
     return listed[0][1] if len(listed) == 1 and not listed[0][0] else SeveralSources(listed)
 

@@ -55,10 +55,7 @@ class Basis:
 
 
 def basis_of(measured: Profile, recipe: Recipe) -> Basis:
-    """The efficiency that a measured profile shows; `recipe` is the one it was made with.
-
-    Raises `InputError` for a profile that is analytic itself.
-    """
+    """The efficiency that a measured profile of `recipe` shows. `InputError` for an analytic one."""
     if measured.engine.analytic:
         why = "the profile to learn from is analytic itself"
         raise InputError(why, "give one that was measured")

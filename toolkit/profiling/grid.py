@@ -197,7 +197,7 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
     Each slice depends on the seed and its number only. Sizes and lengths are log-uniform over the
     grid's ranges. A number is left out if no draw fits.
     """
-    found: dict[int, SliceShape] = {}
+    shapes: dict[int, SliceShape] = {}
     for number in range(spec.slices):
         rng = random.Random(f"{spec.seed}/slice/{number}")
         for _ in range(DRAWS_MAX):
@@ -205,9 +205,9 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
             length = log_uniform(spec.input_lengths, rng)
             batch_size = log_uniform(spec.batch_sizes, rng)
             if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
-                found[number] = SliceShape(batch_size, length, steps)
+                shapes[number] = SliceShape(batch_size, length, steps)
                 break
-    return found
+    return shapes
 
 
 def log_uniform(values: Sequence[int], rng: random.Random) -> int:

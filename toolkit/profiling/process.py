@@ -147,7 +147,7 @@ class LocalTimedEngine(TimedEngine):
 
 
 def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
-    """Rows of a slice that runs for all its steps: one of L tokens, others down to 3/4 of that."""
+    """Rows of a slice that runs for all its steps, of L tokens down to 3/4 of that, for padding."""
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
     spread, last = shape.input_length // 4, max(shape.batch_size - 1, 1)
     lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]

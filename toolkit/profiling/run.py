@@ -356,8 +356,8 @@ class _Session:
 def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
     """The probes of the memory edge of static batches."""
     probes = (result for key, result in results.items() if key.startswith("memory/"))
-    found = of_kind(MemoryPoint, probes)
-    return sorted(found, key=lambda probe: (probe.input_length, probe.steps))
+    points = of_kind(MemoryPoint, probes)
+    return sorted(points, key=lambda point: (point.input_length, point.steps))
 
 
 class OtherLoad:

@@ -338,8 +338,8 @@ class RoundsStage:
 
     def _admissions(self) -> list[MemoryPoint]:
         lengths = admission_lengths(self._recipe.profile, self._facts)
-        found = (self._journal.results.get(f"admission/{length}") for length in lengths)
-        return of_kind(MemoryPoint, found)
+        probes = (self._journal.results.get(f"admission/{length}") for length in lengths)
+        return of_kind(MemoryPoint, probes)
 
 
 class SliceFeed(Feed[SliceShape, SlicePoint]):

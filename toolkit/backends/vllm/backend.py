@@ -148,10 +148,10 @@ class VllmBackend:
 
     def check(self, recipe: Recipe) -> Check:
         try:
-            found = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
+            version = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
-        return Check("engine", "ok", found)
+        return Check("engine", "ok", version)
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one

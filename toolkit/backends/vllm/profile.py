@@ -67,14 +67,14 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
     """One point for each pass with chunks, and one for each stretch of equally many decodes."""
-    found = []
+    stretches: list[list[TimedPass]] = []
     for chunked, group in groupby(passes, key=lambda one: one.shape.prefills > 0):
         if chunked:
-            found += [_point([one]) for one in group]
+            stretches += [[one] for one in group]
         else:
-            stretches = groupby(group, key=lambda one: one.shape.decodes)
-            found += [_point(list(stretch)) for _, stretch in stretches]
-    return found
+            equal = groupby(group, key=lambda one: one.shape.decodes)
+            stretches += [list(stretch) for _, stretch in equal]
+    return [_point(stretch) for stretch in stretches]
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -240,10 +240,11 @@ def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> Fr
 
 
 def _emits(one: TimedPass, prompt: int) -> bool:
-    """Whether a pass of a single request ends its prompt; what it attends to tells the cached."""
+    """Whether a pass of a single request ends its prompt."""
     shape = one.shape
     if not shape.prefills:
         return False
+    # Each of its tokens attends to the cached ones and, on average, to half of the pass.
     cached = shape.prefill_attended / shape.prefill_tokens - shape.prefill_tokens / 2
     return round(cached + shape.prefill_tokens) >= prompt
 

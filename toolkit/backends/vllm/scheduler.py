@@ -259,6 +259,6 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         def sink(event: Event) -> None:
             log.write(to_line(event))
 
-        capacity, given = self.capacity_tokens, parameters(setup.policy)
-        sink(EventLogHeader(setup.policy.name, given, 1, capacity_tokens=capacity, slots=slots))
+        capacity, values = self.capacity_tokens, parameters(setup.policy)
+        sink(EventLogHeader(setup.policy.name, values, 1, capacity_tokens=capacity, slots=slots))
         return RecordingScheduler(setup.policy, [worker], sink)
