@@ -55,7 +55,7 @@ class Basis:
 
 
 def basis_of(measured: Profile, recipe: Recipe) -> Basis:
-    """The efficiency that a measured profile of `recipe` shows; an analytic one is refused."""
+    """The efficiency that a profile measured by `recipe` shows; `InputError` if it is analytic."""
     if measured.engine.analytic:
         why = "the profile to learn from is analytic itself"
         raise InputError(why, "give one that was measured")
