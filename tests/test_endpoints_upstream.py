@@ -62,7 +62,7 @@ def behind(
 async def read(upstream: Upstream, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
     answer = await upstream.send(method, b"/x", [(b"x-own", b"1")], body)
     content = b"".join([piece async for piece in answer.body()])
-    await answer.close()
+    await answer.aclose()
     return answer.status, content
 
 
@@ -157,7 +157,7 @@ def test_an_answer_that_is_not_read_to_its_end_closes_its_connection():
 
     async def use(upstream: Upstream) -> None:
         answer = await upstream.send("GET", b"/x", [], b"")
-        await answer.close()
+        await answer.aclose()
         assert await read(upstream) == (200, b"ok")
 
     behind(server, use)

@@ -137,7 +137,7 @@ def run(
             hang_s=hang_s,
             say=(said if said is not None else []).append,
         )
-        gateway = Gateway(pool, balancer, GatewaySettings(**settings), keyring or Keyring())
+        gateway = Gateway(pool, GatewaySettings(**settings), keyring or Keyring())
         sweep = asyncio.create_task(pool.sweep())
         with listen("127.0.0.1", 0) as listener:
             server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
@@ -747,7 +747,7 @@ def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[s
         plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
         kinds_of_replicas(plan), "127.0.0.1", 0, own=backend, ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
-    return OwnReplicas(order, front.pool, "", front.shown.append)
+    return OwnReplicas(order, front.pool, front.shown.append)
 
 
 def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
@@ -989,7 +989,7 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
         front.pool.renew([f"slow={servers[0].url}", servers[1].url])
         await front.until("up", 1)
         servers[1].metrics = caching(1000)
-        next(one for one in front.pool.replicas if not one.told).wake.set()
+        next(one for one in front.pool.replicas if not one.kind_listed).wake.set()
         await front.until("up", 2)
         assert {each.kind for each in front.pool.replicas} == {1}
 

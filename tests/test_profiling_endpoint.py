@@ -188,9 +188,9 @@ def test_early_rows_get_more_tokens_until_all_decode_at_once(
 ):
     asked: list[list[int]] = []
 
-    def together(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
-        asked.append(list(max_tokens))
-        return one_after_the_other(prompts, max_tokens)
+    def together(samples: Sequence[Sample]) -> list[Sample]:
+        asked.append([sample.wanted_tokens for sample in samples])
+        return one_after_the_other([sample.prompt_tokens for sample in samples], asked[-1])
 
     with sse_server() as server:
         bench = EndpointBench(recipe_for(server.url))

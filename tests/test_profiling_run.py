@@ -96,13 +96,14 @@ class Watching:
 
 
 def run(source: Path, watch: Watching, workers=None):
-    return profile(
-        load_recipe(source),
-        source,
-        source.with_name("profile.json"),
-        watch,
-        make_workers=workers or InMemory.of,
-    )
+    @contextlib.contextmanager
+    def timed(recipe):
+        with engine_process(recipe) as bench:
+            bench.workers = workers or InMemory.of
+            yield bench
+
+    out = source.with_name("profile.json")
+    return profile(load_recipe(source), source, out, watch, timed=timed)
 
 
 class InMemory:

@@ -37,7 +37,7 @@ def requests(count: int) -> list[Sample]:
 
 def send(url: str, count: int) -> list[Sample]:
     endpoint = Endpoint(recipe(), url)
-    endpoint.draws_below(256)
+    endpoint.vocab_size = 256
     return asyncio.run(endpoint.at_times(requests(count), time.perf_counter()))
 
 

@@ -1,9 +1,9 @@
 """Backends: everything that one engine needs beyond its row in the table of engines.
 
 An engine's `EngineTraits` names its backend. An engine that is a server of its own has a folder or
-a file here; engines that run in llmctl's worker processes share `LocalBackend`. A backend profiles
-its engine, starts it if it is a server, and reports what the engine lacks on this machine.
-`backend_of` imports a backend on first use, so an engine without its library costs nothing.
+a file here; engines in llmctl's worker processes share `LocalBackend`. A backend profiles its
+engine, starts it if it is a server, and reports what it lacks on this machine. `backend_of` imports
+a backend on first use, so an engine without its library costs nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ if TYPE_CHECKING:  # for types only: code inside an engine's own process imports
     from toolkit.files.plan import Plan
     from toolkit.files.profile import OnForeign
     from toolkit.files.recipe import Recipe
-    from toolkit.profiling.run import ProfileBench
+    from toolkit.profiling.process import ProfileBench
     from toolkit.serve.server import Ending
 
 
 @dataclass(slots=True, frozen=True)
 class Check:
-    """What was checked, what was found, and the remedy if something is missing.
-
-    A `note` blocks nothing. What is `missing` must be installed or fixed before the recipe can be
-    used here.
+    """What was checked and found. A `note` blocks nothing; what is `missing` must be installed or
+    fixed, by the `remedy`, before the recipe can be used here.
     """
 
     name: str
@@ -44,9 +42,9 @@ class Check:
 class ServerOrder:
     """A server to start: what it serves, where, and how it ends.
 
-    `event_log` applies to llmctl's own policies only. `on_foreign` is called if the engine's
-    version or the CPU differs from the fitted one; without it, such a plan is refused. `beat` is
-    called every few seconds while the process that watches the server works.
+    `event_log` is for llmctl's own policies. `on_foreign` is called if the engine's version or the
+    CPU differs from the fitted one; without it, such a plan is refused. `beat` is called every few
+    seconds while llmctl watches the server.
     """
 
     plan: Plan
@@ -74,9 +72,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend of an engine that is a server and that llmctl starts. Clients send their requests
-    to that server, not to llmctl.
-    """
+    """A backend that starts its engine's server. Clients send their requests to that server."""
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
         """Serve until a signal ends the server; `on_ready` gets the URL once it answers.
@@ -131,10 +127,9 @@ class StartsReplicas(Protocol):
     def replica(
         self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
     ) -> ReplicaServer:
-        """Start server `number` of the plan's `workers`, on a free port of the order's host. Its
-        devices are `given`, or its share of the machine's.
-
-        `folder` is empty, and lasts as long as the server.
+        """Start server `number` of the plan's `workers`, on a free port of the order's host, with
+        the devices `given` or its share of the machine's. `folder` is empty, and lasts as long as
+        the server.
         """
         ...
 
@@ -193,12 +188,9 @@ def backend_of(engine: str) -> Backend:
 
 
 class LocalBackend:
-    """`Backend` of every engine with an `EngineTraits.load`, which is profiled in a process of its
-    own.
-    """
+    """`Backend` of engines with an `EngineTraits.load`: each is profiled in its own process."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
-        """See `Backend.timed`."""
         from toolkit.profiling.process import engine_process
 
         return engine_process(recipe)

@@ -1,11 +1,10 @@
 """The backend of a server that runs already: any that speaks OpenAI's completions API.
 
-The server is timed from outside. Requests of one measurement are sent together, each with its own
-random prompt, so that no prefix cache helps; what one would save is measured apart. A prefill of
-[N, L] is N requests for one token, from their due time to the last answer, connections included. A
-decode step of N rows comes from N requests for several tokens: the time between the first and the
-last token of the request that got its first token last, while all N decode. How the server
-schedules them inside is unknown: these are the times that its clients see.
+The server is timed from outside, as its clients see it. Requests of one measurement are sent
+together, each with its own random prompt, so that no prefix cache helps; what a cache saves is
+measured apart. A prefill of [N, L] is N requests for one token, from their due time to the last
+answer, connections included. A decode step of N rows is timed while N requests decode: it is the
+mean time between tokens of the request that got its first token last.
 
 Order: the server's facts, `Endpoint` (requests), the benches, and `EndpointWorkers` (whole slices).
 """
@@ -18,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -37,8 +37,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import GridPoint, SliceShape
-from toolkit.profiling.process import Unmeasurable, visit
-from toolkit.profiling.run import ProfileBench
+from toolkit.profiling.process import ProfileBench, Unmeasurable, visit
 from toolkit.units import MIB
 from toolkit.workers.protocol import (
     BatchDone,
@@ -69,8 +68,7 @@ ROW_LIMIT_TOKENS = 8, 48  # prompt and output, to find the row limit
 def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | None) -> EngineFacts:
     """The facts of a served model, from its version, limits and /metrics, else from the recipe.
 
-    Raises `InputError` if neither /metrics nor the recipe gives the KV cache's tokens: a simulation
-    needs them.
+    Raises `InputError` if none of them says how many tokens the KV cache holds.
     """
     model, per_token = recipe.model, recipe.model.kv_bytes_per_token
     capacity, budget = kv_tokens(scrape(target)), recipe.engine.kv_cache_memory_mib
@@ -128,19 +126,7 @@ class Endpoint:
         self._connection = ClientConnection(self.target)
         # A new seed for each run, so that no prompt is in a prefix cache.
         self._rng = np.random.default_rng(time.time_ns())
-        self._vocab_size = 1
-
-    def draws_below(self, vocab_size: int) -> None:
-        """Draw token ids of prompts below this from now on."""
-        self._vocab_size = vocab_size
-
-    async def together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
-        """Send one request for each prompt length and number of tokens, all at once.
-
-        Raises like `at_times`.
-        """
-        pairs = zip(prompts, max_tokens, strict=True)
-        return await self.at_times([Sample(0.0, length, tokens) for length, tokens in pairs])
+        self.vocab_size = 1  # token ids of prompts are below it
 
     async def first_token(self, prompt: Prompt, length: int) -> Sample:
         """Send this prompt of `length` tokens for one token. Raises like `at_times`."""
@@ -149,7 +135,7 @@ class Endpoint:
 
     def prompt(self, tokens: int) -> Prompt:
         """A random prompt, which no cache holds."""
-        return self.dialect.prompt(self._rng, tokens, self._vocab_size)
+        return self.dialect.prompt(self._rng, tokens, self.vocab_size)
 
     async def at_times(
         self,
@@ -157,13 +143,11 @@ class Endpoint:
         start_s: float | None = None,
         prompts: Sequence[Prompt] | None = None,
     ) -> list[Sample]:
-        """Send each request at its scheduled time and wait for all. None as `prompts`: random ones.
+        """Send each request at its scheduled time, by default with a random prompt; wait for all.
 
-        Times count from `start_s` of the performance counter. None means: from when all requests
-        are built, before any has a connection, as in a replay.
-
-        Raises `Unmeasurable` with the first failure, or if an output has another length than
-        requested.
+        Times count from `start_s` of the performance counter, by default from when all requests are
+        built, before any has a connection, as in a replay. Raises `Unmeasurable` with the first
+        failure, or if an output has another length than requested.
         """
         dialect, model = self.dialect, self.target.model
         prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
@@ -192,20 +176,20 @@ class Endpoint:
         return samples
 
 
-class ServerBench:
-    """What all benches on a server share: requests over HTTP, slices, and the count of failures.
-
-    A server has no memory edge: requests that do not fit wait in its queue. `name` stands in
-    errors.
-    """
-
-    facts: EngineFacts
+class ServerBench(ProfileBench):
+    """What benches on a server share: requests, slices, and failures. `name` is in errors."""
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._endpoint = endpoint
         self._runner = asyncio.Runner(loop_factory=loop_factory())
         self._name = name
         self._failures = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """End the client. The server keeps running, for slices."""
@@ -241,10 +225,7 @@ def prompt_around(length: int, steps: int, max_model_len: int) -> int:
 
 
 class EndpointBench(ServerBench):
-    """`toolkit.profiling.process.TimedEngine` on a server that runs already.
-
-    Raises `EngineError` when the server cannot answer the first requests.
-    """
+    """A server that runs already. Raises `EngineError` if it cannot answer the first requests."""
 
     def __init__(self, recipe: Recipe) -> None:
         endpoint = Endpoint(recipe)
@@ -258,7 +239,7 @@ class EndpointBench(ServerBench):
             raise EngineError(
                 f"{endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
             ) from None
-        endpoint.draws_below(self.facts.vocab_size)
+        endpoint.vocab_size = self.facts.vocab_size
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `EngineError` if the server no longer answers."""
@@ -267,13 +248,13 @@ class EndpointBench(ServerBench):
         rows = point.batch_size
 
         def prefill_s() -> float:
-            samples = self._together([point.length] * rows, [1] * rows)
+            samples = self._together([Sample(0.0, point.length, 1) for _ in range(rows)])
             return max(sample.last_token_s for sample in samples)
 
         return visit(prefill_s, warmups)
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
-        """See `CachingEngine.time_hits`. A length that cannot be measured is left out."""
+        """See `TimedEngine.time_hits`. A length that cannot be measured is left out."""
         found, run, endpoint = [], self._runner.run, self._endpoint
         for length in lengths:
             if length >= self.facts.max_model_len:
@@ -296,16 +277,15 @@ class EndpointBench(ServerBench):
         """Mean time of the steps around the cached length while all rows decode, half before it.
 
         A server that prefills in chunks lets the first rows decode long before the last. Those rows
-        get more tokens, so that they still run when the last one decodes. The numbers are found
-        once per point.
+        get extra tokens, kept per point, so that they still run when the last one decodes.
         """
         steps = min(STEPS, self.facts.max_model_len // 4)
         prompt = prompt_around(point.length, steps, self.facts.max_model_len)
         extra_max = self.facts.max_model_len - prompt - steps
         extra_tokens = self._extra_tokens.setdefault(point, [0] * point.batch_size)
         for _ in range(TRIES):
-            wanted = [steps + extra for extra in extra_tokens]
-            samples = self._together([prompt] * point.batch_size, wanted)
+            requests = [Sample(0.0, prompt, steps + extra) for extra in extra_tokens]
+            samples = self._together(requests)
             last = max(samples, key=lambda sample: sample.first_token_s)
             seconds = last.last_token_s - last.first_token_s
             if seconds <= 0.0:
@@ -325,13 +305,12 @@ class EndpointBench(ServerBench):
         )
 
     def _measure_row_limit(self, limit: int) -> int | None:
-        """How many requests run at once at most; None if at least `limit` do.
-
-        Requests run at once if their first token comes before the first of them ends.
+        """How many requests run at once at most; None if at least `limit` do. They do if all have
+        their first token before one of them ends.
         """
         size, (prompt, tokens) = 8, ROW_LIMIT_TOKENS
         while size <= limit:
-            samples = self._together([prompt] * size, [tokens] * size)
+            samples = self._together([Sample(0.0, prompt, tokens) for _ in range(size)])
             first_end_s = min(sample.last_token_s for sample in samples)
             at_once = sum(sample.first_token_s < first_end_s for sample in samples)
             if at_once < size:
@@ -339,16 +318,15 @@ class EndpointBench(ServerBench):
             size *= 2
         return None
 
-    def _together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
+    def _together(self, samples: list[Sample]) -> list[Sample]:
         with self.counting_failures():
-            return self._runner.run(self._endpoint.together(prompts, max_tokens))
+            return self._runner.run(self._endpoint.at_times(samples))
 
 
 class EndpointWorkers:
     """`toolkit.workers.protocol.Workers` of one server: a pool of one worker, for slices only.
 
-    A slice is N requests sent together, until the last has ended. Tokens are counted; their values
-    are not kept.
+    A slice is N requests sent together, until the last has ended. Its tokens are only counted.
     """
 
     size = 1
@@ -370,8 +348,8 @@ class EndpointWorkers:
         """
         if not isinstance(batch, RunSlice):
             raise ValueError("a server schedules by itself and runs no rounds")
-        lengths = [len(row.tokens) for row in batch.rows]
-        self._task = asyncio.create_task(self._run(batch.batch_id, lengths, batch.steps))
+        samples = [Sample(0.0, len(row.tokens), batch.steps) for row in batch.rows]
+        self._task = asyncio.create_task(self._run(batch.batch_id, samples))
 
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
@@ -390,15 +368,14 @@ class EndpointWorkers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, batch_id: int, prompts: Sequence[int], steps: int) -> None:
-        start_s, rows = time.perf_counter(), len(prompts)
-        counts = [0] * rows
-        # If a request fails, all counts stay 0 and the slice has failed.
+    async def _run(self, batch_id: int, samples: list[Sample]) -> None:
+        start_s, rows = time.perf_counter(), len(samples)
+        tokens: tuple[tuple[int, ...], ...] = ((),) * rows  # if a request fails, the slice has
         with contextlib.suppress(Unmeasurable):
-            samples = await self._endpoint.together(prompts, [steps] * rows)
-            counts = [sample.output_tokens for sample in samples]
+            await self._endpoint.at_times(samples)
+            tokens = tuple((0,) * sample.output_tokens for sample in samples)
         finish: FinishReason = "length"
-        output = SliceOutput(tuple((0,) * count for count in counts), (finish,) * rows)
+        output = SliceOutput(tokens, (finish,) * rows)
         times = Times(engine_s=time.perf_counter() - start_s)
         if self._on_event is not None:
             self._on_event(BatchDone(0, batch_id, output, times))
@@ -407,11 +384,5 @@ class EndpointWorkers:
 class OpenaiBackend:
     """`toolkit.backends.Backend` of a server that runs already."""
 
-    @contextlib.contextmanager
-    def timed(self, recipe: Recipe) -> Iterator[ProfileBench]:
-        """See `Backend.timed`."""
-        bench = EndpointBench(recipe)
-        try:
-            yield bench
-        finally:
-            bench.stop()
+    def timed(self, recipe: Recipe) -> contextlib.AbstractContextManager[ProfileBench]:
+        return EndpointBench(recipe)

@@ -210,7 +210,7 @@ class UpstreamAnswer:
         """Pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
         return self._link.body(self._upstream.silence_s)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:  # for `contextlib.aclosing`
         """Release the connection.
 
         If the answer was not read to its end the connection is closed, which tells the server to

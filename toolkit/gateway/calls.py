@@ -1,4 +1,4 @@
-"""One call of a client, without I/O: what it asked for, what a replica is asked, and the answer.
+"""One call of a client, without I/O: its request, the requests to replicas, and the answer.
 
 `GenerationCall` reads only the fields that matter here; all others pass as they are. It makes the
 body of the first attempt, and those that continue an answer elsewhere:
@@ -10,10 +10,9 @@ body of the first attempt, and those that continue an answer elsewhere:
               which may cut the text into other tokens than it had generated.
     again     the whole request; what the client has is left out as long as the texts are equal.
 
-`PassingAnswer` reads an answer as far as needed: it gets the pieces of each attempt and returns the
-bytes for the client. Of the first attempt events pass as they came, without the token ids and the
-usage that only the gateway asked for. Of a later one they get the id of the first, so that the
-client sees one answer.
+`PassingAnswer` gets the pieces of each attempt and returns the bytes for the client. Events of the
+first attempt pass as they came, without the token ids and the usage that only the gateway asked
+for. Those of a later one get the id of the first, so that the client sees one answer.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 
 @dataclass(slots=True)
 class ClientProgress:
-    """What the client has of an answer, as far as a continuation needs it."""
+    """What the client has of an answer, for its continuation."""
 
     text: str
     tokens: int
@@ -92,8 +91,8 @@ class GenerationCall:
         limit = self._value("max_tokens", int) if limit is None else limit
         self.max_tokens = limit if limit is not None or chat else COMPLETION_TOKENS
         self.prompt: Prompt = prompt_content(body)
-        several = [] if self.prompt is not None else self._value("prompt", list[Raw]) or []
-        prompts = max(sum(bytes(each[:1]) in (b"[", b'"') for each in several), 1)
+        listed = [] if self.prompt is not None else self._value("prompt", list[Raw]) or []
+        prompts = max(sum(bytes(prompt[:1]) in (b"[", b'"') for prompt in listed), 1)
         self.choices = min(max(self._value("n", int) or 1, 1), MAX_CHOICES) * prompts
         self.greedy = self._value("temperature", float) == 0
         stops = self._value("stop", list[str]) or [self._value("stop", str) or ""]
@@ -114,13 +113,13 @@ class GenerationCall:
 
     def first(self, *, speaks_ids: bool) -> tuple[bytes, bytes]:
         """The path and the body of a whole request: of a stream, with its usage and token ids."""
-        asked = self._asks(speaks_ids=speaks_ids) if self.stream else {}
-        return CHAT if self.chat else COMPLETIONS, msgspec.json.encode({**self.fields, **asked})
+        added = self._added(speaks_ids=speaks_ids) if self.stream else {}
+        return CHAT if self.chat else COMPLETIONS, msgspec.json.encode({**self.fields, **added})
 
     def continued(
         self, mode: Mode, done: ClientProgress, *, speaks_ids: bool, max_model_len: int | None
     ) -> tuple[bytes, bytes]:
-        """The path and the body of a request for the rest of an answer."""
+        """The path and the body of a request for the rest of an answer, by "ids" or by "text"."""
         left = None if self.max_tokens is None else self.max_tokens - done.tokens
         if mode == "ids":
             assert done.prompt_ids is not None
@@ -130,7 +129,7 @@ class GenerationCall:
             names = SAMPLING if self.chat else self.fields.keys()
             fields: dict[str, Any] = {k: self.fields[k] for k in names if k in self.fields}
             fields["prompt"] = done.prompt_ids + done.ids
-        elif mode == "text":
+        else:
             fields = dict(self.fields)
             if self.chat:
                 messages = self._value("messages", list[Raw]) or []
@@ -139,19 +138,17 @@ class GenerationCall:
                 fields.pop("max_completion_tokens", None)
             else:
                 fields["prompt"] = (self._value("prompt", str) or "") + done.text
-        else:
-            return self.first(speaks_ids=speaks_ids)
         if left is not None:
             fields["max_tokens"] = max(left, 1)
         if minimum := self._value("min_tokens", int):
             fields["min_tokens"] = max(minimum - done.tokens, 0)
         path = CHAT if self.chat and mode == "text" else COMPLETIONS
-        return path, msgspec.json.encode({**fields, **self._asks(speaks_ids=speaks_ids)})
+        return path, msgspec.json.encode({**fields, **self._added(speaks_ids=speaks_ids)})
 
-    def _asks(self, *, speaks_ids: bool) -> dict[str, Any]:
+    def _added(self, *, speaks_ids: bool) -> dict[str, Any]:
         options = {**self._options, "include_usage": True}
-        asked: dict[str, Any] = {"stream": True, "stream_options": options}
-        return asked | ({"return_token_ids": True} if speaks_ids else {})
+        ids = {"return_token_ids": True} if speaks_ids else {}
+        return {"stream": True, "stream_options": options, **ids}
 
     def _has(self, name: str) -> bool:
         return name in self.fields and bytes(self.fields[name]).strip() not in EMPTY
@@ -178,6 +175,10 @@ class StreamedUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    @property
+    def total(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
 
 class _Delta(msgspec.Struct):
     role: str | None = None
@@ -197,12 +198,12 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
     def texts(self) -> list[tuple[str, str]]:
-        """What it brings, by channel."""
-        found = [(TEXT, self.text)]
+        """Its new text, by channel."""
+        texts = [(TEXT, self.text)]
         if (delta := self.delta) is not None:
-            found += [(TEXT, delta.content), ("reasoning", delta.reasoning)]
-            found.append(("reasoning_content", delta.reasoning_content))
-        return [(channel, text) for channel, text in found if text]
+            texts += [(TEXT, delta.content), ("reasoning", delta.reasoning)]
+            texts.append(("reasoning_content", delta.reasoning_content))
+        return [(channel, text) for channel, text in texts if text]
 
 
 class _Event(msgspec.Struct):
@@ -262,9 +263,9 @@ class PassingAnswer:
 
     def progress(self) -> ClientProgress:
         """What the client has. Tokens without text yet are generated again, unless it saw their
-        ids. With stop strings a server holds back characters: of the last tokens the client has
-        only a part of the text, which the next answer begins with (`overlap`). The same where a
-        stop string is part of the answer, and may have begun in the last characters.
+        ids. With stop strings a server holds back characters: the client has only a part of the
+        last tokens' text, with which the next answer begins (`overlap`). The same where a stop
+        string is part of the answer, and may have begun in the last characters.
         """
         text = "".join(piece for pieces in self._texts.values() for piece in pieces)
         ids = self._ids
@@ -296,30 +297,26 @@ class PassingAnswer:
         if mode == "again" or self._only_again:
             if self._calls_tools:
                 return None
-            mode = "again"
+            self.mode = "again"
             self._skip = {channel: "".join(texts) for channel, texts in self._texts.items()}
             self._reset()
             self._finished.clear()
-            done = ClientProgress("", 0, None, None)
-        else:
-            if mode == "text":
-                done.tokens += self._tokens_of_overlap(done)
-                self._ids = None  # the tokens of the text so far may be others there
-            else:  # the next attempt begins behind the client's ids
-                assert done.ids is not None
-                has = len(done.text) - done.overlap
-                self._ids, self._length = list(done.ids), has
-                self._marks = [mark for mark in self._marks if mark[0] <= done.tokens]
-                self._texts = {(0, TEXT): [done.text[:has]]}
-                self._skip = {(0, TEXT): done.text[has:]} if done.overlap else {}
-            self._base_tokens = self.tokens = done.tokens
-        self.mode = mode
+            return call.first(speaks_ids=speaks_ids)
+        if mode == "text":
+            done.tokens += self._tokens_of_overlap(done)
+            self._ids = None  # the tokens of the text so far may be others there
+        else:  # the next attempt begins behind the client's ids
+            assert done.ids is not None
+            has = len(done.text) - done.overlap
+            self._ids, self._length = list(done.ids), has
+            self._marks = [mark for mark in self._marks if mark[0] <= done.tokens]
+            self._texts = {(0, TEXT): [done.text[:has]]}
+            self._skip = {(0, TEXT): done.text[has:]} if done.overlap else {}
+        self.mode, self._base_tokens, self.tokens = mode, done.tokens, done.tokens
         return call.continued(mode, done, speaks_ids=speaks_ids, max_model_len=max_model_len)
 
     def _tokens_of_overlap(self, done: ClientProgress) -> int:
-        """About how many tokens the overlap has; the ids so far have the text and what is held
-        back.
-        """
+        """About how many tokens the overlap has, where the ids also cover what is held back."""
         if not done.overlap or self._ids is None:
             return 0
         characters = self._length + self._call.held_back
@@ -450,8 +447,8 @@ class PassingAnswer:
         return b"".join(made) if remade else self._renamed(event, read)
 
     def _note(self, choice: _Choice, texts: list[tuple[str, str]], *, brought: bool) -> None:
-        """Count what a choice brings to the client: `texts`. `brought`: it has any text, which the
-        client may have already.
+        """Count what is new for the client: a choice's ids and `texts`. `brought`: it has any text,
+        perhaps none that is new.
         """
         ids = choice.token_ids
         if ids is None:
@@ -475,7 +472,9 @@ class PassingAnswer:
     def _skipped(
         self, choice: _Choice, texts: list[tuple[str, str]]
     ) -> tuple[list[tuple[str, str]], bool]:
-        """What of an event the client does not have, where an answer is repeated."""
+        """Where an answer is repeated: the texts without what the client has, and whether that
+        changed them.
+        """
         left, changed = [], False
         for name, text in texts:
             channel = choice.index, name
@@ -527,7 +526,7 @@ class PassingAnswer:
         self.usage = usage
         counts = {
             "prompt_tokens": usage.prompt_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "total_tokens": usage.total,
             "completion_tokens": usage.completion_tokens,
         }
         return self._line({"choices": [], "usage": counts})

@@ -2,16 +2,15 @@
 
 `Gateway` is the ASGI application behind `AccessGate`. It passes a request for tokens to the replica
 that the balancer names, and to another one when that fails, until the client has the whole answer
-(`toolkit.gateway.passing`). Nothing that was accepted is lost as long as a replica is up, or comes
-back within the time that a request waits for one.
+(`toolkit.gateway.passing`). No accepted request is lost as long as a replica is up, or comes back
+within `GatewaySettings.wait_up_s`.
 
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
 prefixes, both from bytes: a gateway does not tokenize.
 
-`families_of` and `GatewayStatus` show its metrics and its status page. A metric or a figure
-that the server of one engine also has, has the same name here. Metrics of replicas are called
-`llmctl_replica_*`, with the replica's URL as a label. The status page numbers replicas in the order
-of /replicas, since it shows no address.
+`families_of` and `GatewayStatus` make its metrics and its status page, with the names that the
+server of one engine uses. Metrics of replicas are called `llmctl_replica_*`, with the replica's URL
+as a label. The status page shows no address: it numbers replicas in the order of /replicas.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ import secrets
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -50,7 +50,6 @@ from toolkit.gateway.passing import (
     whole_body,
 )
 from toolkit.gateway.replicas import LiveReplica, ReplicaPool
-from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
@@ -62,7 +61,6 @@ from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-WAIT_UP_S = 60.0  # an accepted request waits this long for a replica to be up
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 # The path of a request passes only where it is one of these.
@@ -83,6 +81,7 @@ class GatewaySettings:
         max_new_tokens: what a request may take where it names no limit; for limits of keys.
         max_waiting: requests beyond those that the replicas run, before new ones get 503.
         request_timeout_s: from a request's arrival to its end.
+        wait_up_s: an accepted request waits this long for a replica to be up.
     """
 
     model: str = ""
@@ -93,16 +92,15 @@ class GatewaySettings:
     open_metrics: bool = False
     status_page: bool = False
     local_hosts_only: bool = False
-    wait_up_s: float = WAIT_UP_S
+    wait_up_s: float = 60.0
 
 
 class PromptGauge:
-    """Estimates of prompts from their bytes.
+    """Estimates of prompts from their bytes, with the mean bytes per token that servers counted.
 
-    Text counts as many tokens as its bytes make at the mean of the prompts that servers have
-    counted. A block is a piece of as many bytes as 64 tokens have in the first prompts; equal
-    hashes stand for equal bytes in it and in all before it. The hashes are keyed by a secret of
-    this process, so that nothing can be looked up in a log of them.
+    A block is a piece of as many bytes as 64 tokens have in the first prompts; equal hashes stand
+    for equal bytes in it and in all before it. They are keyed by a secret of this process, so that
+    a log of them reveals no prompt.
     """
 
     def __init__(self) -> None:
@@ -129,11 +127,11 @@ class PromptGauge:
                 return ()
         else:
             content, size = prompt or b"", self._block_bytes
-        found, before, key = [], b"", self._key
+        hashes, before, key = [], b"", self._key
         for at in range(0, len(content) - size + 1, size):
             before = blake2b(before + content[at : at + size], digest_size=8, key=key).digest()
-            found.append(int.from_bytes(before, "big") >> 1)
-        return tuple(found)
+            hashes.append(int.from_bytes(before, "big") >> 1)
+        return tuple(hashes)
 
     def count(self, prompt: Prompt, tokens: int) -> None:
         """A server counted a prompt's tokens."""
@@ -160,14 +158,13 @@ class Gateway:
     def __init__(
         self,
         pool: ReplicaPool,
-        balancer: Balancer,
         settings: GatewaySettings,
         keyring: Keyring,
         *,
         stats: Stats | None = None,
         log: TraceLog | None = None,
     ) -> None:
-        self.pool, self.balancer, self.settings = pool, balancer, settings
+        self.pool, self.balancer, self.settings = pool, pool.balancer, settings
         self.stats, self.gauge = stats or Stats(), PromptGauge()
         self.budget = RetryBudget()
         self.leaving = self.draining = False
@@ -279,15 +276,12 @@ class Gateway:
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
         body = await read_body(Request(scope, receive), self.settings.max_body_bytes)
+        path, headers = scope["path"].encode(), self.pool.json_headers
         for replica in sorted(self.pool.up, key=lambda each: len(each.attempts)):
-            headers = [*self.pool.headers, (b"content-type", b"application/json")]
             try:
-                path = scope["path"].encode()
                 answer = await replica.upstream.send("POST", path, headers, body)
-                try:
+                async with aclosing(answer):
                     content = await whole_body(answer)
-                finally:
-                    await answer.close()
             except UpstreamError:
                 continue
             await send_whole(send, answer.status, kept_headers(answer), content)
@@ -317,7 +311,7 @@ class Gateway:
         keyed = KeyedRequest.of(scope)
         keyed.admit(call.choices, most)
         request.admit()
-        keyed.reserve(most, lambda: request.used)
+        keyed.reserve(most, lambda: request.usage.total)
         self.running += 1
         self.idle.clear()
         try:
@@ -380,11 +374,10 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
 
 
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
-    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`.
-
-    A text that is not in Prometheus' format is left out.
+    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`. It
+    leaves out texts that are not in Prometheus' format.
     """
-    found: dict[str, Metric] = {}
+    merged: dict[str, Metric] = {}
     for url, text in texts.items():
         try:
             families = list(text_string_to_metric_families(text))
@@ -392,26 +385,16 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
             continue
         for family in families:
             empty = Metric(family.name, family.documentation, family.type)
-            found.setdefault(family.name, empty).samples += [
+            merged.setdefault(family.name, empty).samples += [
                 Sample(one.name, {"replica": url, **one.labels}, one.value)
                 for one in family.samples
             ]
-    return text_of(found.values())
-
-
-class _Families:
-    """What `generate_latest` takes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return text_of(merged.values())
 
 
 def text_of(families: Iterable[Metric]) -> bytes:
     """Metrics in Prometheus' text format."""
-    text: bytes = generate_latest(_Families(families))
+    text: bytes = generate_latest(SimpleNamespace(collect=lambda: families))
     return text
 
 
@@ -421,10 +404,10 @@ class GatewayStatus(StatusPage):
     def __init__(self, gateway: Gateway, facts: Facts) -> None:
         self._gateway, self._start_s = gateway, gateway.now_s()
         self._states: dict[LiveReplica, str] = {}
-        super().__init__(MetricHistory(gateway.stats, self._gauges, lambda: self._uptime_s), facts)
+        super().__init__(MetricHistory(gateway.stats, self._gauges, self._uptime_s), facts)
 
     def sample(self) -> None:
-        """See `StatusPage.sample`. Replicas that went down since the last one are noted."""
+        """See `StatusPage.sample`. The history notes the replicas that went down since the last."""
         before, self._states = self._states, {}
         for number, replica in enumerate(self._gateway.pool.replicas):
             self._states[replica] = replica.state
@@ -433,15 +416,13 @@ class GatewayStatus(StatusPage):
         if self._gateway.pool.up or self._gateway.stats.ended:
             self.history.sample()
 
-    @property
     def _uptime_s(self) -> float:
         return self._gateway.now_s() - self._start_s
 
     def _gauges(self) -> Gauges:
         gateway = self._gateway
-        known = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
-        usage = sum(each.kv_usage for each in known) / max(len(known), 1)
-        waiting = gateway.waiting
+        up = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
+        usage, waiting = sum(each.kv_usage for each in up) / max(len(up), 1), gateway.waiting
         return Gauges(gateway.running - waiting, waiting, usage, 0, (), 0.0, {})
 
     def _now(self) -> dict[str, Any]:
@@ -464,7 +445,7 @@ class GatewayStatus(StatusPage):
         return {
             "state": gateway.state,
             "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
-            "uptime_s": round(self._uptime_s, 1),
+            "uptime_s": round(self._uptime_s(), 1),
             "router": router.name,
             "knobs": parameters(router),
             "workers": [],

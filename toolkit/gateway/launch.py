@@ -1,8 +1,7 @@
-"""From a plan to a running gateway: before replicas that run already, or before its own.
+"""From a plan to a running gateway, before replicas that run already or that it starts itself.
 
-`launch_gateway` builds everything, and tears it down at the end. `OwnReplicas` starts the servers
-of an engine that is one itself, starts those again that end, and renews all of them one at a time
-at SIGHUP.
+`launch_gateway` builds everything, and tears it down at the end. `OwnReplicas` starts an engine's
+servers, restarts those that end, and at SIGHUP all of them, one at a time, with the new plan.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pathlib import Path
 from ssl import SSLContext
 from typing import TypeVar
 
-import msgspec
 import uvloop
 
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
@@ -115,29 +113,25 @@ class GatewayLaunch:
 
 
 def kinds_of_replicas(plan: Plan, *, any_version: bool = False) -> list[LiveKind]:
-    """What the plan knows of its replicas: one kind, or those of a fleet. Their version is the one
-    that was fitted, where the engine's passes were.
+    """The plan's kinds of replicas: one, or those of a fleet. Where a fit is of an engine's passes,
+    the replicas must have the version that was fitted, unless `any_version`.
     """
-    found, versions, default = [], [], ReplicaTraits(1)
+    traits, versions, default = [], [], ReplicaTraits(1)
     for number, kind in enumerate(plan.kinds):
-        engine, steps, given = kind.fit.engine, kind.fit.steps, plan.policy_of(number)
-        pass_tokens = int(given.get("max_num_batched_tokens", default.pass_tokens))
-        rows = int(given.get("max_num_seqs", engine.max_rows or default.max_rows))
-        law, name = None if steps is None else PassTimes(law_of_steps(steps)), kind.recipe.name
-        found.append(ReplicaTraits(engine.capacity_tokens, pass_tokens, rows, law, name))
+        engine, steps, policy = kind.fit.engine, kind.fit.steps, plan.policy_of(number)
+        pass_tokens = int(policy.get("max_num_batched_tokens", default.pass_tokens))
+        rows = int(policy.get("max_num_seqs", engine.max_rows or default.max_rows))
+        law = None if steps is None else PassTimes(law_of_steps(steps))
+        name = kind.recipe.name if plan.others else ""
+        traits.append(ReplicaTraits(engine.capacity_tokens, pass_tokens, rows, law, name))
         by_pass = traits_of(kind.recipe.engine.name).timed_by_pass and not any_version
         versions.append((engine.engine_version or "") if by_pass else "")
-    traits = weighed(found)
-    if len(traits) == 1:
-        traits = [msgspec.structs.replace(traits[0], kind="")]
-    return [LiveKind(*each) for each in zip(traits, versions, strict=True)]
+    return [LiveKind(*each) for each in zip(weighed(traits), versions, strict=True)]
 
 
 def replicas_like(plan: Plan, served_model: str, *, strict: bool) -> ReplicaNeeds:
-    """What the replicas of a plan must be like.
-
-    Of a server that runs already, the recipe's `served_model` is the name; without one, any. The
-    context is at least the recipe's.
+    """What the replicas of a plan must be like. Of a server that runs already, the recipe's
+    `served_model` is the name; without one, any. The context is at least the recipe's.
     """
     recipe = plan.recipe
     started = traits_of(recipe.engine.name).started
@@ -210,7 +204,7 @@ async def _serve(
         if gateway.status is not None:
             gateway.status.facts = _facts(order, plan)
 
-    own = OwnReplicas(order, pool, order.key, show) if order.own is not None else None
+    own = OwnReplicas(order, pool, show) if order.own is not None else None
     followed, tls = followed_files(order.callers, gateway.keyring.renew, order.certificate)
     if own is not None and order.reread is not None:
         followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
@@ -223,18 +217,17 @@ async def _serve(
     if events is not None:
         background.append(flush(events))
     tasks = [asyncio.create_task(each) for each in background]
-    address = url(listener, tls=tls is not None)
     try:
         await server.start(listener, tls)
         await _begin(order, pool, own, signals, tasks)
         if not signals.first.is_set():
             if not pool.up:
                 say("no replica is up yet: requests get 503 until one is")
-            on_ready(address)
+            on_ready(url(listener, tls=tls is not None))
             await signals.first.wait()
         gateway.leaving = True
-        left, ending = gateway.running, order.ending
-        await leave(left, server, ending, signals, lambda: gateway.drain(ending.timeout_s))
+        drain = partial(gateway.drain, order.ending.timeout_s)
+        await leave(gateway.running, server, order.ending, signals, drain)
     finally:
         for task in tasks:
             task.cancel()
@@ -248,15 +241,13 @@ async def _serve(
 
 
 def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None) -> Gateway:
-    """The gateway, without replicas yet. The log of its balancer begins with what a replay needs to
-    know of it.
-    """
+    """The gateway, without replicas yet. The balancer's log begins with what a replay needs."""
     recipe, say = order.plan.recipe, order.ending.say
     router, limits, sink = order.router, order.limits, None if events is None else events.add
     if sink is not None:
-        given = parameters(router)
+        values = parameters(router)
         targets = (None if math.isinf(limit) else limit for limit in limits)
-        sink(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
+        sink(RoutingLogHeader(router.name, values, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
     balancer = Balancer(
         router, [], block_tokens=BLOCK_TOKENS, limits=limits, index_limit=INDEX_LIMIT, sink=sink
     )
@@ -265,7 +256,7 @@ def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None
     local = is_loopback(order.host) and not any(order.access)
     settings = replace(order.settings, local_hosts_only=local)
     stats = Stats(sla=recipe.sla)
-    return Gateway(pool, balancer, settings, Keyring(*order.access), stats=stats, log=log)
+    return Gateway(pool, settings, Keyring(*order.access), stats=stats, log=log)
 
 
 def _facts(order: GatewayLaunch, plan: Plan) -> Facts:
@@ -279,8 +270,8 @@ async def _begin(
     signals: Signals,
     tasks: list[asyncio.Task[None]],
 ) -> None:
-    """Find or start the replicas, and wait for all that are our own, or for the first of others to
-    be up (a strict order waits for a word of each).
+    """Start the replicas, and wait for all; or find those that run already, and wait until one is
+    up. With `strict`, wait until each was probed.
     """
     if own is not None:
         own.start()
@@ -292,13 +283,12 @@ async def _begin(
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + FIRST_PROBES_S
         while not signals.first.is_set() and pool.refused is None and now_s() < end_s:
-            asked = [replica.problem != "not asked yet" for replica in pool.replicas]
-            if asked and (all(asked) or (pool.up and not order.needs.strict)):
+            probed = [replica.problem != "not asked yet" for replica in pool.replicas]
+            if probed and (all(probed) or (pool.up and not order.needs.strict)):
                 break
             await asyncio.sleep(POLL_EVERY_S / 10)
-    refused = pool.refused or (own.error if own is not None else None)
-    if refused is not None:
-        raise refused
+    if error := pool.refused or (own and own.error):
+        raise error
 
 
 def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
@@ -314,27 +304,29 @@ def _needs_laws(router: Router, kinds: Sequence[LiveKind]) -> bool:
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
-    A new plan reaches them one at a time. If the first of a kind cannot load it, the plan before
-    goes on. `show` is called with each plan that is taken.
+    A new plan reaches them one at a time. If the first of a kind cannot load it, all go back to the
+    plan before. `show` is called with each plan that is taken.
 
     Attributes:
         failed: a replica could not be loaded the first time; `error` says why.
     """
 
     def __init__(
-        self, order: GatewayLaunch, pool: ReplicaPool, key: str, show: Callable[[Plan], None]
+        self, order: GatewayLaunch, pool: ReplicaPool, show: Callable[[Plan], None]
     ) -> None:
         assert order.own is not None
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending, self._show = order.ending, show
-        model, foreign = order.needs.model, order.on_foreign
-        made = ServerOrder(order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign)
+        model, key, foreign = order.needs.model, order.key, order.on_foreign
+        first = ServerOrder(
+            order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign
+        )
         self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
         self._count = order.plan.workers
-        self._order = self._loaded = made  # what all are to be, and what each kind loaded last
-        self._orders = [made] * self._count  # what each is to be now
+        self._order = self._loaded = first  # the newest, and the newest that every kind has loaded
+        self._orders = [first] * self._count  # of each replica
         self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
         self._kinds = order.plan.kind_numbers
         self._servers: dict[int, ReplicaServer] = {}
@@ -355,9 +347,8 @@ class OwnReplicas:
             await asyncio.sleep(POLL_EVERY_S / 4)
 
     def renew(self, plan: Plan) -> str:
-        """Restart the replicas one at a time, with the flags of `plan`. Returns a message.
-
-        If they are being restarted, that begins again.
+        """Restart the replicas one at a time, with the flags of `plan`; from the first again if a
+        restart was under way. Returns a message.
         """
         kinds = kinds_of_replicas(plan, any_version=self._any_version)
         refused = KINDS_CHANGED if _kinds_in(plan) != _kinds_in(self._order.plan) else ""
@@ -370,7 +361,7 @@ class OwnReplicas:
         return f"restarting {self._count} replicas, one at a time"
 
     def _take(self, order: ServerOrder) -> None:
-        """This is what all replicas are to be; routers know them by its plan."""
+        """Make this the newest order; routers take the replicas' kinds from its plan."""
         if order.plan != self._order.plan:
             self._pool.renew_kinds(kinds_of_replicas(order.plan, any_version=self._any_version))
             self._show(order.plan)
@@ -378,7 +369,7 @@ class OwnReplicas:
 
     async def stop(self) -> None:
         """End all servers."""
-        tasks = [*self._tasks, *([self._rolling] if self._rolling else [])]
+        tasks = [task for task in (*self._tasks, self._rolling) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -393,9 +384,9 @@ class OwnReplicas:
             if why:
                 self._take(before)
                 self._say(f"replica {number}: {why}; the plan before goes on")
-                changed = [each for each, given in enumerate(self._orders) if given is not before]
-                for each in sorted(changed, key=lambda each: each != number):  # it is down: first
-                    await self._replace(each, before, is_trial=False)
+                changed = [k for k, current in enumerate(self._orders) if current is not before]
+                for k in sorted(changed, key=lambda k: k != number):  # the one that is down first
+                    await self._replace(k, before, is_trial=False)
                 return
             loaded.add(kind)
             if loaded == set(self._kinds):
@@ -403,8 +394,8 @@ class OwnReplicas:
         self._say("all replicas were restarted")
 
     async def _replace(self, number: int, order: ServerOrder, *, is_trial: bool) -> str:
-        """Drain a replica, and start one with `order` in its place. Waits until it is up; in a
-        trial, returns why it is not.
+        """Drain a replica, start one with `order` in its place, and wait until it is up. A trial
+        returns why it cannot be, else ''.
         """
         replica = self._replicas.get(number)
         if replica is not None and replica.state != "gone":
@@ -450,8 +441,8 @@ class OwnReplicas:
                     why = await self._until_over(number, server, replica)
                     self._pool.remove(replica)
                     replica.cut_all(why or "it is restarted")
-                except LlmctlError as found:
-                    error, self._lost[number] = found, (order, found.message)
+                except LlmctlError as failure:
+                    error, self._lost[number] = failure, (order, failure.message)
                 finally:
                     # Also one that was still starting when this was cancelled.
                     with suppress(LlmctlError):
@@ -472,8 +463,8 @@ class OwnReplicas:
             wait_s = min(2 * wait_s, RESTART_MAX_S)
 
     async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
-        """Until the server has ended or hangs, or its probes have failed for `hang_s` seconds, or
-        it is to be restarted. Returns why, or '' for the last.
+        """Wait until the server has ended or hangs, its probes have failed for `hang_s` seconds, or
+        a restart was ordered. Returns why; '' for an ordered restart.
         """
         now_s = asyncio.get_running_loop().time
         limit_s, answered_s = self._order.plan.recipe.serve.hang_s, now_s()

@@ -1,25 +1,18 @@
 """Replicas on the machines of a Ray cluster: `StartsReplicas` for a front that keeps its own.
 
-The engine's backend starts each server on its machine, in an actor, as it would start it here. What
-is sent there is the plan as JSON and a few words; the machine needs the same llmctl, and the
-engine.
+The engine's backend starts each server in an actor on its machine, as it would start it here. The
+machine gets the plan as JSON and a few words; it needs the same llmctl, and the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit.backends import (
-    GivenDevices,
-    ReplicaServer,
-    ServerOrder,
-    StartsReplicas,
-    backend_of,
-)
+from toolkit.backends import GivenDevices, ReplicaServer, ServerOrder, StartsReplicas, backend_of
 from toolkit.cluster.connect import LOCAL, LOOPBACK, joined
 from toolkit.cluster.places import WorkerPlacement, places, refuse_local_fleet
 from toolkit.cluster.servers import RayServers, ServerSeat
@@ -70,9 +63,7 @@ def start_there(
 
 
 class RayReplicas:
-    """`StartsReplicas` in the cluster that this process has joined. `wanted` is the room that it
-    has there for each server.
-    """
+    """`StartsReplicas` in the Ray cluster that was joined; `wanted` is the room of each server."""
 
     def __init__(self, servers: RayServers, wanted: Sequence[WorkerPlacement]) -> None:
         self._servers, self._wanted = servers, wanted
@@ -105,18 +96,16 @@ class RayReplicas:
 
 @contextmanager
 def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator[RayReplicas]:
-    """Join the cluster at `address`, as `toolkit.cluster.connect.joined`, and ask it for room for
-    the plan's servers, until the block ends.
+    """Join the cluster at `address`, as `toolkit.cluster.connect.joined`, and reserve room for the
+    plan's servers until the block ends.
 
-    Raises `InputError` for a cluster that cannot be joined, and as
-    `toolkit.cluster.places.node_labels`.
+    Raises `InputError` for a cluster that cannot be joined, and as `places.node_labels`.
     """
     refuse_local_fleet(plan.kinds, address)
     wanted = places(plan.kinds)
-    with joined(address, sum(place.share.cpus for place in wanted)):
-        host = LOOPBACK if address == LOCAL else ""
-        servers = RayServers(wanted, room_timeout_s, host)
-        try:
-            yield RayReplicas(servers, wanted)
-        finally:
-            servers.close()
+    host = LOOPBACK if address == LOCAL else ""
+    with (
+        joined(address, sum(place.share.cpus for place in wanted)),
+        closing(RayServers(wanted, room_timeout_s, host)) as servers,
+    ):
+        yield RayReplicas(servers, wanted)

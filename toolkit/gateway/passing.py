@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,9 +70,12 @@ class PassFailedError(Exception):
 
 
 class PassedRequest:
-    """One request for tokens, from its acceptance to its end.
+    """One request for tokens, from its acceptance to its end; at most one attempt runs at a time.
 
-    It is also `toolkit.gateway.replicas.Attempt`: at most one attempt runs at a time.
+    Attributes:
+        heard_s: when the last byte of the attempt came, or when it was sent.
+        streaming: the attempt has had tokens, and awaits the next.
+        waiting: for the replica, not for the client.
     """
 
     def __init__(
@@ -92,20 +96,16 @@ class PassedRequest:
         self._excluded: set[int] = set()
         self._outgrown = 0  # the longest context that it did not fit into
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
-        self._usage: StreamedUsage | None = None
         self._status = "cancelled"
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
-    def used(self) -> int:
-        """Tokens that the request took."""
-        usage = self._usage or self._passing.usage
-        if usage is not None:
-            return usage.prompt_tokens + usage.completion_tokens
-        return self.prompt_tokens + self._passing.tokens
+    def usage(self) -> StreamedUsage:
+        """Its tokens as the server counted them, else as the gateway did."""
+        return self._passing.usage or StreamedUsage(self.prompt_tokens, self._passing.tokens)
 
     def cut(self, reason: str) -> None:
-        """See `Attempt.cut`."""
+        """End the attempt: the request goes elsewhere."""
         if self._task is not None and not self._cut:
             self._cut = reason
             self._task.cancel()
@@ -113,11 +113,11 @@ class PassedRequest:
     def admit(self) -> None:
         """Choose its first replica; `ApiError` where the forecast refuses it."""
         gateway = self._gateway
-        found = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
-        if isinstance(found, Overload):
+        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
+        if isinstance(choice, Overload):
             gateway.stats.refused += 1
-            raise late(found.predicted, found.wait_s)
-        self._first = None if found is None else gateway.pool.by_index[found]
+            raise late(choice.predicted, choice.wait_s)
+        self._first = None if choice is None else gateway.pool.by_index[choice]
 
     async def run(self, receive: Receive) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
@@ -167,8 +167,7 @@ class PassedRequest:
         if first is not None:
             return first
         while not gone.done():
-            roomy = [each for each in gateway.pool.up if each.has_room(self._outgrown)]
-            up = {replica.index for replica in roomy}
+            up = {each.index for each in gateway.pool.up if each.has_room(self._outgrown)}
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
                     self._status = f"HTTP {self._refusal[0]}"
@@ -181,12 +180,11 @@ class PassedRequest:
                 unfit = self._excluded | ({replica.index for replica in gateway.pool.up} - up)
                 barred = unfit | set(gateway.pool.barred())
                 barred = unfit if up <= barred else barred
-                routed, now_s = self._routed(), gateway.now_s()
-                index = gateway.balancer.route(routed, now_s, sorted(barred))
+                index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
                 if index is not None:
                     return gateway.pool.by_index[index]
-            limit_s = gateway.settings.wait_up_s
-            waiting = asyncio.create_task(gateway.pool.wait_up(limit_s, self._outgrown))
+            wait_up = gateway.pool.wait_up(gateway.settings.wait_up_s, self._outgrown)
+            waiting = asyncio.create_task(wait_up)
             await first_of(waiting, gone)
             if not waiting.done():
                 waiting.cancel()
@@ -221,15 +219,12 @@ class PassedRequest:
         try:
             await first_of(task, gone)
             if not task.done():  # the client is gone
-                task.cancel()
-                await asyncio.wait({task})
                 return True
             if task.cancelled():
                 raise PassFailedError(self._cut or "cancelled")
             ended = task.result()
-            usage = self._usage or self._passing.usage
             if ended and self._status in ("stop", "length"):
-                generated = usage.completion_tokens if usage else self._passing.tokens
+                generated = self.usage.completion_tokens
             return ended
         finally:
             if not task.done():
@@ -240,41 +235,37 @@ class PassedRequest:
             gateway.pool.ended(replica, self)
 
     async def _pass(self, replica: LiveReplica) -> bool:
-        """One attempt. Returns whether the request has ended; False: another replica may take
-        it.
-        """
+        """One attempt. Returns whether the request has ended; else another replica may take it."""
         gateway, passing, call = self._gateway, self._passing, self._call
         was_begun = passing.begun
-        made = passing.request(
+        request = passing.request(
             speaks_ids=replica.speaks_ids and call.stream, max_model_len=replica.max_model_len
         )
-        if made is None:
+        if request is None:
             await self._give_up(CANNOT_GO_ON)
             return True
-        answer = None
-        headers = [*gateway.pool.headers, (b"content-type", b"application/json")]
+        (path, body), headers, reached = request, gateway.pool.json_headers, False
         try:
-            answer = await replica.upstream.send("POST", made[0], headers, made[1])
-            self._hear(replica)
-            gateway.pool.answered(replica, answer.status)
-            if answer.status != 200:
-                return await self._on_status(replica, answer)
-            if was_begun:
-                mode = passing.mode
-                gateway.moved[mode] = gateway.moved.get(mode, 0) + 1
-            if call.stream:
-                await self._stream(replica, answer)
-            else:
-                await self._pass_whole(replica, answer)
-            return True
+            answer = await replica.upstream.send("POST", path, headers, body)
+            reached = True
+            async with aclosing(answer):
+                self.heard_s = replica.heard_s = gateway.now_s()
+                gateway.pool.answered(replica, answer.status)
+                if answer.status != 200:
+                    return await self._on_status(replica, answer)
+                if was_begun:
+                    mode = passing.mode
+                    gateway.moved[mode] = gateway.moved.get(mode, 0) + 1
+                if call.stream:
+                    await self._stream(replica, answer)
+                else:
+                    await self._pass_whole(replica, answer)
+                return True
         except UpstreamError as error:
-            reached = answer is not None or "lost" in str(error)
+            reached = reached or "lost" in str(error)
             why = "the connection broke off" if reached else "it cannot be reached"
             gateway.pool.failed(replica, why)
             raise PassFailedError(why, counts=reached) from None
-        finally:
-            if answer is not None:
-                await answer.close()
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
         """A replica answered with an error. Returns whether that ends the request."""
@@ -322,8 +313,7 @@ class PassedRequest:
                 if not self.streaming:
                     self.streaming = True
                     gateway.balancer.first_token(self._id, at_s)
-                arrival_s = self.arrival_s
-                gateway.stats.count_tokens(passing.new_tokens, arrival_s, self._last_s, at_s)
+                gateway.stats.count_tokens(passing.new_tokens, self.arrival_s, self._last_s, at_s)
                 self._last_s = at_s
             if out:
                 self.waiting = False
@@ -342,7 +332,7 @@ class PassedRequest:
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await whole_body(answer)
-        self._hear(replica)
+        self.heard_s = replica.heard_s = self._gateway.now_s()
         try:
             read = msgspec.json.decode(content, type=_WholeAnswer)
         except (msgspec.DecodeError, RecursionError):
@@ -350,13 +340,9 @@ class PassedRequest:
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
             raise PassFailedError("the server aborted the request")
-        self._usage = read.usage
+        self._passing.usage, self._last_s = read.usage, self._gateway.now_s()
         self._status = reasons[0] if reasons else "stop"
-        self._first_s, self._last_s = math.nan, self._gateway.now_s()
         await send_whole(self._send, 200, kept_headers(answer), content)
-
-    def _hear(self, replica: LiveReplica) -> None:
-        self.heard_s = replica.heard_s = self._gateway.now_s()
 
     async def _give_up(self, text: str, ended: str = "failed", status: int = 503) -> None:
         """End with an error: in the stream, if the client has a part of it."""
@@ -371,12 +357,10 @@ class PassedRequest:
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         gateway, stats = self._gateway, self._gateway.stats
-        usage = self._usage or self._passing.usage
-        tokens = usage.completion_tokens if usage else self._passing.tokens
-        prompt = usage.prompt_tokens if usage else self.prompt_tokens
+        prompt, tokens = self.usage.prompt_tokens, self.usage.completion_tokens
         stats.prompt_tokens += prompt
-        if usage is not None and self._call.choices == 1:
-            gateway.gauge.count(self._call.prompt, usage.prompt_tokens)
+        if self._passing.usage is not None and self._call.choices == 1:
+            gateway.gauge.count(self._call.prompt, prompt)
         if math.isnan(self._first_s) and self._status in ("stop", "length"):
             stats.ended[self._status] += 1  # an answer in one piece
             stats.generation_tokens += tokens
@@ -406,13 +390,12 @@ class _WholeAnswer(msgspec.Struct):
 
 async def whole_body(answer: UpstreamAnswer) -> bytes:
     """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
-    pieces, size = [], 0
+    body = bytearray()
     async for piece in answer.body():
-        pieces.append(piece)
-        size += len(piece)
-        if size > MAX_WHOLE_BYTES:
+        body += piece
+        if len(body) > MAX_WHOLE_BYTES:
             raise UpstreamError("the answer is too long")
-    return b"".join(pieces)
+    return bytes(body)
 
 
 async def send_whole(

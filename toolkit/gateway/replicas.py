@@ -1,10 +1,10 @@
 """The replicas behind the gateway: which there are, which are up, and what they report.
 
-`ReplicaPool` follows a changing list of URLs. A replica may be sent requests once it has shown that
-it is healthy and serves the right model. It is taken out by traffic (a refused connection, an
-answer that breaks off, silence) and by probes, and comes back by probes alone, with few requests at
-first. A replica that is silent while requests run there has to generate a token; if it does not, it
-is hung, and its requests go elsewhere.
+`ReplicaPool` follows a changing list of URLs. A replica gets requests once a probe finds it healthy
+and with the right model. Traffic (a refused connection, an answer that breaks off, silence) and
+probes take it out; only probes bring it back, with few requests at first. A replica that is silent
+while it has requests is asked for a token; if it gives none, it hangs, and its requests go
+elsewhere.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -27,6 +27,9 @@ from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
+
+if TYPE_CHECKING:
+    from toolkit.gateway.passing import PassedRequest
 
 State = Literal["joining", "up", "down", "hung", "left out", "draining", "gone"]
 
@@ -48,23 +51,9 @@ LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 
-class Attempt(Protocol):
-    """A request at a replica."""
-
-    heard_s: float  # when its last byte came, or when it was sent
-    streaming: bool  # it has had tokens, and awaits the next
-    waiting: bool  # for the replica, not for its client
-
-    def cut(self, reason: str) -> None:
-        """End the attempt: its request goes elsewhere."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LiveKind:
-    """Replicas that are alike: what a router knows of them, with the kind's name, and the version
-    of their server ('': any).
-    """
+    """Replicas of one kind: what a router knows of them, and their server's version ('': any)."""
 
     traits: ReplicaTraits
     version: str = ""
@@ -75,31 +64,31 @@ class LiveReplica:
     """One replica.
 
     Attributes:
-        index: of the balancer.
-        kind: its kind, by number; the first until it is known.
-        told: whether the list says its kind; otherwise it is read from what the replica reports.
+        index: in the balancer.
+        kind: its number; 0 until it is known.
+        kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
-        requests, failures, moved: how many requests it was sent, how many attempts failed there,
-            and how many answers went on elsewhere.
-        prompt_tokens, cached_tokens: of all requests, and which of them the router expected to be
-            cached.
+        requests, failures, moved: requests that it was sent, attempts that failed there, and
+            answers that went on elsewhere.
+        prompt_tokens, cached_tokens: of all requests, and those that the router expected in its
+            cache.
     """
 
     url: str
     upstream: Upstream
     index: int
     kind: int = 0
-    told: bool = True
+    kind_listed: bool = True
     state: State = "joining"
     problem: str = "not asked yet"
     model: str = ""
     version: str = ""
     max_model_len: int | None = None
     speaks_ids: bool = False
-    attempts: set[Attempt] = field(default_factory=set)
+    attempts: set[PassedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     slow_since_s: float = -math.inf
     failed_answers: int = 0
@@ -129,9 +118,9 @@ class ReplicaNeeds:
     """What a replica must be like.
 
     Attributes:
-        model: its name there; '': that of the first replica that answers.
+        model: '': that of the first replica that answers.
         max_model_len: the least; None: any.
-        strict: another one ends the gateway where it would be left out.
+        strict: a replica that is not like this ends the gateway; else it is left out.
     """
 
     model: str = ""
@@ -167,17 +156,17 @@ class ReplicaPool:
         self.refused: InputError | None = None  # a replica is not as needed, and `strict`
         self.changed = asyncio.Event()  # a replica came up, or one was refused
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
-        self._balancer, self.kinds, self._needs = balancer, kinds, needs
+        self.json_headers = [*self.headers, (b"content-type", b"application/json")]
+        self.balancer, self.kinds, self._needs = balancer, kinds, needs
         self._hang_s, self._say = hang_s, say
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
-        self._slow: set[LiveReplica] = set()
 
     def kind_of(self, replica: LiveReplica) -> str:
         """The name of a replica's kind; '' while it is not known."""
-        known = replica.told or replica.state == "up"
+        known = replica.kind_listed or replica.state == "up"
         return self.kinds[replica.kind].traits.kind if known else ""
 
     @property
@@ -186,10 +175,9 @@ class ReplicaPool:
 
     def renew(self, listed: Sequence[str]) -> str:
         """Use these replicas from now on, each a URL or KIND=URL. Returns a message about the
-        change.
+        change. Requests on a replica that is no longer listed may end there.
 
-        Requests that run on a replica that is no longer listed may end there. Raises `InputError`
-        for an invalid URL and an unknown kind, and changes nothing then.
+        Raises `InputError` for an invalid URL and an unknown kind, and changes nothing then.
         """
         names = [kind.traits.kind for kind in self.kinds]
         unnamed = None if names[1:] else 0  # None: the kind is to be read
@@ -201,16 +189,16 @@ class ReplicaPool:
                 hint = several if names[1:] else "this plan is no fleet"
                 raise InputError(f"replica {text}: there is no kind '{name}'", hint)
             wanted[url] = names.index(name) if name else unnamed
-        known = {one.url: one.kind if one.told else None for one in self.replicas}
+        known = {one.url: one.kind if one.kind_listed else None for one in self.replicas}
         new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
-        made = {url: Upstream(url, math.inf) for url in new}
-        gone = [one for one in self.replicas if one.url in made or one.url not in wanted]
+        upstreams = {url: Upstream(url, math.inf) for url in new}
+        gone = [one for one in self.replicas if one.url in upstreams or one.url not in wanted]
         for replica in gone:
             self.remove(replica)
-        for url, upstream in made.items():
+        for url, upstream in upstreams.items():
             self.add(url, upstream, wanted[url])
         parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
-        parts += [f"new: {', '.join(made)}"] if made else []
+        parts += [f"new: {', '.join(new)}"] if new else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
         return "; ".join(parts)
 
@@ -226,12 +214,10 @@ class ReplicaPool:
     def _index(self, kind: int) -> int:
         """A place in the balancer for a replica of this kind."""
         free = self._free[kind]
-        return free.pop() if free else self._balancer.add(self.kinds[kind].traits)
+        return free.pop() if free else self.balancer.add(self.kinds[kind].traits)
 
     def renew_kinds(self, kinds: Sequence[LiveKind]) -> None:
-        """Replicas that are added from now on are of these kinds, of the same names; the others
-        keep their places.
-        """
+        """From now on, add replicas of these kinds, which have the names of those before."""
         self.kinds = kinds
         self._free = [[] for _ in kinds]
 
@@ -247,39 +233,38 @@ class ReplicaPool:
         self._take_out(replica, "draining", "draining")
 
     def failed(self, replica: LiveReplica, why: str) -> None:
-        """A replica broke off, or refused the connection: send it nothing until a probe answers."""
+        """Send a replica nothing until it answers a probe: it refused a connection or broke off."""
         if replica.state == "up":
             self._take_out(replica, "down", why)
             self._say(f"replica {replica.url} is down: {why}")
         replica.wake.set()
 
     def answered(self, replica: LiveReplica, status: int) -> None:
-        """A replica answered with this status."""
+        """Note the status of an answer; too many failures in a row take the replica out."""
         failed = status >= 500 and status != 503
         replica.failed_answers = replica.failed_answers + 1 if failed else 0
         if replica.failed_answers >= FAILED_ANSWERS:
             replica.failed_answers = 0
             self.failed(replica, f"{FAILED_ANSWERS} answers in a row were HTTP {status}")
 
-    def ended(self, replica: LiveReplica, attempt: Attempt) -> None:
+    def ended(self, replica: LiveReplica, attempt: PassedRequest) -> None:
         """An attempt at a replica is over."""
         replica.attempts.discard(attempt)
         if replica.state == "gone":
             self._release(replica)
 
     def barred(self) -> list[int]:
-        """Replicas that came back shortly and have their share for now."""
-        if not self._slow:
+        """Indexes of replicas that came back shortly and have their share for now."""
+        now_s, up = time.monotonic(), self.up
+        slow = [replica for replica in up if now_s - replica.slow_since_s < SLOW_START_S]
+        if not slow:
             return []
-        now_s, up, found = time.monotonic(), self.up, []
-        mean = sum(len(replica.attempts) for replica in up) / max(len(up), 1)
-        for replica in list(self._slow):
-            part = (now_s - replica.slow_since_s) / SLOW_START_S
-            if part >= 1.0 or replica.state != "up":
-                self._slow.discard(replica)
-            elif len(replica.attempts) >= 1 + mean * part:
-                found.append(replica.index)
-        return found
+        per_s = sum(len(replica.attempts) for replica in up) / len(up) / SLOW_START_S
+        return [
+            replica.index
+            for replica in slow
+            if len(replica.attempts) >= 1 + per_s * (now_s - replica.slow_since_s)
+        ]
 
     async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
         """Wait until a replica with a longer context is up; False: none was in time."""
@@ -295,7 +280,7 @@ class ReplicaPool:
         return is_one()
 
     async def sweep(self) -> None:
-        """Find answers that stand still, and replicas that are silent, until cancelled."""
+        """Cut silent answers, and check silent replicas, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             now_s = time.monotonic()
@@ -324,8 +309,8 @@ class ReplicaPool:
         """The pages /metrics of the replicas that are up and have one, by URL."""
         up = self.up
         pages = await asyncio.gather(*(self._metrics_page(replica) for replica in up))
-        found = zip(up, pages, strict=True)
-        return {one.url: page.decode(errors="replace") for one, page in found if page is not None}
+        pairs = zip(up, pages, strict=True)
+        return {one.url: page.decode(errors="replace") for one, page in pairs if page is not None}
 
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *self._checks]
@@ -337,14 +322,14 @@ class ReplicaPool:
 
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
         if replica.state == "up":
-            self._balancer.change(replica.index, is_up=False)
+            self.balancer.change(replica.index, is_up=False)
         replica.state, replica.problem = state, why
 
     def _release(self, replica: LiveReplica) -> None:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            if self._balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
+            if self.balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
                 self._free[replica.kind].append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
@@ -375,9 +360,8 @@ class ReplicaPool:
                     first = replica.state == "joining"
                     if any(other.requests for other in self.replicas):
                         replica.slow_since_s = time.monotonic()
-                        self._slow.add(replica)
                     replica.state, replica.problem, replica.failed_answers = "up", "", 0
-                    self._balancer.change(replica.index, is_up=True, is_fresh=not first)
+                    self.balancer.change(replica.index, is_up=True, is_fresh=not first)
                     self._say(f"replica {replica.url} is up")
                     self.changed.set()
             if replica.state == "up":
@@ -421,10 +405,9 @@ class ReplicaPool:
         needs, wanted = self._needs, self.model
         if not models:
             return "it serves no model"
-        found = next((model for model in models if model.id == wanted), None)
-        if wanted and found is None:
-            return f"it serves '{models[0].id[:80]}', not '{wanted}'"
-        model = found or models[0]
+        model = next((one for one in models if one.id == wanted), models[0])
+        if wanted and model.id != wanted:
+            return f"it serves '{model.id[:80]}', not '{wanted}'"
         length = model.max_model_len
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
@@ -433,7 +416,7 @@ class ReplicaPool:
         if status == 200:
             with suppress(msgspec.DecodeError):
                 replica.version = msgspec.json.decode(body, type=Version).version
-        if not replica.told and (problem := await self._find_kind(replica)):
+        if not replica.kind_listed and (problem := await self._find_kind(replica)):
             return problem
         known = replica.version.partition("+")[0]  # without what a build adds
         version = self.kinds[replica.kind].version
@@ -445,8 +428,8 @@ class ReplicaPool:
         return ""
 
     async def _find_kind(self, replica: LiveReplica) -> str:
-        """Read a replica's kind from the size of its cache, and give it a place of that kind; why
-        that cannot be done, or ''.
+        """Read a replica's kind from the size of its cache, and give it an index of that kind.
+        Returns why that is impossible, or ''.
         """
         page = await self._metrics_page(replica) or b""
         size = kv_tokens(parsed_metrics(page.decode(errors="replace"))) or 0
@@ -468,28 +451,27 @@ class ReplicaPool:
         return ""
 
     async def _ask(
-        self, replica: LiveReplica, path: bytes, asked: dict[str, Any] | None = None
+        self, replica: LiveReplica, path: bytes, fields: dict[str, Any] | None = None
     ) -> tuple[int, bytes]:
-        """The status and the body of an answer: to a POST of `asked` as JSON, else to a GET."""
-        kind = [] if asked is None else [(b"content-type", b"application/json")]
-        method, content = ("GET", b"") if asked is None else ("POST", msgspec.json.encode(asked))
-        answer = await replica.upstream.send(method, path, [*self.headers, *kind], content)
+        """The status and the body of an answer: to a POST of `fields` as JSON, else to a GET."""
+        method, headers, content = "GET", self.headers, b""
+        if fields is not None:
+            method, headers, content = "POST", self.json_headers, msgspec.json.encode(fields)
         body = bytearray()
-        try:
+        answer = await replica.upstream.send(method, path, headers, content)
+        async with aclosing(answer):
             async for piece in answer.body():
                 body += piece
                 if len(body) > MAX_PROBE_BYTES:
                     break
-        finally:
-            await answer.close()
         return answer.status, bytes(body)
 
     async def _generates(self, replica: LiveReplica) -> bool:
         """Whether a replica generates a token within `hang_s`."""
-        asked = {"model": self.model, "prompt": "a", "max_tokens": 1}
+        fields = {"model": self.model, "prompt": "a", "max_tokens": 1}
         try:
             async with asyncio.timeout(self._hang_s):
-                status, _ = await self._ask(replica, b"/v1/completions", asked)
+                status, _ = await self._ask(replica, b"/v1/completions", fields)
                 return status < 500
         except (TimeoutError, UpstreamError):
             return False
@@ -503,10 +485,18 @@ class ReplicaPool:
             replica.wake.set()
 
     async def _report(self, replica: LiveReplica) -> None:
+        """Give the balancer a replica's figures from its /metrics, vLLM's or llmctl's, if there are
+        any. Of several engines, requests are added, and the fullest cache counts.
+        """
         at_s = time.monotonic()
-        body = await self._metrics_page(replica)
-        if body is not None and replica.state == "up" and (found := report_of(body, at_s)):
-            self._balancer.report(replica.index, found)
+        figures: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
+        for name, value in _REPORTED.findall(await self._metrics_page(replica) or b""):
+            with suppress(ValueError):
+                figures[name].append(float(value))
+        waiting, running, usage = figures.values()
+        if replica.state == "up" and waiting + running + usage:
+            report = ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)
+            self.balancer.report(replica.index, report)
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""
@@ -516,18 +506,3 @@ class ReplicaPool:
         except (TimeoutError, UpstreamError):
             return None
         return body if status == 200 else None
-
-
-def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:
-    """A replica's figures from its /metrics, vLLM's or llmctl's; None where they are missing.
-
-    Requests of several engines are added, and of their caches the fullest counts.
-    """
-    found: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
-    for name, value in _REPORTED.findall(metrics):
-        with suppress(ValueError):
-            found[name].append(float(value))
-    waiting, running, usage = found.values()
-    if not waiting + running + usage:
-        return None
-    return ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)

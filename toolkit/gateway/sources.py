@@ -1,7 +1,7 @@
 """Where the list of replicas comes from: the command line, a file, DNS, or Kubernetes.
 
-A source is read again every few seconds, or when Kubernetes says that it changed. One that cannot
-be read leaves the list as it was.
+A source is read again every few seconds, or when Kubernetes reports a change. While it cannot be
+read, the list stays as it was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +30,7 @@ PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is trie
 ANSWER_S = 10.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 RIGHTS = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
-KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
+HINT = "--replicas takes FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
 
 
 class ReplicaSource(Protocol):
@@ -45,57 +45,52 @@ class ReplicaSource(Protocol):
         ...
 
 
-class GivenReplicas:
+class GivenReplicas(ReplicaSource):
     """URLs of the command line."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = list(dict.fromkeys(map(_checked, urls)))
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         return False
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         return self._urls
 
 
-class SeveralSources:
+class SeveralSources(ReplicaSource):
     """The replicas of several sources; those of one that has a kind are of this kind."""
 
     def __init__(self, sources: Sequence[tuple[str, ReplicaSource]]) -> None:
         self._sources = sources
-        self._waits: dict[int, asyncio.Task[bool]] = {}
+        self._waits: dict[asyncio.Future[bool], ReplicaSource] = {}
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         if not self._waits:
-            starts = enumerate(source for _, source in self._sources)
-            self._waits = {k: asyncio.ensure_future(source.wait()) for k, source in starts}
+            self._waits = {asyncio.ensure_future(one.wait()): one for _, one in self._sources}
         try:
             while self._waits:
-                await asyncio.wait(self._waits.values(), return_when=asyncio.FIRST_COMPLETED)
-                for k, task in [each for each in self._waits.items() if each[1].done()]:
-                    del self._waits[k]
+                await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._waits if task.done()]:
+                    source = self._waits.pop(task)
                     if task.result():
-                        self._waits[k] = asyncio.ensure_future(self._sources[k][1].wait())
+                        self._waits[asyncio.ensure_future(source.wait())] = source
                         return True
         except asyncio.CancelledError:
-            for task in self._waits.values():
+            for task in self._waits:
                 task.cancel()
             raise
         return False
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
-        found = []
+        listed = []
         for kind, source in self._sources:
-            listed = await source.read()
-            found += [f"{kind}={one}" if kind and "=" not in one else one for one in listed]
-        return found
+            urls = await source.read()
+            listed += [f"{kind}={url}" if kind and "=" not in url else url for url in urls]
+        return listed
 
 
-class ListedReplicas:
+class ListedReplicas(ReplicaSource):
     """A file with one URL, or KIND=URL, a line; `#` begins a comment."""
 
     def __init__(self, path: Path) -> None:
@@ -103,12 +98,10 @@ class ListedReplicas:
         self._files = WatchedFiles([path], self._read)
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         await asyncio.sleep(FILE_EVERY_S)
         return True
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         self._files.changed()
         return self._files.value
 
@@ -117,36 +110,33 @@ class ListedReplicas:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not text"
-            hint = f"--replicas takes {KINDS}"
-            raise InputError(f"{self._path}: cannot be read: {why}", hint) from None
-        urls = [line.partition("#")[0].strip() for line in lines]
-        found = list(dict.fromkeys(_checked(url) for url in urls if url))
-        if len(found) > MAX_REPLICAS:
-            why = f"{self._path}: {len(found)} replicas; the limit is {MAX_REPLICAS}"
+            raise InputError(f"{self._path}: cannot be read: {why}", HINT) from None
+        texts = [line.partition("#")[0].strip() for line in lines]
+        urls = list(dict.fromkeys(_checked(text) for text in texts if text))
+        if len(urls) > MAX_REPLICAS:
+            why = f"{self._path}: {len(urls)} replicas; the limit is {MAX_REPLICAS}"
             raise InputError(why, "list fewer")
-        return found
+        return urls
 
 
-class NamedReplicas:
+class NamedReplicas(ReplicaSource):
     """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
 
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         await asyncio.sleep(DNS_EVERY_S)
         return True
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+            addresses = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             why = f"{self._name}: cannot be resolved: {error.strerror}"
             raise InputError(why, "check the name in --replicas") from None
-        return sorted({_url(str(address[0]), self._port) for *_, address in found})
+        return sorted({_url(str(address[0]), self._port) for *_, address in addresses})
 
 
 class _Conditions(msgspec.Struct, frozen=True):
@@ -179,15 +169,15 @@ class _Change(msgspec.Struct):
     object: _Slice  # of type ERROR: a Status, of which nothing is read
 
 
-class SlicedReplicas:
+class SlicedReplicas(ReplicaSource):
     """The endpoints of a Kubernetes Service, from its EndpointSlices: listed once, then watched.
 
-    The API server is asked with the pod's service account, which needs `list` and `watch` on
-    `endpointslices` of `discovery.k8s.io`. Endpoints that terminate are left out, so that a pod
-    that is about to end gets no more requests, unless all do and some still serve; those that are
-    not ready yet are found by the gateway's own probes. A watch that ends goes on from the version
-    that it had; where the API server no longer has that (410), all is listed again. After a
-    failure the pause before the next attempt doubles, from `PAUSE_S` to `PAUSE_MAX_S`.
+    The pod's service account needs `list` and `watch` on `endpointslices` of `discovery.k8s.io`.
+    A pod that is about to end gets no more requests: endpoints that terminate are left out, unless
+    all do and some still serve. The gateway's own probes find out which are ready. A watch that
+    ends goes on from its last version; if the API server has forgotten that (410), all is listed
+    again. After a failure the pause before the next attempt doubles, from `PAUSE_S` to
+    `PAUSE_MAX_S`.
     """
 
     def __init__(
@@ -204,7 +194,7 @@ class SlicedReplicas:
             api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         authorities = account / "ca.crt" if api.startswith("https:") else None
         self._api = Upstream(api, WATCH_S + ANSWER_S, authorities)
-        self._token, self._port = account, port
+        self._account, self._port = account, port
         self._where = f"{namespace}/{service}"
         slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._path = f"{slices}?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
@@ -214,7 +204,6 @@ class SlicedReplicas:
         self._pause_s = 0.0
 
     async def wait(self) -> bool:
-        """See `ReplicaSource.wait`."""
         await asyncio.sleep(self._pause_s)
         if not self._version:
             return True
@@ -229,14 +218,11 @@ class SlicedReplicas:
         return True
 
     async def read(self) -> list[str]:
-        """See `ReplicaSource.read`."""
         if not self._version:
             self._fail()  # unless they can be listed
             try:
-                async with asyncio.timeout(ANSWER_S):
-                    answer = await self._ask("")
+                async with asyncio.timeout(ANSWER_S), aclosing(await self._ask("")) as answer:
                     body = b"".join([piece async for piece in answer.body()])
-                    await answer.close()
                 if answer.status != 200:
                     why = f"the API server answered {answer.status} for {self._where}"
                     raise InputError(why, RIGHTS)
@@ -246,9 +232,9 @@ class SlicedReplicas:
                 raise InputError(why, RIGHTS) from None
             self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
             self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
-        found = [one for each in self._slices.values() for one in each.endpoints or ()]
-        staying = [one for one in found if not one.conditions.terminating]
-        serving = [one for one in found if one.conditions.serving]  # until others are there
+        endpoints = [one for part in self._slices.values() for one in part.endpoints or ()]
+        staying = [one for one in endpoints if not one.conditions.terminating]
+        serving = [one for one in endpoints if one.conditions.serving]  # until others are there
         addresses = {address for one in staying or serving for address in one.addresses}
         return sorted(_url(address, self._port) for address in addresses)
 
@@ -256,12 +242,9 @@ class SlicedReplicas:
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
 
     async def _watch(self) -> AsyncGenerator[None, None]:
-        """Yield after each change. Ends where the watch does; the slices are to be listed again if
-        the API server has forgotten their version.
-        """
-        query = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
-        answer = await self._ask(f"{query}&resourceVersion={self._version}")
-        try:
+        """Yield after each change until the watch ends; it clears `_version` if that is too old."""
+        watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
+        async with aclosing(await self._ask(f"{watch}&resourceVersion={self._version}")) as answer:
             if answer.status == 410:
                 self._version = ""
                 return
@@ -272,36 +255,34 @@ class SlicedReplicas:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in filter(None, lines):
                     change = msgspec.json.decode(line, type=_Change)
-                    found = change.object
+                    changed, metadata = change.object, change.object.metadata
                     match change.type:
                         case "ERROR":
                             self._version = ""
                             return
                         case "ADDED" | "MODIFIED":
-                            self._slices[found.metadata.name] = found
+                            self._slices[metadata.name] = changed
                         case "DELETED":
-                            self._slices.pop(found.metadata.name, None)
-                    self._version = found.metadata.resource_version
+                            self._slices.pop(metadata.name, None)
+                    self._version = metadata.resource_version
                 if lines:
                     self._pause_s = 0.0
                     yield
-        finally:
-            await answer.close()
 
     async def _ask(self, query: str) -> UpstreamAnswer:
         headers = [(b"accept", b"application/json")]
         with suppress(OSError):  # a token is replaced while the pod runs
-            token = (self._token / "token").read_text(encoding="ascii").strip()
+            token = (self._account / "token").read_text(encoding="ascii").strip()
             headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
         return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
-    """The source that one or several `--replicas` name, each with its kind or without. Raises
-    `InputError` for one that cannot be used.
+    """The source that `--replicas` options name, each SOURCE or KIND=SOURCE. Raises `InputError`
+    for one that cannot be used.
     """
-    found = [(name, _source(rest)) for name, rest in map(split_kind, texts)]
-    return found[0][1] if len(found) == 1 and not found[0][0] else SeveralSources(found)
+    listed = [(kind, _source(rest)) for kind, rest in map(split_kind, texts)]
+    return listed[0][1] if len(listed) == 1 and not listed[0][0] else SeveralSources(listed)
 
 
 def split_kind(text: str) -> tuple[str, str]:
@@ -314,28 +295,27 @@ def _source(text: str) -> ReplicaSource:
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
         return ListedReplicas(Path(text))
-    hint = f"--replicas takes {KINDS}"
     name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
         return NamedReplicas(found[1], _port(found[3], text))
     if scheme == "k8s" and (found := re.fullmatch(rf"({name})/({name}):(\d{{1,5}})", rest)):
         return SlicedReplicas(found[1], found[3], _port(found[5], text))
     if scheme in ("http", "https"):
-        raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {hint}")
-    raise InputError(f"--replicas {text}: not a list of replicas", hint)
+        raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
+    raise InputError(f"--replicas {text}: not a list of replicas", HINT)
 
 
 async def follow_source(
     source: ReplicaSource, apply: Callable[[list[str]], str], say: Callable[[str], None]
 ) -> None:
     """Read a source again and again, and apply each change, until cancelled."""
-    last, problem = await source.read(), ""
+    applied, problem = await source.read(), ""
     while await source.wait():
         try:
             urls = await source.read()
-            if urls != last:
+            if urls != applied:
                 say(apply(urls))
-            last, problem = urls, ""
+            applied, problem = urls, ""
         except InputError as error:
             if error.message != problem:
                 say(f"warning: {error.message}; the replicas stay as they are")

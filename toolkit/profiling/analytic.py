@@ -7,8 +7,10 @@ efficiency factors may come from a measured profile of the same engine on other 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -30,6 +32,7 @@ from toolkit.profiling.grid import PROMPTS, grid, slice_shapes
 from toolkit.profiling.measure import probe_shapes, safe_tokens
 from toolkit.units import GIB, MIB
 
+Number = TypeVar("Number", int, float)
 # What a plain eager engine reaches, roughly. Not measured.
 ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
 BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
@@ -51,10 +54,7 @@ class Basis:
 
 
 def basis_of(measured: Profile, recipe: Recipe) -> Basis:
-    """The efficiency that a measured profile shows; `recipe` is the one it was made with.
-
-    Raises `InputError` for a profile that is analytic itself.
-    """
+    """The efficiency that a profile measured by `recipe` shows; `InputError` if it is analytic."""
     if measured.engine.analytic:
         why = "the profile to learn from is analytic itself"
         raise InputError(why, "give one that was measured")
@@ -64,10 +64,7 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
-    """The profile that the roofline predicts.
-
-    Raises `InputError` with the names of the numbers that the recipe lacks.
-    """
+    """The profile that the roofline predicts. `InputError` names numbers that the recipe lacks."""
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())
@@ -110,9 +107,7 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
 def peaks_of(recipe: Recipe) -> Peaks:
     """The device's peak compute and bandwidth, from the recipe."""
     tflops, gb_s = recipe.hardware.peak_tflops, recipe.hardware.bandwidth_gb_s
-    _require({"hardware.peak_tflops": tflops, "hardware.bandwidth_gb_s": gb_s})
-    assert tflops is not None
-    assert gb_s is not None
+    tflops, gb_s = _needed({"hardware.peak_tflops": tflops, "hardware.bandwidth_gb_s": gb_s})
     return Peaks(tflops * 1e12, gb_s * 1e9)
 
 
@@ -122,7 +117,7 @@ def sizes_of(recipe: Recipe) -> ModelSizes:
     layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
     heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
     width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else hidden
-    _require(
+    weight_bytes, kv_bytes, layers, width = _needed(
         {
             "model.weight_bytes": model.weight_bytes,
             "model.kv_bytes_per_token": model.kv_bytes_per_token,
@@ -130,27 +125,24 @@ def sizes_of(recipe: Recipe) -> ModelSizes:
             "model.config.hidden_size": width if isinstance(width, int) else None,
         }
     )
-    assert model.weight_bytes is not None
-    assert model.kv_bytes_per_token is not None
-    assert isinstance(layers, int)
-    assert isinstance(width, int)
-    weights = model.weight_bytes // DTYPE_BYTES[model.dtype]
-    return ModelSizes(model.weight_bytes, weights, layers, width, model.kv_bytes_per_token)
+    weights = weight_bytes // DTYPE_BYTES[model.dtype]
+    return ModelSizes(weight_bytes, weights, layers, width, kv_bytes)
 
 
-def _require(values: dict[str, object]) -> None:
-    if missing := [name for name, value in values.items() if value is None]:
+def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
+    """These numbers of a recipe. Raises `InputError` with the names of those that it lacks."""
+    if missing := [name for name, number in numbers.items() if number is None]:
         why = f"an analytic profile needs {', '.join(missing)}"
         raise InputError(why, "see the data sheet and the model")
+    return [number for number in numbers.values() if number is not None]
 
 
 def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
-    engine, memory_gib = recipe.engine, recipe.hardware.memory_gib
+    engine = recipe.engine
     if engine.kv_cache_memory_mib is not None:
         budget = int(engine.kv_cache_memory_mib * MIB)
     else:
-        _require({"hardware.memory_gib": memory_gib})
-        assert memory_gib is not None
+        (memory_gib,) = _needed({"hardware.memory_gib": recipe.hardware.memory_gib})
         budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
         if budget < sizes.kv_bytes_per_token:
             share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
@@ -175,11 +167,9 @@ def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
 
 
 def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
-    """Passes of a paged engine over the recipe's grid: decoding rows, and chunks with or without
-    them.
+    """Passes of a paged engine over the recipe's grid: decoding rows, prompts, and both together.
 
-    The gap between two passes is part of `pass_s`. A client's further waiting is unknown and set to
-    0.
+    `pass_s` includes the gap between two passes. A client's further waiting is unknown: 0.
     """
     spec, vllm = recipe.profile, recipe.engine.vllm
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS

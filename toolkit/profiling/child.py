@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import select
+from contextlib import suppress
+from itertools import cycle
 from typing import IO
 
 from toolkit.engines.protocol import Engine, OutOfMemory, make_engine
@@ -29,7 +31,7 @@ def main() -> None:
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer the frames in `requests`. Raises `EOFError` at their end."""
-    load = process.read_request(requests)
+    load = process.read_frame(requests, process.REQUESTS)
     assert isinstance(load, process.LoadEngine)
     recipe = Recipe.model_validate_json(load.recipe_json)
     try:
@@ -38,9 +40,9 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
         process.write_frame(replies, process.Failed(error.message, error.hint, error.exit_code))
         return
     bench = process.LocalTimedEngine(engine, recipe.profile.clock)
-    process.write_frame(replies, process.Loaded(bench.facts.model_dump_json()))
+    process.write_frame(replies, process.Returned(bench.facts.model_dump_json()))
     while True:
-        request = process.read_request(requests)
+        request = process.read_frame(requests, process.REQUESTS)
         if isinstance(request, process.KeepBusy):
             _keep_busy(engine, request, requests)
         else:
@@ -50,11 +52,11 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 def _answer(bench: process.LocalTimedEngine, request: process.Request) -> process.Reply:
     try:
         if isinstance(request, process.Time):
-            return process.RunTimes(tuple(bench.time(request.point, request.warmups)))
+            return process.Returned(bench.time(request.point, request.warmups))
         if isinstance(request, process.Admit):
-            return process.Admitted(*bench.admit(request.length, request.limit))
+            return process.Returned(bench.admit(request.length, request.limit))
         assert isinstance(request, process.Fits)
-        return process.Tried(bench.fits(request.shape))
+        return process.Returned(bench.fits(request.shape))
     except process.Unmeasurable as error:
         return process.Failed(str(error))
     except Exception as error:  # noqa: BLE001  (a child process: the parent records it and goes on)
@@ -67,16 +69,12 @@ def _keep_busy(engine: Engine, work: process.KeepBusy, requests: IO[bytes]) -> N
     def undisturbed(_: object = None) -> bool:
         return not select.select([requests], [], [], 0)[0]
 
-    while undisturbed():
-        for shape in work.shapes:
-            try:
-                engine.run_slice(
-                    process.slice_rows(shape, engine.facts.vocab_size), shape.steps, undisturbed
-                )
-            except OutOfMemory:
-                continue
-            if not undisturbed():
-                return
+    for shape in cycle(work.shapes):
+        if not undisturbed():
+            return
+        rows = process.slice_rows(shape, engine.facts.vocab_size)
+        with suppress(OutOfMemory):
+            engine.run_slice(rows, shape.steps, undisturbed)
 
 
 if __name__ == "__main__":

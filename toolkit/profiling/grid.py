@@ -1,7 +1,5 @@
-"""The points of a profile, their order, and the shapes of slices.
-
-Order: `GridPoint`, the grid, the points of mixes, traffic and rounds, the order of visits, and
-slices.
+"""The points of a profile (the grid, mixes, traffic, hits and parts of rounds), the order of visits
+to them, and the shapes of slices.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ Kind = Literal[
 
 @dataclass(slots=True, frozen=True, order=True)
 class GridPoint:
-    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or another
-    kind.
+    """A prefill of [N, L] tokens, a decode step of N rows at cached `length`, or another kind.
 
     In a part of a round, N rows join, leave or move while `others` run. In a mix, `others` prompts
     of `length` tokens arrive while N rows decode. In traffic, `others` is the number of requests.
@@ -40,6 +37,12 @@ class GridPoint:
         if self.kind == "hit":
             return self.length + self.others
         return (self.batch_size + self.others) * self.length
+
+    @property
+    def key(self) -> str:
+        """Its key in the journal, where a visit adds its number."""
+        beside = f"/{self.others}" if self.others else ""
+        return f"{self.kind}/{self.batch_size}/{self.length}{beside}"
 
     def failed(self, reason: str) -> FailedPoint:
         """The record that it could not be measured, and why."""
@@ -82,9 +85,7 @@ PROMPTS = 4  # of a mix: prompts that arrive
 
 
 def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
-    """Prompts of each length that arrive while N rows decode: most passes of a paged engine are
-    such.
-    """
+    """Prompts of each length that arrive while N rows decode, as in most passes when serving."""
     return [
         GridPoint("mix", batch_size, length, PROMPTS)
         for length in sorted(set(spec.input_lengths))
@@ -196,7 +197,7 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
     Each slice depends on the seed and its number only. Sizes and lengths are log-uniform over the
     grid's ranges. A number is left out if no draw fits.
     """
-    found: dict[int, SliceShape] = {}
+    shapes: dict[int, SliceShape] = {}
     for number in range(spec.slices):
         rng = random.Random(f"{spec.seed}/slice/{number}")
         for _ in range(DRAWS_MAX):
@@ -204,9 +205,9 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
             length = log_uniform(spec.input_lengths, rng)
             batch_size = log_uniform(spec.batch_sizes, rng)
             if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
-                found[number] = SliceShape(batch_size, length, steps)
+                shapes[number] = SliceShape(batch_size, length, steps)
                 break
-    return found
+    return shapes
 
 
 def log_uniform(values: Sequence[int], rng: random.Random) -> int:

@@ -1,14 +1,13 @@
 """Measuring: visits to the grid's points, the search for the memory edge, and the journal.
 
-The grid is measured in rounds, and every sample is kept. Repeats of a point one after the other all
-share the state of the machine at that moment. Repeats in different rounds do not: a disturbance
-then spoils a few samples of every point, in equal shares.
+The grid is measured in rounds, and every sample is kept. Repeats of a point one after the other
+would share one state of the machine; in rounds, a disturbance spoils a few samples of every point.
 
 The journal has every result on disk at once, so that a killed profile resumes where it was. It has
 one JSON object per line: first the conditions of the measurement, then a key and a result each. A
-last line that was torn by a kill is cut off. If another line is damaged, that line and all after it
-are measured again, and the file is kept as it was. The caller that writes the profile then deletes
-the journal.
+last line that a kill has torn is cut off. If another line is damaged, it and all after it are
+measured again, and the file is kept as it was. The caller writes the profile, then deletes the
+journal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from toolkit.files.profile import (
 from toolkit.files.recipe import ProfileSpec
 from toolkit.files.strict import Environment, Strict
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, SliceShape, in_rounds
-from toolkit.profiling.process import TimedEngine, TimedPassEngine, TimedRoundEngine, Unmeasurable
+from toolkit.profiling.process import TimedEngine, Unmeasurable
 
 
 class JournalConditions(Strict):
@@ -54,8 +53,7 @@ class JournalConditions(Strict):
 
     def differences(self, now: JournalConditions) -> list[str]:
         """What has changed, in words."""
-        names = sorted(self.recipe.keys() | now.recipe.keys())
-        names = [name for name in names if self.recipe.get(name) != now.recipe.get(name)]
+        names = sorted({name for name, _ in self.recipe.items() ^ now.recipe.items()})
         changed = [f"'{name}' of the recipe" for name in names]
         if self.tool_version != now.tool_version:
             changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
@@ -72,9 +70,7 @@ class JournalConditions(Strict):
 
 
 class PointVisit(Strict):
-    """The samples of a visit to a grid point, in seconds, and its passes if the engine reports
-    them.
-    """
+    """Samples of a visit to a grid point, in seconds, and its passes if the engine reports them."""
 
     seconds: list[float]
     steps: list[StepPoint] = Field(default=[])
@@ -93,8 +89,7 @@ class JournalEntry(Strict):
 
 
 class Journal:
-    """Results by key, each on disk when `put` returns. A context manager, for one process at a
-    time.
+    """Results by key, each on disk when `put` returns. One process at a time may have it open.
 
     Args:
         path: the file. Content that is unusable or unwanted is kept as <path>.old.
@@ -213,15 +208,6 @@ def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
     return [result for result in results if isinstance(result, kind)]
 
 
-def visit_key(point: GridPoint, number: int) -> str:
-    return f"{failure_key(point)}/{number}"
-
-
-def failure_key(point: GridPoint) -> str:
-    beside = f"/{point.others}" if point.others else ""
-    return f"{point.kind}/{point.batch_size}/{point.length}{beside}"
-
-
 def visits_left(
     points: Sequence[GridPoint], spec: ProfileSpec, journal: Journal
 ) -> list[tuple[int, GridPoint]]:
@@ -229,8 +215,7 @@ def visits_left(
     return [
         (number, point)
         for number, point in in_rounds(points, spec)
-        if visit_key(point, number) not in journal.results
-        and failure_key(point) not in journal.results
+        if journal.results.keys().isdisjoint((point.key, f"{point.key}/{number}"))
     ]
 
 
@@ -243,24 +228,22 @@ def measure(
 ) -> None:
     """Make the visits. A point that cannot be measured is recorded as failed and left out then."""
     for number, point in visits:
-        if failure_key(point) not in journal.results:
+        if point.key not in journal.results:
             try:
                 seconds = bench.time(point, warmups(number, spec))
             except Unmeasurable as reason:
-                journal.put(failure_key(point), point.failed(str(reason)))
+                journal.put(point.key, point.failed(str(reason)))
             else:
-                passes = bench.take_passes() if isinstance(bench, TimedPassEngine) else ([], [])
-                visit = PointVisit(seconds=seconds, steps=passes[0], front=passes[1])
-                journal.put(visit_key(point, number), visit)
+                steps, front = bench.take_passes()
+                visit = PointVisit(seconds=seconds, steps=steps, front=front)
+                journal.put(f"{point.key}/{number}", visit)
         advance(str(point))
 
 
 def warmups(number: int, spec: ProfileSpec) -> int:
     """Runs before the first sample of a point's first visit, for one-time compilation and
-    allocation.
-
-    Later visits have none. A prefill then follows work of another shape, as in serving. A decode
-    step follows another decode step there; the engine takes care of that itself.
+    allocation. Later visits have none: a prefill follows work of another shape in serving, too, and
+    the engine itself lets a decode step follow another one.
     """
     return spec.warmups if number == 0 else 0
 
@@ -301,10 +284,10 @@ def _measured(
 ) -> Iterator[tuple[GridPoint, list[float]]]:
     """Points that were measured and never failed, with all their samples."""
     for point in points:
-        keys = (visit_key(point, number) for number in range(spec.repeats * CHEAP_VISITS))
+        keys = (f"{point.key}/{number}" for number in range(spec.repeats * CHEAP_VISITS))
         visits = of_kind(PointVisit, (results.get(key) for key in keys))
         seconds = [second for visit in visits for second in visit.seconds]
-        if seconds and failure_key(point) not in results:
+        if seconds and point.key not in results:
             yield point, seconds
 
 
@@ -319,7 +302,7 @@ SAFE_SHARE = 0.9
 def find_edge(
     fits: Callable[[int], bool], guess: int, limit: int, enough: Callable[[], bool] = lambda: False
 ) -> tuple[int, int | None]:
-    """(largest size that fits, smallest that does not), by galloping from `guess` and bisecting.
+    """(largest size that fits, smallest that does not): gallop from `guess`, then bisect.
 
     The two are neighbours, or `PRECISION` apart, or what is known when `enough` returns True. The
     second is None if no probe up to `limit` failed.
@@ -341,11 +324,10 @@ def find_edge(
 
 
 def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]:
-    """(L, S) of every probe of the memory edge.
+    """(L, S) of every probe of the memory edge; none for a server, which queues.
 
-    At each memory length these are the recipe's longest slice, and all steps that the model can
-    generate. The two ends separate the memory of a row's prompt from that of its output. A server
-    is not probed: it queues.
+    At each memory length S is the recipe's longest slice, and all that the model can generate: the
+    two separate the memory of a row's prompt from that of its output.
     """
     if facts.is_server:
         return []
@@ -365,10 +347,9 @@ def admission_lengths(spec: ProfileSpec, facts: EngineFacts) -> list[int]:
     return [length for length in lengths if length + 2 <= facts.max_model_len]
 
 
-def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
-    """The memory edge of rounds at one input length: rows enter until the next one has no room.
-
-    The search also ends at `PROBE_SHARE_MAX` times the capacity.
+def probe_admission(bench: TimedEngine, length: int) -> MemoryPoint:
+    """The memory edge of rounds at one input length: rows enter until the next one has no room, or
+    `PROBE_SHARE_MAX` times the capacity is reached.
     """
     limit = min(ROWS_MAX, max(1, int(PROBE_SHARE_MAX * bench.facts.capacity_tokens / (length + 1))))
     rows, ran_out = bench.admit(length, limit)
@@ -377,18 +358,25 @@ def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
     )
 
 
+def record_probe(journal: Journal, key: str, length: int, probe: Callable[[], MemoryPoint]) -> None:
+    """Record what a probe of the memory edge at one input length finds, or why it failed."""
+    result: MemoryPoint | FailedPoint
+    try:
+        result = probe()
+    except Unmeasurable as reason:
+        result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
+    journal.put(key, result)
+
+
 def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
-    """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, without probes of the
-    capacity.
-    """
+    """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, at most of the capacity."""
     edges = [one.largest_ok * (one.input_length + one.steps) for one in probes if one.largest_ok]
     return SAFE_SHARE * min([*edges, facts.capacity_tokens])
 
 
 def probe_memory(bench: TimedEngine, length: int, steps: int, deadline_s: float) -> MemoryPoint:
     """The memory edge at one input length. The search stops at `deadline_s`, a monotonic time."""
-    total = length + steps
-    capacity = bench.facts.capacity_tokens
+    total, capacity = length + steps, bench.facts.capacity_tokens
     largest_ok, smallest_oom = find_edge(
         lambda size: bench.fits(SliceShape(size, length, steps)),
         guess=capacity // total,

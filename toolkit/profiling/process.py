@@ -1,12 +1,11 @@
 """An engine under measurement, in a process of its own.
 
-A crash there, from a probe past the memory edge or a bug in a kernel, does not end the profile, and
-its memory is freed when it ends. When the parent has ended, even by a kill, the child reads an end
-of file and ends.
+A probe past the memory edge or a bug in a kernel may kill that process; the profile goes on, with a
+new one. The child ends when its stdin does, so it never outlives the profile.
 
-Order: what profiling needs of an engine (`TimedEngine` and its kin), the frames between parent and
-child, `EngineProcess`, and `busy_neighbours`, other engines that run during a measurement. The
-frames are msgspec structs, length first, over the child's stdin and stdout.
+Order: what profiling needs of an engine (`TimedEngine`, `ProfileBench`), the frames between parent
+and child (msgspec structs, length first, over the child's stdin and stdout), `EngineProcess`, and
+`busy_neighbours`, other engines that run during a measurement.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import IO, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -34,95 +34,81 @@ from toolkit.workers.protocol import Workers
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
-# A visit to a cheap point lasts until it has taken this long, setup included, or has this many
-# samples. More samples would tell little: disturbances last longer than a visit, and another visit
-# sees another moment.
+# A visit to a cheap point ends after this long, setup included, or with this many samples. More
+# would tell little: disturbances last longer than a visit, and another visit sees another moment.
 VISIT_S = 0.02
 VISIT_SAMPLES = 3
 
 
 class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a failure of the profile)
-    """A point could not be measured, for the reason given. The engine is ready for the next point.
-
-    The engine may have been restarted.
-    """
+    """Why a point could not be measured. The engine, perhaps a new one, is ready for the next."""
 
 
-class TimedEngine(Protocol):
+class TimedEngine(ABC):
     """An engine that times points."""
 
     facts: EngineFacts
 
+    @abstractmethod
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """Seconds of one or several runs of the point. Raises `Unmeasurable` with the reason."""
-        ...
 
+    @abstractmethod
     def fits(self, shape: SliceShape) -> bool:
         """Whether a slice of this shape runs without running out of memory."""
-        ...
-
-
-class TimedRoundEngine(TimedEngine, Protocol):
-    """A `TimedEngine` that keeps its rows between rounds."""
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """(rows, ran out): how many rows of `length` tokens enter, one per round, up to `limit`.
-
-        The second says whether the next row ran out of memory. Raises `Unmeasurable` with the
-        reason.
+        """How many rows of `length` tokens enter, one per round, up to `limit`, and whether the
+        next one ran out of memory. Raises `Unmeasurable` with the reason.
         """
-        ...
+        raise NotImplementedError("the engine does not keep its rows between rounds")
 
-
-@runtime_checkable
-class TimedPassEngine(Protocol):
-    """A `TimedEngine` that reports its passes."""
+    @property
+    def steps(self) -> StepsProfile | None:
+        """The limits of its passes, without points; None if it reports no passes."""
+        return None
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
         """The passes since the last call."""
-        ...
-
-    @property
-    def steps(self) -> StepsProfile:
-        """The limits of the passes, without points."""
-        ...
-
-
-@runtime_checkable
-class CachingEngine(Protocol):
-    """A `TimedEngine` that may keep prompts in a prefix cache."""
+        return [], []
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
-        """What a prompt of each length takes at first, and again."""
-        ...
+        """What a prompt of each length takes at first, and again if a prefix cache may hold it."""
+        return []
 
 
-def visit(
-    run: Callable[[], float], warmups: int, now_s: Callable[[], float] = time.perf_counter
-) -> list[float]:
+class ProfileBench(TimedEngine):
+    """A `TimedEngine` with the workers that run whole slices."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End its use; its memory is then free for the workers."""
+
+    @abstractmethod
+    def workers(self, recipe: Recipe) -> Workers:
+        """The workers that run slices, the same as when serving."""
+
+
+def visit(run: Callable[[], float], warmups: int) -> list[float]:
     """The seconds that `run` returns, of as many runs as one visit has, after the warmups."""
     for _ in range(warmups):
         run()
     samples: list[float] = []
-    end_s = now_s() + VISIT_S
-    while not samples or (len(samples) < VISIT_SAMPLES and now_s() < end_s):
+    end_s = time.perf_counter() + VISIT_S
+    while not samples or (len(samples) < VISIT_SAMPLES and time.perf_counter() < end_s):
         samples.append(run())
     return samples
 
 
-class LocalTimedEngine:
-    """An engine in this process. `now_s` is the clock that bounds a visit."""
+class LocalTimedEngine(TimedEngine):
+    """An engine in this process."""
 
-    def __init__(
-        self, engine: Engine, clock: Clock, now_s: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, engine: Engine, clock: Clock) -> None:
         self.facts = engine.facts
         self._engine = engine
         self._clock = CLOCKS[clock]
-        self._now_s = now_s
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `TimedEngine.time`."""
         kind, rows, length, clock = point.kind, point.batch_size, point.length, self._clock
 
         def run() -> float:
@@ -133,21 +119,17 @@ class LocalTimedEngine:
             assert kind != "mix"
             assert kind != "traffic"
             assert kind != "hit"
-            return self._round_engine.time_part(kind, rows, length, point.others, clock)
+            engine = cast(RoundEngine, self._engine)
+            return engine.time_part(kind, rows, length, point.others, clock)
 
         try:
-            return visit(run, warmups, self._now_s)
+            return visit(run, warmups)
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
 
-    @property
-    def _round_engine(self) -> RoundEngine:
-        return cast(RoundEngine, self._engine)
-
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `TimedRoundEngine.admit`."""
         (row,) = slice_rows(SliceShape(1, length, self.facts.max_model_len - length))
-        engine = self._round_engine
+        engine = cast(RoundEngine, self._engine)
         entered, runs_out = 0, False
         while entered < limit and not runs_out:
             runs_out = engine.run_round(Round(0, (row,), (entered,)), lambda _: True).is_short
@@ -156,9 +138,7 @@ class LocalTimedEngine:
         return entered, runs_out
 
     def fits(self, shape: SliceShape) -> bool:
-        """See `TimedEngine.fits`. The engine allocates all steps at the start, so one step is
-        enough.
-        """
+        """See `TimedEngine.fits`. One step is enough: the engine allocates all at the start."""
         try:
             self._engine.run_slice(slice_rows(shape), shape.steps, lambda _: False)
         except OutOfMemory:
@@ -167,10 +147,7 @@ class LocalTimedEngine:
 
 
 def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
-    """Rows of a slice that runs for all its steps.
-
-    The first row is L tokens long, the others down to 3/4 of it, for real padding.
-    """
+    """Rows of a slice that runs for all its steps, of L tokens down to 3/4 of that, for padding."""
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
     spread, last = shape.input_length // 4, max(shape.batch_size - 1, 1)
     lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]
@@ -213,29 +190,10 @@ class KeepBusy(msgspec.Struct, tag=True, frozen=True):
     shapes: tuple[SliceShape, ...]
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """The engine is ready."""
+class Returned(msgspec.Struct, tag=True, frozen=True):
+    """What the method of `LocalTimedEngine` returned, or the facts of the loaded engine as JSON."""
 
-    facts_json: str
-
-
-class RunTimes(msgspec.Struct, tag=True, frozen=True):
-    """Seconds of each run."""
-
-    seconds: tuple[float, ...]
-
-
-class Tried(msgspec.Struct, tag=True, frozen=True):
-    """Whether the slice fitted."""
-
-    fitted: bool
-
-
-class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """How many rows entered, and whether the next one ran out of memory."""
-
-    rows: int
-    ran_out: bool
+    result: Any
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -247,11 +205,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 Request = LoadEngine | Time | Fits | Admit | KeepBusy
-Reply = Loaded | RunTimes | Tried | Admitted | Failed
-ReplyT = TypeVar("ReplyT", RunTimes, Tried, Admitted)
+Reply = Returned | Failed
+Frame = TypeVar("Frame")
+Result = TypeVar("Result")
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
@@ -261,23 +220,14 @@ def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
     stream.flush()
 
 
-def read_request(stream: IO[bytes]) -> Request:
-    """The next request. Raises `EOFError` if the parent has ended."""
-    return _requests.decode(_read(stream))
-
-
-def read_reply(stream: IO[bytes]) -> Reply:
-    """The next reply. Raises `EOFError` if the child has ended."""
-    return _replies.decode(_read(stream))
-
-
-def _read(stream: IO[bytes]) -> bytes:
+def read_frame(stream: IO[bytes], decoder: msgspec.msgpack.Decoder[Frame]) -> Frame:
+    """The next frame. Raises `EOFError` if the process that writes has ended."""
     head = stream.read(4)
     size = int.from_bytes(head, "big")
     body = stream.read(size)
     if len(head) < 4 or len(body) < size:
         raise EOFError
-    return body
+    return decoder.decode(body)
 
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
@@ -289,14 +239,10 @@ class Died(Unmeasurable):
     """The point killed the process; a new process has been started."""
 
 
-class EngineProcess:
-    """`toolkit.profiling.process.TimedEngine` on a child process, restarted when it dies.
-
-    `start` and `wait` are separate so that several engines can load at the same time. `stop` ends
-    the child.
+class EngineProcess(ProfileBench):
+    """An engine in a child process, restarted when it dies. `start` and `wait` are separate so that
+    several engines can load at the same time.
     """
-
-    facts: EngineFacts
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe_json = recipe.model_dump_json()
@@ -305,15 +251,12 @@ class EngineProcess:
         self._deaths = 0
 
     def start(self) -> None:
-        """Start the child, which begins to load its engine.
-
-        It has its own session: Ctrl-C is for the parent.
-        """
+        """Start the child, which begins to load its engine."""
         self._child = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the parent
             env=self._environment,
         )
         guard.watch(self._child.pid)
@@ -321,10 +264,10 @@ class EngineProcess:
         self._replies = cast(IO[bytes], self._child.stdout)
         self._send(LoadEngine(self._recipe_json))
 
-    def wait(self) -> EngineFacts:
+    def wait(self) -> None:
         """Wait until the engine is loaded. Raises `EngineError` or `InputError` if it cannot be."""
         try:
-            reply = read_reply(self._replies)
+            reply = read_frame(self._replies, REPLIES)
         except EOFError:
             why = f"the engine's process ended while it loaded: {self._end()}"
             raise EngineError(why) from None
@@ -332,9 +275,7 @@ class EngineProcess:
             self.stop()
             is_input = reply.exit_code == InputError.exit_code
             raise (InputError if is_input else EngineError)(reply.message, reply.hint)
-        assert isinstance(reply, Loaded)
-        self.facts = EngineFacts.model_validate_json(reply.facts_json)
-        return self.facts
+        self.facts = EngineFacts.model_validate_json(reply.result)
 
     def stop(self) -> None:
         """End the child, if there is one."""
@@ -344,15 +285,14 @@ class EngineProcess:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `Died` if the point killed the process."""
-        return list(self._request(Time(point, warmups), RunTimes).seconds)
+        return self._request(Time(point, warmups), list[float])
 
     def fits(self, shape: SliceShape) -> bool:
-        """See `TimedEngine.fits`. A shape that kills the process did not fit.
-
-        The kernel kills a process when memory is short.
+        """See `TimedEngine.fits`. A shape that kills the process did not fit: the kernel kills it
+        when memory is short.
         """
         try:
-            return self._request(Fits(shape), Tried).fitted
+            return self._request(Fits(shape), bool)
         except Died:
             return False
 
@@ -363,20 +303,17 @@ class EngineProcess:
         return ProcessWorkers([recipe] * recipe.workers)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then
-        unknown.
-        """
-        reply = self._request(Admit(length, limit), Admitted)
-        return reply.rows, reply.ran_out
+        """See `TimedEngine.admit`. Raises `Died` if it killed the process."""
+        return self._request(Admit(length, limit), tuple[int, bool])
 
     def keep_busy(self, shapes: Sequence[SliceShape]) -> None:
         """Serve these slices over and over until `stop`."""
         self._send(KeepBusy(tuple(shapes)))
 
-    def _request(self, request: Request, kind: type[ReplyT]) -> ReplyT:
+    def _request(self, request: Request, kind: type[Result]) -> Result:
         self._send(request)
         try:
-            reply = read_reply(self._replies)
+            reply = read_frame(self._replies, REPLIES)
         except EOFError:
             reason, self._deaths = self._end(), self._deaths + 1
             if self._deaths >= DEATHS_MAX:
@@ -389,8 +326,7 @@ class EngineProcess:
             raise Died(f"the engine's process ended: {reason}") from None
         if isinstance(reply, Failed):
             raise Unmeasurable(reply.message)
-        assert isinstance(reply, kind)
-        return reply
+        return msgspec.convert(reply.result, kind)
 
     def _send(self, request: Request) -> None:
         # A dead child is noticed by the end of file in the place of its reply.
@@ -398,10 +334,8 @@ class EngineProcess:
             write_frame(self._requests, request)
 
     def _end(self) -> str:
-        """Reap the child, end what it has started, and return how it ended.
-
-        A process that it leaves behind, of a model that several share, would keep the device's
-        memory and compute beside the next measurement.
+        """Reap the child and return how it ended. Also end what it has started: the other ranks of
+        a model would keep the device's memory and compute beside the next measurement.
         """
         child, self._child = self._child, None
         assert child
@@ -431,18 +365,15 @@ def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
 
 @contextlib.contextmanager
 def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[SliceShape]) -> Iterator[None]:
-    """Run `count` other engines meanwhile, as when all workers serve.
-
-    They share caches and memory bandwidth with the measured one.
+    """Run `count` other engines meanwhile, as when all workers serve: they share the processor's
+    caches and memory bandwidth with the measured one.
     """
     others = [EngineProcess(recipe) for _ in range(count if shapes else 0)]
-    try:
+    with contextlib.ExitStack() as stack:
         for other in others:
+            stack.callback(other.stop)
             other.start()
         for other in others:
             other.wait()
             other.keep_busy(shapes)
         yield
-    finally:
-        for other in others:
-            other.stop()

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
@@ -52,6 +53,7 @@ from toolkit.profiling.measure import (
     of_kind,
     probe_memory,
     probe_shapes,
+    record_probe,
     safe_tokens,
     visits_left,
     warmups,
@@ -59,17 +61,14 @@ from toolkit.profiling.measure import (
 from toolkit.profiling.process import (
     VISIT_S,
     VISIT_SAMPLES,
-    CachingEngine,
+    ProfileBench,
     TimedEngine,
-    TimedPassEngine,
-    TimedRoundEngine,
     Unmeasurable,
     busy_neighbours,
     engine_process,
 )
 from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
-from toolkit.workers.protocol import Workers
 
 PROBES_PER_LENGTH = 2  # probes that run; those that do not fit cost next to nothing
 SHORTEST_S = 1e-6  # of a run; if no point of a kind fits, its time is unknown
@@ -109,9 +108,8 @@ class ProfileEstimate:
 def estimate_s(
     work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: TimedEngine, workers: int
 ) -> float:
-    """The approximate time of the work, in seconds.
-
-    It needs up to four quick timings: the smallest and the largest point of each kind.
+    """The approximate time of the work, in seconds, from up to four quick timings: the smallest and
+    the largest point of each kind.
     """
     kinds: tuple[Kind, ...] = ("prefill", "decode")
     prefill_s, decode_s = (
@@ -165,22 +163,6 @@ def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
     return (time.perf_counter() - start_s) / (len(samples) + 1)
 
 
-MakeWorkers = Callable[[Recipe], Workers]
-Timed = Callable[[Recipe], AbstractContextManager["ProfileBench"]]
-
-
-class ProfileBench(TimedEngine, Protocol):
-    """A `TimedEngine` with the workers that run whole slices."""
-
-    def stop(self) -> None:
-        """End its use; its memory is then free for the workers."""
-        ...
-
-    def workers(self, recipe: Recipe) -> Workers:
-        """The workers that run slices, the same as when serving."""
-        ...
-
-
 class ProfileProgress(Protocol):
     """The observer of a profile: a progress bar, or a test."""
 
@@ -205,8 +187,7 @@ def profile(
     watch: ProfileProgress,
     *,
     fresh: bool = False,
-    timed: Timed = engine_process,
-    make_workers: MakeWorkers | None = None,
+    timed: Callable[[Recipe], AbstractContextManager[ProfileBench]] = engine_process,
 ) -> Profile:
     """Measure what `recipe`, read from `source`, describes, resuming from an earlier journal.
 
@@ -238,20 +219,10 @@ def profile(
             session = _Session(recipe, bench.facts, journal, watch, load_s)
             watch.planned(session.plan(bench))
             session.probe_memory(bench)
-            session.probe_admission(bench)
             session.measure(bench)
             bench.stop()  # frees its memory for the workers
-            session.run_slices(make_workers or bench.workers)
-            session.run_sequences(make_workers or bench.workers)
+            session.run_workers(bench)
             return session.result(made_from)
-
-
-def _memory_key(length: int, steps: int) -> str:
-    return f"memory/{length}/{steps}"
-
-
-def _slice_key(number: int) -> str:
-    return f"slice/{number}"
 
 
 class _Session:
@@ -272,18 +243,17 @@ class _Session:
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps: StepsProfile | None = None
         self._hits: list[HitPoint] = []
-        self._mixes: list[GridPoint] = []
+        parts = self._rounds.points if self._rounds else []
         if traits.timed_by_pass:
-            self._mixes = mix_points(self._spec, facts)
-            self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
-            self._mixes += hit_points(self._spec, facts)
-        parts = self._rounds.points if self._rounds else self._mixes
+            parts = mix_points(self._spec, facts)
+            parts += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
+            parts += hit_points(self._spec, facts)
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
             memory=[
-                shape
-                for shape in probe_shapes(self._spec, facts)
-                if _memory_key(*shape) not in journal.results
+                (length, steps)
+                for length, steps in probe_shapes(self._spec, facts)
+                if f"memory/{length}/{steps}" not in journal.results
             ],
             slices=self._slices_left(),
             admissions=self._rounds.lengths_left() if self._rounds else (),
@@ -298,7 +268,7 @@ class _Session:
     def _slices_left(self) -> dict[int, SliceShape]:
         """The slices that the journal lacks."""
         results, shapes = self._journal.results, self._shapes()
-        return {k: shape for k, shape in shapes.items() if _slice_key(k) not in results}
+        return {k: shape for k, shape in shapes.items() if f"slice/{k}" not in results}
 
     def plan(self, bench: TimedEngine) -> ProfileEstimate:
         work = self._work
@@ -315,28 +285,20 @@ class _Session:
         )
 
     def probe_memory(self, bench: TimedEngine) -> None:
+        """Search the memory edge of static batches, and of rounds if the engine runs them."""
         deadline_s = time.monotonic() + TIME_LIMIT_S
         for length, steps in self._work.memory:
-            result: MemoryPoint | FailedPoint
-            try:
-                result = probe_memory(bench, length, steps, deadline_s)
-            except Unmeasurable as reason:
-                result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
-            self._journal.put(_memory_key(length, steps), result)
+            probe = partial(probe_memory, bench, length, steps, deadline_s)
+            record_probe(self._journal, f"memory/{length}/{steps}", length, probe)
             self._progress.advanced(f"memory L={length} S={steps}")
-
-    def probe_admission(self, bench: TimedEngine) -> None:
         if self._rounds:
-            self._rounds.probe_admission(cast(TimedRoundEngine, bench), self._progress.advanced)
+            self._rounds.probe_admission(bench, self._progress.advanced)
 
     def measure(self, bench: TimedEngine) -> None:
-        """Measure the grid while as many other engines are busy as when serving.
-
-        On GPUs each worker has its own device, so none is needed. Also measure what a prefix cache
-        saves, if the engine may have one.
+        """Measure the grid, and what a prefix cache saves if the engine may have one. On a CPU as
+        many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
         """
-        if isinstance(bench, TimedPassEngine):
-            self._steps = bench.steps  # the limits of its passes
+        self._steps = bench.steps
         if self._work.visits:
             shared = self._recipe.hardware.device == "cpu"
             others = self._recipe.workers - 1 if shared else 0
@@ -344,22 +306,20 @@ class _Session:
             with busy_neighbours(self._recipe, others, shapes):
                 progress, journal = self._progress.advanced, self._journal
                 measure(self._work.visits, bench, self._spec, journal, progress)
-        if isinstance(bench, CachingEngine):
-            self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
+        self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
 
-    def run_slices(self, make_workers: MakeWorkers) -> None:
+    def run_workers(self, bench: ProfileBench) -> None:
+        """Run slices, and sequences of rounds if the engine runs them, on all workers."""
+
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
-            self._journal.put(_slice_key(number), result)
+            self._journal.put(f"slice/{number}", result)
             self._progress.advanced(f"slice {number + 1} of {self._spec.slices}")
 
-        left = self._slices_left()
-        if left:
-            workers = make_workers(self._recipe)
+        if left := self._slices_left():
+            workers = bench.workers(self._recipe)
             asyncio.run(SliceFeed(workers, left, self._facts.vocab_size, record).run())
-
-    def run_sequences(self, make_workers: MakeWorkers) -> None:
         if self._rounds and self._work.sequences:
-            self._rounds.run_sequences(make_workers(self._recipe), self._progress.advanced)
+            self._rounds.run_sequences(bench.workers(self._recipe), self._progress.advanced)
 
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
@@ -396,15 +356,12 @@ class _Session:
 def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
     """The probes of the memory edge of static batches."""
     probes = (result for key, result in results.items() if key.startswith("memory/"))
-    found = of_kind(MemoryPoint, probes)
-    return sorted(found, key=lambda probe: (probe.input_length, probe.steps))
+    points = of_kind(MemoryPoint, probes)
+    return sorted(points, key=lambda point: (point.input_length, point.steps))
 
 
 class OtherLoad:
-    """The CPU time that other programs use from now on.
-
-    This process does not count, nor do its children once they have ended.
-    """
+    """The CPU time of programs other than this one and its ended children, from now on."""
 
     def __init__(self) -> None:
         self._start = _snapshot()
@@ -421,8 +378,7 @@ def _snapshot() -> tuple[float, float]:
 
     cpus = psutil.cpu_times()
     own = os.times()
-    busy_s = sum(
-        getattr(cpus, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")
-    )
+    names = "user", "nice", "system", "irq", "softirq", "steal"
+    busy_s = sum(getattr(cpus, name, 0.0) for name in names)
     own_s = own.user + own.system + own.children_user + own.children_system
     return time.monotonic() * (psutil.cpu_count() or 1), busy_s - own_s

@@ -1,9 +1,8 @@
 """Measurements through the worker processes, all of them busy: sequences of rounds, whole slices.
 
-They show what a server pays, from dispatch to result. A `Feed` keeps workers busy with work:
-`SequenceFeed` with sequences of rounds, which `RowsOfSequence` draws, `SliceFeed` with slices.
-`RoundsStage` is the rounds' part of a profile. Engines that keep their rows make prefills and
-decode steps in rounds; those are in the grid.
+They show what a server pays, from dispatch to result. A `Feed` keeps workers busy: `SequenceFeed`
+with sequences of rounds, which `RowsOfSequence` draws, `SliceFeed` with slices. `RoundsStage` is
+the part of a profile about rounds.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams
@@ -35,10 +35,11 @@ from toolkit.profiling.measure import (
     admission_lengths,
     of_kind,
     probe_admission,
+    record_probe,
     round_parts,
     safe_tokens,
 )
-from toolkit.profiling.process import TimedRoundEngine, Unmeasurable, slice_rows
+from toolkit.profiling.process import TimedEngine, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import (
     BatchDone,
@@ -144,8 +145,7 @@ class Ranges:
 class RowsOfSequence:
     """The rows of one sequence on one worker: plans its next round and records the result.
 
-    Rows enter, decode together and end as in serving, beginning with an empty batch. A round is
-    timed from its dispatch to its result.
+    Beginning with an empty batch, rows enter, decode together and end as in serving.
 
     Args:
         ranges: the ranges of all draws.
@@ -174,8 +174,7 @@ class RowsOfSequence:
 
     def plan(self) -> Round:
         """The next round. The rows that enter are a full batch if none runs, else a few."""
-        room = self._wanted - len(self._cached)
-        count = room
+        room = count = self._wanted - len(self._cached)
         if self._cached:
             count = self._rng.randint(1, ENTER_MAX) if self._rng.random() < ENTER_SHARE else 0
         self._entering = {}
@@ -231,10 +230,8 @@ class RowsOfSequence:
             length = log_uniform(spec.input_lengths, rng)
             output = 1 + log_uniform((1, 2 * max(spec.slice_tokens)), rng)
             longest = max([*ends, length + output])
-            if (
-                length + output <= facts.max_model_len
-                and (len(ends) + 1) * longest <= self._ranges.tokens_max
-            ):
+            has_room = (len(ends) + 1) * longest <= self._ranges.tokens_max
+            if has_room and length + output <= facts.max_model_len:
                 tokens = tuple(position % facts.vocab_size for position in range(length))
                 name, sampling = f"profile-{self.next_row}", SamplingParams(ignore_eos=True)
                 return Row(name, tokens, 0, output, sampling)
@@ -306,29 +303,25 @@ class RoundsStage:
     def lengths_left(self) -> list[int]:
         """Lengths at which rows have not been admitted yet."""
         lengths = admission_lengths(self._recipe.profile, self._facts)
-        return [length for length in lengths if _admission_key(length) not in self._journal.results]
+        return [length for length in lengths if f"admission/{length}" not in self._journal.results]
 
     def sequences_left(self) -> list[int]:
         """Numbers of the sequences that the journal lacks."""
         numbers = range(self._recipe.profile.sequences)
-        return [number for number in numbers if _sequence_key(number) not in self._journal.results]
+        return [number for number in numbers if f"rounds/{number}" not in self._journal.results]
 
-    def probe_admission(self, bench: TimedRoundEngine, advance: Callable[[str], None]) -> None:
+    def probe_admission(self, bench: TimedEngine, advance: Callable[[str], None]) -> None:
         """Measure how many rows can enter, at each length."""
         for length in self.lengths_left():
-            result: MemoryPoint | FailedPoint
-            try:
-                result = probe_admission(bench, length)
-            except Unmeasurable as reason:
-                result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
-            self._journal.put(_admission_key(length), result)
+            probe = partial(probe_admission, bench, length)
+            record_probe(self._journal, f"admission/{length}", length, probe)
             advance(f"rows of {length} enter")
 
     def run_sequences(self, workers: Workers, advance: Callable[[str], None]) -> None:
         """Run whole sequences through the worker processes."""
 
         def record(number: int, result: RoundSequence | FailedPoint) -> None:
-            self._journal.put(_sequence_key(number), result)
+            self._journal.put(f"rounds/{number}", result)
             advance(f"rounds {number + 1} of {self._recipe.profile.sequences}")
 
         tokens_max = safe_tokens(self._admissions(), self._facts)
@@ -353,16 +346,8 @@ class RoundsStage:
 
     def _admissions(self) -> list[MemoryPoint]:
         lengths = admission_lengths(self._recipe.profile, self._facts)
-        found = (self._journal.results.get(_admission_key(length)) for length in lengths)
-        return of_kind(MemoryPoint, found)
-
-
-def _admission_key(length: int) -> str:
-    return f"admission/{length}"
-
-
-def _sequence_key(number: int) -> str:
-    return f"rounds/{number}"
+        probes = (self._journal.results.get(f"admission/{length}") for length in lengths)
+        return of_kind(MemoryPoint, probes)
 
 
 class SliceFeed(Feed[SliceShape, SlicePoint]):
@@ -391,16 +376,15 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
             number, shape, sent_s = self._sent.pop(event.batch_id)
             rows, length, steps = shape.batch_size, shape.input_length, shape.steps
             tokens = sum(map(len, event.output.tokens))
-            result: SlicePoint | FailedPoint
             if event.failure or tokens != rows * steps:
                 why = event.failure or f"{tokens} tokens came back"
-                result = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
+                failed = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
+                self.finish(number, failed)
             else:
-                seconds = now_s - sent_s
-                result = SlicePoint(
-                    batch_size=rows, input_length=length, steps=steps, seconds=seconds
+                point = SlicePoint(
+                    batch_size=rows, input_length=length, steps=steps, seconds=now_s - sent_s
                 )
-            self.finish(number, result)
+                self.finish(number, point)
             if event.failure != "crashed":  # a crashed worker is ready again later
                 self.next(event.worker)
         elif isinstance(event, WorkerReady):

@@ -243,7 +243,7 @@ class TraceRecorder:
             raise ApiError(str(error), status=status, code="upstream") from error
         finally:
             if answer is not None:
-                await answer.close()
+                await answer.aclose()
 
     async def _ask(
         self, scope: Scope, body: bytes, recorded: RecordedRequest | None
@@ -264,7 +264,7 @@ class TraceRecorder:
             if answer.status not in UNSUPPORTED_STATUSES:
                 recorded.reader = StreamReader(strip=True)
                 return answer
-            await answer.close()
+            await answer.aclose()
         plain = await self._upstream.send(scope["method"], target, headers, body)
         if adds and plain.status == 200:
             self._asks_usage = False

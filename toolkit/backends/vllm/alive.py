@@ -45,11 +45,11 @@ def figures(url: str) -> str:
 
 def generates(url: str, model: str, limit_s: float, key: str = "") -> bool:
     """Whether the server gives a token within `limit_s`. One that refuses to try is no hang."""
-    asked = {"model": model, "prompt": "a", "max_tokens": 1, "ignore_eos": True, "stream": False}
+    fields = {"model": model, "prompt": "a", "max_tokens": 1, "ignore_eos": True, "stream": False}
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
-    request = Request(f"{url}/v1/completions", json.dumps(asked).encode(), headers)
+    request = Request(f"{url}/v1/completions", json.dumps(fields).encode(), headers)
     try:
         build_opener(ProxyHandler({})).open(request, timeout=limit_s).read()
     except HTTPError as error:
@@ -62,19 +62,19 @@ def generates(url: str, model: str, limit_s: float, key: str = "") -> bool:
 def main() -> None:
     """The program; see above."""
     url, model, seconds, note, *mode = sys.argv[1:]
-    path, found = Path(note), figures(url)
-    known = path.read_text(encoding="utf-8") if path.exists() else None
-    if not found or found == known:
-        given = generates(url, model, float(seconds))
-        found = figures(url)
-        if not given and known is None and not found:
+    path, now = Path(note), figures(url)
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    if not now or now == before:
+        has_token = generates(url, model, float(seconds))
+        now = figures(url)
+        if not has_token and before is None and not now:
             raise SystemExit(NEVER)
-        if not given and found in ("", known):
+        if not has_token and now in ("", before):
             print(f"no token within {seconds} s", file=sys.stderr)
             if mode == ["end"]:
                 os.kill(-1, signal.SIGKILL)
             raise SystemExit(HANGS)
-    path.write_text(found, encoding="utf-8")
+    path.write_text(now, encoding="utf-8")
 
 
 if __name__ == "__main__":

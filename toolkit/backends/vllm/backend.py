@@ -1,9 +1,8 @@
 """vLLM as a backend: profile it through its own server, start it with a plan, check its version.
 
 Clients talk to vLLM's own server directly. llmctl reports when vLLM is ready, forwards signals and
-waits for its end. A policy of ours runs inside vLLM
-(`toolkit.backends.vllm.scheduler`), from the same plan. In every case vLLM's passes are counted and
-compared with the plan's laws (`toolkit.backends.vllm.iterations`), in vLLM's own /metrics.
+waits for its end. A policy of ours runs inside vLLM (`toolkit.backends.vllm.scheduler`). In any
+case `toolkit.backends.vllm.iterations` compares its passes with the plan's laws, in its /metrics.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -46,7 +46,7 @@ from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.run import ProfileBench
+from toolkit.profiling.process import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.workers.process import (
     GPUS_VARIABLE,
@@ -75,7 +75,6 @@ class VllmBackend:
     """`toolkit.backends.Backend`, `Serves`, `StartsReplicas` and `Checks` of vLLM."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
-        """See `Backend.timed`."""
         from toolkit.backends.vllm.profile import vllm_bench  # here: only a profile needs httpx
 
         return vllm_bench(recipe)
@@ -84,8 +83,8 @@ class VllmBackend:
         """See `Serves.launch`: vLLM's own server as a child process, with exactly the plan's flags.
 
         Raises `InputError` for an address that cannot be used, an untested version of vLLM, or a
-        plan that was fitted on another CPU or version of vLLM. Raises `EngineError` if vLLM is not
-        installed, cannot load, or ends by itself.
+        plan that was fitted on another CPU or version, and `EngineError` if vLLM is not installed,
+        cannot load, or ends by itself.
         """
         require_gpu([order.plan.recipe])
         check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
@@ -105,7 +104,9 @@ class VllmBackend:
                             _serve(server, order, signals, watch)
                         asked = watch.asked
             ended = _count_ended(Path(folder) / METRICS_FOLDER)
-            return ended | ({AT_LIMIT: max(ended.get(AT_LIMIT, 0) - asked, 0)} if asked else {})
+            if asked:
+                ended[AT_LIMIT] = max(ended.get(AT_LIMIT, 0) - asked, 0)
+            return ended
 
     def replica(
         self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
@@ -146,17 +147,15 @@ class VllmBackend:
         return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
     def check(self, recipe: Recipe) -> Check:
-        """See `Checks.check`."""
         try:
-            found = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
-            return Check("engine", "ok", found)
+            version = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
+        return Check("engine", "ok", version)
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
-        """See `DescribesServer.described`: in vLLM's own image, or in one that has llmctl, too.
-
-        The passes of such a server are not counted: that needs llmctl inside.
+        """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one
+        that has llmctl, too.
         """
         recipe, policy = plan.recipe, plan.policy.name
         command = VllmCommand(recipe, recipe.model.source, served_model)
@@ -190,20 +189,20 @@ class VllmBackend:
 
 def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
     """The command of server `number` with its share of this machine's devices, which all servers of
-    the plan divide. Raises `EngineError` for too few.
+    the plan divide. Raises `EngineError` if there are too few.
     """
-    recipes = [whole.kinds[each].recipe for each in whole.kind_numbers]
+    gpus, threads = [], []
+    for kind in whole.kind_numbers:
+        recipe = whole.kinds[kind].recipe
+        on_cpu = recipe.hardware.device == "cpu"
+        gpus.append(0 if on_cpu else recipe.engine.tensor_parallel_size)
+        threads.append(recipe.engine.threads or 0 if on_cpu else 0)
     variables = dict(command.variables)
-    if recipes[number].hardware.device != "cpu":
-        sizes = [
-            0 if each.hardware.device == "cpu" else each.engine.tensor_parallel_size
-            for each in recipes
-        ]
-        names = share_gpus(sizes, visible_gpus())[number].names
+    if gpus[number]:
+        names = share_gpus(gpus, visible_gpus())[number].names
         if names is not None:
             variables[GPUS_VARIABLE] = names
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
-    threads = [each.engine.threads or 0 if each.hardware.device == "cpu" else 0 for each in recipes]
     first = sum(threads[:number])
     own, used = range(first, first + threads[number]), range(sum(threads))
     command = replace(command, variables=variables, own_cpus=own, used_cpus=used)
@@ -220,31 +219,27 @@ def _refuse_other_gpu(plan: Plan, on_foreign: OnForeign | None) -> None:
     """Raise `ForeignError` for a fit of a GPU that this machine does not have, where the driver
     says which it has; `on_foreign` gets the message instead.
     """
-    device, found = plan.fit.engine.device, gpu_models()
-    if plan.recipe.hardware.device == "cpu" or not found:
+    device, models = plan.fit.engine.device, gpu_models()
+
+    def words(name: str) -> set[str]:
+        return set(re.findall(r"[a-z0-9]+", name.lower()))
+
+    is_here = any(words(device) <= words(model) for model in models)
+    if plan.recipe.hardware.device == "cpu" or is_here or not models:
         return
-    if any(_words(device) <= _words(model) for model in found):
-        return
-    message = f"its fit is of {device}, and here are {', '.join(dict.fromkeys(found))}"
+    message = f"its fit is of {device}, and here are {', '.join(dict.fromkeys(models))}"
     if on_foreign is None:
         raise ForeignError(message)
     on_foreign(message)
 
 
-def _words(name: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", name.lower()))
-
-
 class EndRequested(BaseException):
-    """A signal arrived while the server loads. Not an `Exception`: libraries catch those in their
-    imports and go on.
-    """
+    """A signal came while the server loads. No `Exception`: imports of libraries would catch it."""
 
 
 def _refuse_other(order: ServerOrder) -> None:
     """Refuse a plan of another engine or CPU, as far as both are known before loading."""
-    # vLLM omits a build's local version.
-    version, _, _ = vllm_version(order.plan.recipe).partition("+")
+    version = vllm_version(order.plan.recipe).partition("+")[0]  # vLLM omits a build's local one
     identity = {"engine": f"vllm {version}"}
     if order.plan.recipe.hardware.device == "cpu":
         identity["device"] = f"CPU {processor()}"
@@ -252,20 +247,15 @@ def _refuse_other(order: ServerOrder) -> None:
 
 
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
-    """The command that starts vLLM. `folder` gets the plan, which our code inside vLLM reads, and
-    vLLM's metrics.
-    """
+    """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
     from toolkit.engines.loading import saved_model  # here: it imports torch, which takes seconds
 
     plan, policy = order.plan, order.plan.policy
-    (folder / METRICS_FOLDER).mkdir()
-    path = folder / "plan.json"
+    path, metrics = folder / "plan.json", folder / METRICS_FOLDER
+    metrics.mkdir()
     write_file(plan, path)
     flags = scheduler_flags(plan, counted=plan.fit.steps is not None)
-    variables = {
-        PLAN_VARIABLE: str(path),
-        "PROMETHEUS_MULTIPROC_DIR": str(folder / METRICS_FOLDER),
-    }
+    variables = {PLAN_VARIABLE: str(path), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     if order.api_key:
         variables["VLLM_API_KEY"] = order.api_key
     if policy.name != POLICY and order.event_log is not None:
@@ -294,13 +284,12 @@ def _count_ended(metrics: Path) -> dict[str, int]:
         return {}
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(metrics))
-    ended: dict[str, int] = {}
+    ended: Counter[str] = Counter()
     for family in registry.collect():
         if family.name == ENDED_METRIC:
             for sample in family.samples:
-                reason = sample.labels.get(REASON_LABEL, "")
-                ended[reason] = ended.get(reason, 0) + int(sample.value)
-    return ended
+                ended[sample.labels.get(REASON_LABEL, "")] += int(sample.value)
+    return dict(ended)
 
 
 class _Signals:
@@ -325,17 +314,17 @@ class _Signals:
 
 
 class EngineWatch:
-    """Finds out, in a thread of its own, whether the server's engine hangs while the server answers
-    /health: its figures stand still for `serve.hang_s`, and it gives no token for as long.
+    """A thread that notices when the engine hangs while its server answers /health: the engine's
+    figures stand still for `serve.hang_s`, and it generates no token for as long.
 
     Attributes:
-        asked: how many tokens it was asked for.
-        hangs: why the server is to be ended; '' while it is alive.
+        asked: requests for a token, which it answered.
+        hangs: why the server must end; '' while it is alive.
     """
 
     def __init__(self, order: ServerOrder, url: str) -> None:
         self.asked, self.hangs = 0, ""
-        self._url, self._order, self._limit_s = url, order, order.plan.recipe.serve.hang_s
+        self._url, self._order = url, order
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -347,14 +336,14 @@ class EngineWatch:
         self._ended.set()  # it may still wait for a token: it ends with the process
 
     def _watch(self) -> None:
-        limit_s, url, now_s = self._limit_s, self._url, time.monotonic
+        order, url, now_s = self._order, self._url, time.monotonic
+        limit_s = order.plan.recipe.serve.hang_s
         seen, since_s = "", now_s()
         while not self._ended.wait(min(ASK_EVERY_S, limit_s / 2)):
-            found = alive.figures(url)
-            if found and found != seen:
-                seen, since_s = found, now_s()
+            figures = alive.figures(url)
+            if figures and figures != seen:
+                seen, since_s = figures, now_s()
             elif now_s() - since_s > limit_s:
-                order = self._order
                 if alive.generates(url, order.served_model, limit_s, order.api_key):
                     self.asked += 1
                 elif alive.figures(url) in ("", seen):
@@ -364,10 +353,9 @@ class EngineWatch:
 
 
 def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: EngineWatch) -> None:
-    """Wait for a signal, then for vLLM to finish running requests. Raises `EngineError` if vLLM
-    ends, does not answer for `hang_s` seconds, or hangs: the service manager starts it again.
-
-    The notice and the timeout of the order bound the wait; a second signal ends it.
+    """Wait for a signal, then for vLLM to finish running requests, within the order's notice and
+    timeout or until a second signal. Raises `EngineError` if vLLM ends, does not answer for
+    `hang_s` seconds, or hangs: the service manager starts it again.
     """
     now_s, hang_s, ending = time.monotonic, order.plan.recipe.serve.hang_s, order.ending
     answered_s, asked_s = now_s(), -math.inf

@@ -91,48 +91,37 @@ class VllmCommand:
         return [*words, *self.flags]
 
     def settings(self) -> list[tuple[list[str], str]]:
-        """The flags about the model and the engine, with the source of each: keys of the recipe.
-
-        The scheduler's flags and the address are not among them.
-        """
+        """The flags about the model and the engine, each with its key of the recipe."""
         spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
-        found: list[tuple[list[str], str]] = []
-
-        def add(source: str, *words: object) -> None:
-            found.append(([str(word) for word in words], source))
-
-        add("serve.served_model_name, or the model", "--served-model-name", self.served_model)
-        add("model.dtype", "--dtype", model.dtype)
-        add("model.max_model_len", "--max-model-len", model.max_model_len)
-        if model.source != "random":
-            add("model.load_format", "--load-format", model.load_format)
-        if model.revision:
-            add("model.revision", "--revision", model.revision)
-        if model.trust_remote_code:
-            add("model.trust_remote_code", "--trust-remote-code")
-        if engine.kv_cache_memory_mib is not None:
-            size = int(engine.kv_cache_memory_mib * MIB)
-            add("engine.kv_cache_memory_mib", "--kv-cache-memory-bytes", size)
-        elif self.recipe.hardware.device != "cpu":
-            share = engine.gpu_memory_utilization
-            add("engine.gpu_memory_utilization", "--gpu-memory-utilization", share)
-        if spec.block_size is not None:
-            add("engine.vllm.block_size", "--block-size", spec.block_size)
-        if (blocks := spec.num_gpu_blocks_override) is not None:
-            add("engine.vllm.num_gpu_blocks_override", "--num-gpu-blocks-override", blocks)
-        if engine.tensor_parallel_size > 1:
-            gpus = engine.tensor_parallel_size
-            add("engine.tensor_parallel_size", "--tensor-parallel-size", gpus)
-        if spec.enforce_eager:
-            add("engine.vllm.enforce_eager", "--enforce-eager")
-        if spec.args:
-            add("engine.vllm.args", *spec.args)
-        return found
+        budget, on_cpu = engine.kv_cache_memory_mib, self.recipe.hardware.device == "cpu"
+        load_format = None if model.source == "random" else model.load_format
+        size = None if budget is None else int(budget * MIB)
+        share = engine.gpu_memory_utilization if budget is None and not on_cpu else None
+        gpus = engine.tensor_parallel_size if engine.tensor_parallel_size > 1 else None
+        blocks = spec.num_gpu_blocks_override
+        values: list[tuple[str, str, object]] = [  # None or False: without the flag
+            ("serve.served_model_name, or the model", "--served-model-name", self.served_model),
+            ("model.dtype", "--dtype", model.dtype),
+            ("model.max_model_len", "--max-model-len", model.max_model_len),
+            ("model.load_format", "--load-format", load_format),
+            ("model.revision", "--revision", model.revision or None),
+            ("model.trust_remote_code", "--trust-remote-code", model.trust_remote_code),
+            ("engine.kv_cache_memory_mib", "--kv-cache-memory-bytes", size),
+            ("engine.gpu_memory_utilization", "--gpu-memory-utilization", share),
+            ("engine.vllm.block_size", "--block-size", spec.block_size),
+            ("engine.vllm.num_gpu_blocks_override", "--num-gpu-blocks-override", blocks),
+            ("engine.tensor_parallel_size", "--tensor-parallel-size", gpus),
+            ("engine.vllm.enforce_eager", "--enforce-eager", spec.enforce_eager),
+        ]
+        settings = [
+            ([flag] if value is True else [flag, str(value)], source)
+            for source, flag, value in values
+            if value is not None and value is not False
+        ]
+        return [*settings, *([(list(spec.args), "engine.vllm.args")] if spec.args else [])]
 
     def environment(self, modules: Path) -> dict[str, str]:
-        """The child's environment. `modules` is a folder that holds llmctl's package and nothing
-        else.
-        """
+        """The child's environment. `modules` is a folder of nothing but llmctl's package."""
         environment = os.environ | NO_TELEMETRY | {"PYTHONPATH": str(modules), **self.variables}
         if cpus := self.cpus[0]:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
@@ -140,19 +129,14 @@ class VllmCommand:
 
     @property
     def end_s(self) -> float:
-        """The most seconds that a running server takes to end after llmctl has died.
-
-        See `toolkit.backends.vllm.child`.
-        """
+        """The most seconds that a running server takes to end after llmctl has died (`child`)."""
         words = list(self.flags)
         return CHILD_END_S + (float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0)
 
     @property
     def cpus(self) -> tuple[list[int], list[int]]:
-        """The CPUs of the engine's threads, and those left for the rest of the server.
-
-        Both are empty if vLLM does not run on a CPU or the recipe sets no threads: then vLLM
-        divides them itself.
+        """The CPUs of the engine's threads, and those for the rest of the server. Both are empty
+        where vLLM divides them: on a GPU, or if the recipe sets no threads.
         """
         threads = self.recipe.engine.threads
         if self.recipe.hardware.device != "cpu" or threads is None:
@@ -174,24 +158,18 @@ class VllmCommand:
 
 
 def vllm_python(recipe: Recipe) -> str:
-    """The Python of vLLM's environment.
-
-    It is seldom llmctl's own: vLLM requires another version of transformers.
-    """
+    """The Python of vLLM's environment: seldom llmctl's, since vLLM needs other transformers."""
     spec = recipe.engine.vllm
     return (spec.python if spec else None) or os.environ.get(PYTHON_VARIABLE) or sys.executable
 
 
 def vllm_version(recipe: Recipe) -> str:
-    """The version of vLLM in that Python.
-
-    Raises `EngineError` if it has no vLLM, and `InputError` for an untested version.
-    """
+    """The version of vLLM in that Python. `EngineError` without any, `InputError` if untested."""
     python = vllm_python(recipe)
     other = f"name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
     remedy = f"pip install 'vllm{TRIED}' into it, or {other}"
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             [python, "-c", PRINT_VERSION], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S
         )
     except OSError as error:
@@ -199,17 +177,16 @@ def vllm_version(recipe: Recipe) -> str:
     except subprocess.TimeoutExpired:
         why = f"{python} did not answer within {VERSION_TIMEOUT_S:g} s"
         raise EngineError(why, remedy) from None
-    if found.returncode:
+    if done.returncode:
         raise EngineError(f"{python} has no vLLM", remedy)
-    version = found.stdout.strip()
+    version = done.stdout.strip()
     check_version(version, f"or {other}")
     return version
 
 
 def link_package(folder: Path) -> None:
-    """Link llmctl's package into `folder`, and `mypy_extensions`, a file without imports.
-
-    vLLM's environment has its own versions of everything else that this code imports there.
+    """Link llmctl's package into `folder`, and `mypy_extensions`, a file without imports: all else
+    that this code imports is in vLLM's environment, in versions of its own.
     """
     (folder / "toolkit").symlink_to(Path(toolkit.__file__).parent, target_is_directory=True)
     (folder / "mypy_extensions.py").symlink_to(mypy_extensions.__file__)
@@ -226,10 +203,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class VllmServer:
-    """A running server. `url` is its address.
-
-    If `quiet`, its output is kept for error messages only; else it also goes to standard error.
-    """
+    """A running server. Its last output is kept for errors; unless `quiet`, all is shown, too."""
 
     def __init__(
         self, command: VllmCommand, host: str, port: int, *, quiet: bool, folder: Path
@@ -262,14 +236,12 @@ class VllmServer:
         self._reader.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until it answers.
-
-        Raises `EngineError` with its own error line if it ends before, or takes longer than
-        `LOAD_S`.
+        """Wait until it answers. Raises `EngineError` with its own error line if it ends before, or
+        takes longer than `LOAD_S`.
         """
         deadline_s = time.monotonic() + LOAD_S
         while not self.healthy():
-            if self._child.poll() is not None:
+            if not self.running:
                 raise self.died("while it loaded")
             if time.monotonic() > deadline_s:
                 raise EngineError(f"vLLM was not ready within {LOAD_S:g} s: {self._error_line()}")
@@ -282,11 +254,10 @@ class VllmServer:
         import httpx  # here: code inside vLLM imports this module, and does not need httpx
 
         try:
-            url = f"{self.url}/health"
-            answer = httpx.get(url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
-            return answer.status_code == 200
+            page = httpx.get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False)
         except httpx.HTTPError:
             return False
+        return page.status_code == 200
 
     @property
     def running(self) -> bool:
@@ -320,9 +291,8 @@ class VllmServer:
             os.killpg(self._child.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, by force if necessary, with every process of its session.
-
-        While it loads it waits for its engine and ignores signals (vLLM 0.32).
+        """End it, by force if necessary, with every process of its session. While it loads it waits
+        for its engine and ignores signals (vLLM 0.32).
         """
         self.signal_end()
         if self.wait(STOP_S if self._ready else STOP_LOADING_S) is None:
@@ -347,9 +317,9 @@ class VllmServer:
     def _keep_engine_cpus_free(self) -> None:
         """Move all processes but the engine off the CPUs that the engine's threads are bound to.
 
-        vLLM's API server and the process of its scheduler, which busy-waits, would at times run
-        there. That slows passes by a tenth, to a degree that varies. New threads inherit the CPUs
-        of the thread that starts them. Call this only once the engine's threads are bound.
+        vLLM's API server and its scheduler, which busy-waits, would at times run there and slow
+        passes by about a tenth. New threads inherit the CPUs of the thread that starts them. Call
+        this only once the engine's threads are bound.
         """
         if not self._other_cpus:
             return
@@ -381,10 +351,8 @@ class VllmServer:
 def vllm_server(
     command: VllmCommand, host: str = "127.0.0.1", port: int = 0, *, quiet: bool
 ) -> Iterator[VllmServer]:
-    """Yield a server that answers, and end it afterwards. Port 0 means a free port.
-
-    Raises `InputError` for an untested version, and `EngineError` if vLLM is not installed or does
-    not load.
+    """Yield a server that answers, and end it afterwards. Port 0 means a free port. Raises
+    `InputError` for an untested version, and `EngineError` if vLLM is absent or does not load.
     """
     vllm_version(command.recipe)
     with tempfile.TemporaryDirectory(prefix="llmctl-vllm-") as name:
@@ -416,11 +384,11 @@ def flags_of(
     `prefix_caching`, if given, overrides the parameter of that name. Raises `InputError` for an
     unknown parameter.
     """
-    found = parameters(make_any(policy, given)) if policy == POLICY else {}
+    values = parameters(make_any(policy, given)) if policy == POLICY else {}
     if prefix_caching is not None:
-        found["prefix_caching"] = prefix_caching
+        values["prefix_caching"] = prefix_caching
     words: list[str] = []
-    for name, value in found.items():
+    for name, value in values.items():
         if isinstance(value, bool):
             words.append(f"--{SWITCHES[name]}" if value else f"--no-{SWITCHES[name]}")
         else:

@@ -1,6 +1,5 @@
-"""Schedulers inside vLLM that report each pass: to a log, or as counts in vLLM's own /metrics.
-
-Neither changes a decision. `PassLoggingMixin` collects the passes for both.
+"""Schedulers inside vLLM that report each pass, and change no decision: to a log, or as counts in
+vLLM's own /metrics.
 
 --scheduler-cls toolkit.backends.vllm.iterations.logged_scheduler
     vLLM's own scheduler, with a line for each pass in the file that LLMCTL_VLLM_ITERATIONS names;
@@ -10,8 +9,8 @@ Neither changes a decision. `PassLoggingMixin` collects the passes for both.
     laws of LLMCTL_VLLM_PLAN predict; /metrics shows the sums if PROMETHEUS_MULTIPROC_DIR names an
     empty folder, through which vLLM's processes share their metrics
 
-`PassSeries` holds the sums, `PassCounts` computes them from the passes, and `Counted` feeds it from
-inside a scheduler.
+`PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
+them from the passes, and `Counted` feeds it from inside a scheduler.
 """
 
 from __future__ import annotations
@@ -112,10 +111,7 @@ class Logged(PassLoggingMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         with one_line():
-            path = os.environ.get(ITERATIONS_VARIABLE, "")
-            if not path:
-                hint = "it names the file for the log of passes"
-                raise InputError(f"{ITERATIONS_VARIABLE} is not set", hint)
+            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
             try:
                 self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
             except OSError as error:
@@ -131,8 +127,8 @@ class Logged(PassLoggingMixin):
 
     def _header(self) -> IterationLogHeader:
         config, cache = self.vllm_config, self.cache_config
-        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         groups = self.kv_cache_config.kv_cache_groups
+        spec = groups[0].kv_cache_spec
         layers = sum(len(group.layer_names) for group in groups)
         return IterationLogHeader(
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -153,10 +149,6 @@ class Logged(PassLoggingMixin):
         )
 
 
-class LoggedScheduler(Logged):
-    """Logs vLLM's scheduler without async scheduling."""
-
-
 class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
     """Logs vLLM's scheduler with async scheduling."""
 
@@ -164,36 +156,22 @@ class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
 def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
     """Make the logged form of the scheduler that vLLM would choose under this configuration."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    kind = LoggedAsyncScheduler if config.scheduler_config.async_scheduling else LoggedScheduler
+    kind = LoggedAsyncScheduler if config.scheduler_config.async_scheduling else Logged
     return kind(*args, **kwargs)
 
 
 class PassSeries:
-    """The sums as Prometheus series, in seconds, under the names of llmctl's own server.
-
-    A dashboard or an alert for one server therefore works for the other.
+    """The sums as Prometheus series, in seconds. They have the names of llmctl's own server, so a
+    dashboard or an alert for one server works for the other.
     """
 
     def __init__(self) -> None:
-        self._took = Counter("llmctl_batch_seconds", "Time of passes.")
-        self._predicted = Counter(
+        self.took = Counter("llmctl_batch_seconds", "Time of passes.")
+        self.predicted = Counter(
             "llmctl_predicted_batch_seconds", "Time of the same passes as the laws predict it."
         )
-        self._ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
-        self._e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
-
-    def batch(self, took_s: float, predicted_s: float) -> None:
-        """Add a pass, with the gap before it."""
-        self._took.inc(took_s)
-        self._predicted.inc(predicted_s)
-
-    def ttft(self, seconds: float) -> None:
-        """Add the time from a request's arrival to its first token."""
-        self._ttft.observe(seconds)
-
-    def e2e(self, seconds: float) -> None:
-        """Add the time from a request's arrival to its last token."""
-        self._e2e.observe(seconds)
+        self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
+        self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
 
 
 class PassCounts:
@@ -202,11 +180,10 @@ class PassCounts:
     A pass counts from its start to its end, plus the gap since the previous pass if requests were
     there during all of that gap.
 
-    The engine sees a request that arrives during a pass only after that pass, however long it was
-    there. Its arrival is then the time at which the front made it, later by what this takes to
-    reach an idle engine. The middle of the pass would be wrong for bursts, which arrive as a pass
-    begins. HTTP and tokenizing before that, and everything after the end of a pass, belong to the
-    front and are not counted.
+    The engine sees a request that arrives during a pass only after that pass. Its arrival is then
+    the time at which the front made it, plus the mean time from the front to an idle engine. (The
+    middle of the pass would be wrong for bursts, which arrive as a pass begins.) HTTP and
+    tokenizing before that, and all after the end of a pass, belong to the front and do not count.
     """
 
     def __init__(self, law: StepLaw, series: PassSeries) -> None:
@@ -251,17 +228,18 @@ class PassCounts:
             if self._ended_s is not None:
                 start_s = self._ended_s
                 predicted_s += self._law.after_s(self._rows)
-            self._series.batch(logged.end_s - start_s, predicted_s)
+            self._series.took.inc(logged.end_s - start_s)
+            self._series.predicted.inc(predicted_s)
             self._ended_s, self._rows = logged.end_s, shape.rows
         for row in logged.rows:
             ends_prompt = row.computed + row.new >= row.prompt_tokens
             if row.request_id in self._without_token and ends_prompt:
                 self._without_token.discard(row.request_id)
-                self._series.ttft(logged.end_s - self._arrived_s[row.request_id])
+                self._series.ttft.observe(logged.end_s - self._arrived_s[row.request_id])
         for request_id in logged.ended:
             arrived_s = self._arrived_s.pop(request_id, None)
             if arrived_s is not None:
-                self._series.e2e(logged.end_s - arrived_s)
+                self._series.e2e.observe(logged.end_s - arrived_s)
         self._reset_if_idle()
 
     def _reset_if_idle(self) -> None:
@@ -270,10 +248,7 @@ class PassCounts:
 
 
 class Counted(PassLoggingMixin):
-    """A mix-in that counts passes, for vLLM's schedulers and for ours.
-
-    Raises `InputError` if the plan has no law of passes.
-    """
+    """Counts passes, of vLLM's schedulers or ours. `InputError` if the plan has no such law."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -309,10 +284,6 @@ class Counted(PassLoggingMixin):
         self._counts.passed(logged)
 
 
-class CountedScheduler(Counted):
-    """Counts vLLM's scheduler without async scheduling."""
-
-
 class CountedAsyncScheduler(Counted, AsyncScheduler):  # type: ignore[misc]
     """Counts vLLM's scheduler with async scheduling."""
 
@@ -326,13 +297,17 @@ def counted_scheduler(*args: Any, **kwargs: Any) -> Counted:
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     with one_line():
         is_ours = _plan().policy.name != POLICY
-    vllms = CountedAsyncScheduler if config.scheduler_config.async_scheduling else CountedScheduler
+    vllms = CountedAsyncScheduler if config.scheduler_config.async_scheduling else Counted
     return (CountedLlmctlScheduler if is_ours else vllms)(*args, **kwargs)
 
 
 def _plan() -> Plan:
-    path = os.environ.get(PLAN_VARIABLE, "")
-    if not path:
-        hint = "it names the plan.json with the laws that the passes are compared with"
-        raise InputError(f"{PLAN_VARIABLE} is not set", hint)
-    return read_file(Plan, path)
+    what = "the plan.json with the laws that the passes are compared with"
+    return read_file(Plan, _path_in(PLAN_VARIABLE, what))
+
+
+def _path_in(variable: str, what: str) -> str:
+    """The path in a variable of the environment. Raises `InputError` if it is not set."""
+    if path := os.environ.get(variable):
+        return path
+    raise InputError(f"{variable} is not set", f"it names {what}")

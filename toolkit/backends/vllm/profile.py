@@ -1,13 +1,10 @@
 """The bench of vLLM: its own server, started by llmctl, driven over HTTP, timed by its log of
 passes.
 
-The timed server is therefore the one that will serve, and the client's own delays affect
-`FrontPoint` only. A prefill of [N, L] lasts from the first pass with a chunk of the N prompts to
-the last one. A decode step of N rows is a pass of exactly these rows, plus the gap to the next
-pass. All passes, those of mixes and of traffic too, are kept for the law of passes.
-
-Order: passes as points of a profile, the bench, the points' times, and `vllm_bench`, which starts
-the server.
+It times the server that will serve, and the client's own delays affect `FrontPoint` only. A prefill
+of [N, L] lasts from the first pass with a chunk of the N prompts to the last one. A decode step of
+N rows is a pass of exactly these rows, plus the gap to the next pass. All passes, those of mixes
+and of traffic too, are kept for the law of passes.
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, 
 
 @dataclass(slots=True, frozen=True)
 class TimedPass:
-    """A pass that computed something.
-
-    `host_s` is the gap until the next pass began; None if no work was waiting.
-    """
+    """A pass that computed something. `host_s`: the gap to the next pass, None if nothing waits."""
 
     shape: StepShape
     start_s: float
@@ -55,11 +49,10 @@ class TimedPass:
 
 
 def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
-    """Consecutive passes with their times, in seconds.
-
-    A pass that was scheduled before the previous one ended begins when that one ends.
+    """Consecutive passes with their times, in seconds. A pass that was scheduled before the end of
+    the previous one begins at that end.
     """
-    found: list[TimedPass] = []
+    times: list[TimedPass] = []
     end_s = -1.0
     for one, following in pairwise([*[one for one in passes if one.rows], None]):
         assert one is not None
@@ -68,20 +61,20 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
             one.waiting or {row.request_id for row in one.rows} - set(one.ended)
         )
         host_s = max(following.start_s - end_s, 0.0) if busy and following else None
-        found.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s))
-    return found
+        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s))
+    return times
 
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
     """One point for each pass with chunks, and one for each stretch of equally many decodes."""
-    found = []
+    stretches: list[list[TimedPass]] = []
     for chunked, group in groupby(passes, key=lambda one: one.shape.prefills > 0):
         if chunked:
-            found += [_point([one]) for one in group]
+            stretches += [[one] for one in group]
         else:
-            stretches = groupby(group, key=lambda one: one.shape.decodes)
-            found += [_point(list(stretch)) for _, stretch in stretches]
-    return found
+            equal = groupby(group, key=lambda one: one.shape.decodes)
+            stretches += [list(stretch) for _, stretch in equal]
+    return [_point(stretch) for stretch in stretches]
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -104,17 +97,14 @@ STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 
 
 class VllmBench(ServerBench):
-    """`toolkit.profiling.process.TimedEngine` and `TimedPassEngine` on a running vLLM server.
-
-    `log` is the file that vLLM's scheduler writes its passes to, at its first line.
-    """
+    """A running vLLM server, which writes its passes to `log`, open at its first line."""
 
     def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server, self._log = server, log
         self._header: IterationLogHeader = header_of(log.readline())
         self.facts = facts_of(recipe, self._header)
-        self._endpoint.draws_below(self.facts.vocab_size)
+        self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
         self._step_s = 0.0  # of a decode step, roughly
@@ -124,7 +114,6 @@ class VllmBench(ServerBench):
 
     @property
     def steps(self) -> StepsProfile:
-        """See `TimedPassEngine.steps`."""
         header = self._header
         return StepsProfile(
             block_tokens=header.block_tokens,
@@ -136,15 +125,13 @@ class VllmBench(ServerBench):
         )
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
-        """See `TimedPassEngine.take_passes`."""
-        found = self._steps, self._front
+        passes = self._steps, self._front
         self._steps, self._front = [], []
-        return found
+        return passes
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `TimedEngine.time`.
-
-        Raises `EngineError` when the server has ended, or when `FAILURES_MAX` points fail in a row.
+        """See `TimedEngine.time`. Raises `EngineError` when the server has ended, or `FAILURES_MAX`
+        points fail in a row.
         """
         with self.counting_failures():
             try:
@@ -161,8 +148,8 @@ class VllmBench(ServerBench):
         return samples
 
     def _measure(self, point: GridPoint) -> float:
-        """One run of a point; a decode step is tried again, since a request that came late, on a
-        machine that stood still for a moment, may have missed the others.
+        """One run of a point. A decode step is tried again where its rows were not all in one pass:
+        a request may come late when the machine stands still for a moment.
         """
         for _ in range(TRIES - 1 if point.kind == "decode" else 0):
             with contextlib.suppress(NeverAtOnce):
@@ -192,9 +179,8 @@ class VllmBench(ServerBench):
         return fmean(one.seconds + (one.host_s or 0.0) for one in whole)
 
     def _measure_hits(self, point: GridPoint) -> float:
-        """A prompt, then others that begin with it, one after another; seconds of such a pass.
-
-        A model that vLLM keeps no prefixes of computes them whole, which is no failure.
+        """A prompt, then others that begin with it, one after another; seconds of such a pass. A
+        model that vLLM keeps no prefixes of computes them whole, which is no failure.
         """
         beginning = self._endpoint.prompt(point.length)
         length = point.length + point.others
@@ -211,8 +197,8 @@ class VllmBench(ServerBench):
         return fmean(hits or [one.seconds for one in passes])
 
     def _requests(self, point: GridPoint) -> list[Sample]:
-        """The requests of a point, with their times. Those of traffic have exponential gaps, at a
-        rate at which about N of them run at once.
+        """The requests of a point, with their times. Those of traffic have exponential gaps, and
+        about N of them run at once.
         """
         length, longest = point.length, self.facts.max_model_len
         if point.kind == "prefill":
@@ -243,9 +229,7 @@ class NeverAtOnce(Unmeasurable):
 
 
 def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> FrontPoint:
-    """The time outside the passes: of a single request before its first token, of several after the
-    last.
-    """
+    """The time outside the passes: of one request before its first token, of several at the end."""
     rows, prompt = len(samples), samples[0].prompt_tokens
     if rows == 1:
         first_end_s = next(one.end_s for one in passes if _emits(one, prompt))
@@ -256,12 +240,11 @@ def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> Fr
 
 
 def _emits(one: TimedPass, prompt: int) -> bool:
-    """Whether a pass of a single request ends its prompt. What it attends to tells the cached
-    tokens.
-    """
+    """Whether a pass of a single request ends its prompt."""
     shape = one.shape
     if not shape.prefills:
         return False
+    # Each of its tokens attends to the cached ones and, on average, to half of the pass.
     cached = shape.prefill_attended / shape.prefill_tokens - shape.prefill_tokens / 2
     return round(cached + shape.prefill_tokens) >= prompt
 
@@ -291,20 +274,17 @@ def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
 
 @contextlib.contextmanager
 def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
-    """Yield a bench on a server of its own, with the recipe's flags and a prefix cache.
-
-    Prompts are random, so the cache holds none of them but where a point wants that. Raises
-    `InputError` for an untested version, and `EngineError` if vLLM is not installed or does not
-    load.
+    """Yield a bench on a server of its own, with the recipe's flags and a prefix cache, which holds
+    no prompt but where a point wants that: prompts are random. Raises as `vllm_server`.
     """
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
         path, policy = Path(name) / "passes.jsonl", recipe.policy
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
-        with vllm_server(command, quiet=True) as server, path.open("rb") as log:
-            bench = VllmBench(recipe, server, log)
-            try:
-                yield bench
-            finally:
-                bench.stop()
+        with (
+            vllm_server(command, quiet=True) as server,
+            path.open("rb") as log,
+            VllmBench(recipe, server, log) as bench,
+        ):
+            yield bench

@@ -2,10 +2,10 @@
 
 Before each of its steps the engine asks which requests may run (`Steps.plan`, which returns
 `StepOrders`). Afterwards it reports the step (`Steps.stepped`). In between it decides alone: it
-prefills in chunks next to decodes, leaves out requests that have no room, and drops caches for
-others. All of that is in the `RoundResult`, so the scheduler's state matches what the engine holds,
-and the log of a `RecordingScheduler` replays. The engine may be one step ahead: a step that began
-before an order counts to the round that the order began, and only requests in both take part in it.
+prefills in chunks next to decodes, skips requests that have no room, and preempts others. All of
+that is in the `RoundResult`, so the scheduler's state matches what the engine holds, and the log of
+a `RecordingScheduler` replays. The engine may be one step ahead: a step that began before an order
+counts to the round that the order began, and only requests in both take part in it.
 
 `CountedBlocks` counts each block of tokens once that several requests share. `AdmissionGate` is the
 engine's queue of waiting requests: the engine sees only those that the policy admits.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Job, Request, RoundResult
@@ -61,10 +61,7 @@ class Steps:
             self._changed = True
 
     def submit(self, request: Request, now_s: float) -> bool:
-        """Submit a request. False if it can never fit, by the scheduler's own state.
-
-        The scheduler then knows nothing of it.
-        """
+        """Submit a request. False if it can never fit; the scheduler then knows nothing of it."""
         if self.scheduler.submit(request, now_s) is not None:
             return False
         self._changed = True
@@ -156,12 +153,12 @@ def _ids(jobs: Sequence[Job]) -> tuple[str, ...]:
 class CountedBlocks:
     """Which blocks of tokens are counted, and with which request.
 
-    The scheduler adds up the lengths of requests. Where an engine with prefix caching holds a block
-    once for several of them, it is counted with the first of them. When that one ends while others
-    hold the block, it is `uncounted`: the capacity is smaller by it, and a request that comes with
-    it brings only its other blocks, as in the engine. A request that comes when none holds the
-    block is counted with it again. If the last holder ends while such a request waits, this one
-    takes more than was counted, and the block is uncounted from then on.
+    The scheduler adds up the lengths of requests. With prefix caching the engine holds a block once
+    for several requests; it is counted with the first of them. When that one ends while others hold
+    the block, the block is `uncounted`: the capacity is smaller by it, and a new request with it
+    brings only its other blocks, as in the engine. A request that comes when none holds the block
+    is counted with it again. If the last holder ends while a request waits that was not counted
+    with the block, the block is uncounted as soon as this request runs.
     """
 
     def __init__(self) -> None:
@@ -172,8 +169,8 @@ class CountedBlocks:
         self._holders: dict[Hashable, int] = {}  # running requests with the block
 
     def enter(self, request_id: str, blocks: Sequence[Hashable]) -> int:
-        """A request comes, with the keys of its full blocks, each of which stands for all tokens up
-        to its end. Returns how many of them are counted without it.
+        """A request comes, with the keys of its full blocks; a key stands for all tokens up to the
+        block's end. Returns how many of them are counted without it.
         """
         counted, holders = self._counted, self._holders
         self._blocks[request_id] = blocks
@@ -231,19 +228,15 @@ class Queued(Protocol):
     def request_id(self) -> str: ...
 
 
-T = TypeVar("T", bound=Queued)
+class AdmissionGate:
+    """A queue of waiting requests in the place of vLLM's `RequestQueue` (`vllm.v1.core.sched`).
 
-
-class AdmissionGate(Generic[T]):
-    """Waiting requests behind a gate, in the place of vLLM's queue.
-
-    It has the interface of `vllm.v1.core.sched.request_queue.RequestQueue`. It is true while an
-    admitted request waits, and `pop_request` returns admitted requests only, in the policy's order.
-    Length, iteration and removal cover all waiting requests.
+    It is true while an admitted request waits, and `pop_request` returns admitted requests only, in
+    the policy's order. Length, iteration and removal cover all waiting requests.
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, T] = OrderedDict()
+        self._waiting: OrderedDict[str, Queued] = OrderedDict()
         self._open: set[str] = set()  # admitted, waiting or running
         self._ready: OrderedDict[str, None] = OrderedDict()  # admitted and waiting, in order
 
@@ -259,42 +252,42 @@ class AdmissionGate(Generic[T]):
         self._open.discard(request_id)
         self._ready.pop(request_id, None)
 
-    def add_request(self, request: T) -> None:
+    def add_request(self, request: Queued) -> None:
         """Append a request to the queue."""
         self._waiting[request.request_id] = request
         if request.request_id in self._open:
             self._ready[request.request_id] = None
 
-    def prepend_request(self, request: T) -> None:
+    def prepend_request(self, request: Queued) -> None:
         """Put a request at the front: its admission failed, or it was preempted."""
         self.add_request(request)
         self._waiting.move_to_end(request.request_id, last=False)
         if request.request_id in self._ready:
             self._ready.move_to_end(request.request_id, last=False)
 
-    def prepend_requests(self, requests: Iterable[T]) -> None:
+    def prepend_requests(self, requests: Iterable[Queued]) -> None:
         """Put requests at the front, one after the other."""
         for request in requests:
             self.prepend_request(request)
 
-    def peek_request(self) -> T:
+    def peek_request(self) -> Queued:
         """The next admitted request. Raises `IndexError` if there is none."""
         for request_id in self._ready:
             return self._waiting[request_id]
         raise IndexError("no waiting request is admitted")
 
-    def pop_request(self) -> T:
+    def pop_request(self) -> Queued:
         """Remove and return the next admitted request."""
         request = self.peek_request()
         self.remove_request(request)
         return request
 
-    def remove_request(self, request: T) -> None:
+    def remove_request(self, request: Queued) -> None:
         """Remove a request from the queue."""
         del self._waiting[request.request_id]
         self._ready.pop(request.request_id, None)
 
-    def remove_requests(self, requests: Iterable[T]) -> None:
+    def remove_requests(self, requests: Iterable[Queued]) -> None:
         """Remove those of the requests that wait."""
         for request in list(requests):
             if request.request_id in self._waiting:
@@ -306,5 +299,5 @@ class AdmissionGate(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Queued]:
         return iter(list(self._waiting.values()))

@@ -41,10 +41,8 @@ with one_line():
 
 
 def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
-    """Raises `InputError`, with the feature's name, for features of vLLM that are not supported.
-
-    The scheduler was not tested with them, or its state would count their memory wrongly. The same
-    holds for a policy that this configuration cannot run.
+    """Raises `InputError`, with the feature's name, for features of vLLM with which the scheduler
+    was not tested or would count memory wrongly, and for a policy that cannot run with these.
     """
     untried = {
         "speculative decoding": config.speculative_config is not None,
@@ -96,7 +94,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             self.steps = Steps(self._make_scheduler(setup))
         warm_up(setup)
         self.running: list[VllmRequest]
-        self.waiting: AdmissionGate[VllmRequest] = AdmissionGate()
+        self.waiting = AdmissionGate()
         self._ours: set[str] = set()
         self._counted = CountedBlocks()
         self._paused: set[str] = set()
@@ -172,9 +170,8 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
     def _preempt_request(
         self, request: VllmRequest, timestamp: float, drop_stale_output: bool = False
     ) -> None:
-        """Preempt a request; vLLM also calls this to make room.
-
-        A token that is being computed is sampled again: the policy's scheduler never counted it.
+        """Preempt a request; vLLM also calls this to make room. A token that is being computed is
+        sampled again: the policy's scheduler never counted it.
         """
         request_id = request.request_id
         if request_id in self._ours:
@@ -262,6 +259,6 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         def sink(event: Event) -> None:
             log.write(to_line(event))
 
-        capacity, given = self.capacity_tokens, parameters(setup.policy)
-        sink(EventLogHeader(setup.policy.name, given, 1, capacity_tokens=capacity, slots=slots))
+        capacity, values = self.capacity_tokens, parameters(setup.policy)
+        sink(EventLogHeader(setup.policy.name, values, 1, capacity_tokens=capacity, slots=slots))
         return RecordingScheduler(setup.policy, [worker], sink)

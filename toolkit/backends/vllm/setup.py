@@ -22,9 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NoReturn
 
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.load import laws_from_fit
@@ -64,20 +62,13 @@ class Untimed:
     padded: bool = False
     round_s: float = 0.0
 
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        raise NotImplementedError("no fit was given, so times are unknown")
-
-    def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        raise NotImplementedError("no fit was given, so times are unknown")
-
-    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        raise NotImplementedError("no fit was given, so times are unknown")
-
     def leave_s(self, length: float) -> float:
         return 0.0
 
-    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+    def _unknown(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("no fit was given, so times are unknown")
+
+    prefill_s = pass_s = decode_s = serve_table = _unknown
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,9 +81,7 @@ class Setup:
 
 
 def read_setup(environ: Mapping[str, str]) -> Setup:
-    """Read the setup from the environment. Raises `InputError` for variables that do not fit
-    together.
-    """
+    """Read the setup from the environment. Raises `InputError` for variables that contradict."""
     for name in environ:
         if name.startswith(PREFIX) and name not in VARIABLES + OTHERS:
             raise InputError(f"there is no variable {name}", nearest(name, VARIABLES))
@@ -129,17 +118,13 @@ def warm_up(setup: Setup) -> None:
         now_s = float(number)
         scheduler.submit(Request(str(number), now_s, 8, 512), now_s)
         for batch in scheduler.tick(now_s):
-            ended = [job.request_id for job in worker.residents.jobs][: number % 4 == 3]
-            scheduler.complete(
-                RoundResult(batch.batch_id, 0, min(batch.steps, 64), tuple(ended)), now_s
-            )
+            ended = tuple(job.request_id for job in worker.residents.jobs)[: number % 4 == 3]
+            result = RoundResult(batch.batch_id, 0, min(batch.steps, 64), ended)
+            scheduler.complete(result, now_s)
 
 
 def refuse_inside(policy: Policy, *, timed: bool) -> None:
-    """Raises `InputError` if `policy` cannot run inside vLLM.
-
-    `timed` says whether there are laws of time.
-    """
+    """Raises `InputError` if `policy` cannot run inside vLLM; `timed`: there are laws of time."""
     refuse_oracle(policy.name)
     if policy.name in UNFIT_POLICIES:
         raise InputError(
@@ -160,6 +145,4 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(
-            f"{error.message}: {error.hint}" if error.hint else error.message
-        ) from None
+        raise InputError(": ".join(filter(None, (error.message, error.hint)))) from None
