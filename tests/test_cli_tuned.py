@@ -152,7 +152,7 @@ def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
         (("--fit", "unit-step"), 2, "--tuning tuning.json changes nothing"),
         (("--fleet", "other.yaml"), 2, "tuning.json is stale: its fleet other.yaml"),
         (("--fleet", "fleet.yaml", "--workers", "4"), 2, "--workers"),
-        (("fleet.yaml",), 2, "hint: name a fleet with --fleet, a fit with --fit; see llmctl "),
+        (("fleet.yaml",), 2, "hint: write its option before it: --fleet, --fit, "),
         (("--fleet", "fleet.yaml", "--tuning", "few.fit.json"), 2, "few.fit.json"),
         (("--fleet", "fleet.yaml", "--set", "shrt.watermark=0.1"), 2, "'shrt' is neither"),
         (("--fleet", "fleet.yaml", "--policy", "slice"), 2, "recommends policy 'vllm'"),

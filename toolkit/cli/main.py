@@ -23,6 +23,14 @@ from toolkit.cli.output import note, show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NAMED_BY_OPTION = (
+    "fleet",
+    "fit",
+    "policy",
+    "policies",
+    "trace",
+    "url",
+)  # often given as arguments by mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +172,8 @@ def root(
     """Measure an LLM engine, fit its time and memory, find the scheduler settings that serve your
     traffic best, and start exactly that.
 
-    `profile` writes profile.json, `fit` fit.json, `tune` tuning.json and `render` plan.json, which
-    `serve` starts.
+    `profile` writes profile.json, `fit` fit.json, `tune` tuning.json, `render`
+    plan.json; `serve` starts what plan.json says.
     """
 
 
@@ -185,8 +193,9 @@ def run(args: Sequence[str] | None = None) -> None:
         # without a message typer has printed the help
         hint = f"see {context.command_path} --help" if context and message else ""
         options = [each.name for each in context.command.params] if context else []
-        if "extra argument" in message and "fleet" in options:
-            hint = f"name a fleet with --fleet, a fit with --fit; {hint}"
+        named = [f"--{name}" for name in NAMED_BY_OPTION if name in options]
+        if "extra argument" in message and named:
+            hint = f"write its option before it: {', '.join(named)}; {hint}"
         code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
         code = _drop_output()
