@@ -151,7 +151,7 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
     for skipped, record in enumerate(records):
         if record is not None:
             return list(record), chain(repeat(None, skipped), [record], records)
-    raise InputError(f"{source}: not a trace: none of its values is a JSON object", formats.KNOWN)
+    raise InputError(f"{source}: not a trace: no JSON object in a line or a list", formats.KNOWN)
 
 
 def _csv_lines(file: TextIO, source: str) -> Iterator[list[str]]:
