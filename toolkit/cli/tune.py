@@ -206,12 +206,12 @@ def command(given: TuneOptions) -> None:
     settings = settings_of(spec, fit, others)
     siblings = [] if others else shipped_siblings(spec)
     profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else given.fit)
-    note_trace(workload.trace)
+    note_trace(workload.windows.trace)
     check_writable(given.out)
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total, workload.trace, spec.name, others)
+    _note_search(settings, total, workload.windows.trace, spec.name, others)
     store = _store(given, made_from, spec, siblings, with_profile=profile is not None)
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
