@@ -101,6 +101,7 @@ def bench(given: BenchOptions) -> None:
     Requests are sent at the trace's times, whatever the server does, and latencies count from these
     times. Ctrl-C ends the replay early and reports the requests that were answered.
     """
+    from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold
     from toolkit.files.io import check_writable, read_file, write_file
@@ -122,19 +123,21 @@ def bench(given: BenchOptions) -> None:
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
         note(line)
     measurement = Measurement(subject, part, planned, targets, note, progress)
-    if not measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1])):
+    try:
+        measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1]))
+    except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
-        raise typer.Exit(130)
-    replay = measurement.replay()
+        raise typer.Exit(130) from None
+    watched = measurement.replay()
     made_from = {"trace": path} | ({"plan": given.plan} if given.plan else {})
-    result = measurement.report(replay, made_from)
+    result = measurement.report(watched, made_from)
     if given.save_requests:
-        write_lines(request_lines(replay.samples), given.save_requests)
+        write_lines(request_lines(watched.replay.samples), given.save_requests)
     if given.out:
         write_file(result, given.out)
     emit(given.as_json, result, lambda: _show(result))
     _print_notes(result)
-    if replay.interrupted:
+    if result.interrupted:
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
         raise LlmctlError(
