@@ -26,12 +26,7 @@ from toolkit.serve.api import document
 from toolkit.serve.assemble import FrontSettings
 
 LEAKS = re.compile(
-    "|".join(
-        map(
-            re.escape,
-            ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT)),
-        )
-    )
+    "|".join(map(re.escape, ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT))))
 )
 # refusals that a schema cannot tell: of the number of tokens, and of the load
 BEYOND_SCHEMAS = {"context_length_exceeded", "overloaded"}
@@ -98,10 +93,7 @@ def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
     if body is not None:
         seconds = body.get("timeout") if isinstance(body, dict) else None
         if isinstance(seconds, int | float) and 0 < seconds < PATIENT_S:
-            body = {
-                **body,
-                "timeout": PATIENT_S,
-            }  # a shorter one may pass, which is a correct 504
+            body = {**body, "timeout": PATIENT_S}  # a shorter one may pass, which is a correct 504
         return kept | {"json": _as_javascript(body)}
     data = kwargs.get("data")
     return kept | (

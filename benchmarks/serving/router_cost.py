@@ -256,10 +256,7 @@ def commands(
     """The fronts that are there."""
     ours = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", "PORT"]
     ours += ["--served-model-name", model, *(word for url in urls for word in ("--replica", url))]
-    found = {
-        "llmctl, round-robin": ours,
-        "llmctl, sglang": [*ours, "--router", "sglang"],
-    }
+    found = {"llmctl, round-robin": ours, "llmctl, sglang": [*ours, "--router", "sglang"]}
     where = ["--host", "127.0.0.1", "--port", "PORT", "--worker-urls", *urls]
     if (folder / "sglang-router").is_file():
         words = [str(folder / "sglang-router"), "launch", *where, "--policy", "cache_aware"]

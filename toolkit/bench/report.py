@@ -11,14 +11,7 @@ from toolkit.bench.client import Lengths, Replay, send_lag_s, served
 from toolkit.bench.predict import ServerTimes
 from toolkit.endpoints.target import CacheCounts
 from toolkit.endpoints.wire import INTERRUPTED, Sample
-from toolkit.files.bench import (
-    BenchReport,
-    CacheUse,
-    Compared,
-    Scheduling,
-    TargetResult,
-    Warmup,
-)
+from toolkit.files.bench import BenchReport, CacheUse, Compared, Scheduling, TargetResult, Warmup
 from toolkit.files.io import EnvelopeFields
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.traces.types import Trace
