@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results_file import Recorder
+from benchmarks.common.results_file import Recorder, put_section
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,6 +52,20 @@ def add_markdown(parser: argparse.ArgumentParser) -> None:
     """Add `--markdown FILE`: the benchmark replaces its section in that file."""
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="replace this file's section with the table"
+    )
+
+
+def publish(text: str, markdown: Path | None, section: str, title: str) -> None:
+    """Print the results; with `markdown`, they also replace the section of that file."""
+    print(text)
+    if markdown:
+        put_section(markdown, section, title, text)
+
+
+def add_vllm(parser: argparse.ArgumentParser) -> None:
+    """Add `--vllm-python PYTHON`."""
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )
 
 
