@@ -257,7 +257,7 @@ async def turns(count: int = 20) -> None:
 def fake_plan(folder: Path, **config: float) -> Plan:
     """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig."""
     fake = {"model_type": "fake", **config}
-    model = {"source": "random", "config": fake, "dtype": "float32"}
+    model: dict[str, object] = {"source": "random", "config": fake, "dtype": "float32"}
     model |= {"max_model_len": 512, "tokenizer": "bytes"}
     recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
     inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}

@@ -107,8 +107,8 @@ def main() -> int:
         command += ["--shutdown-timeout", str(options.timeout)]
         for _ in range(options.rounds):
             with Server(Path(folder) / "plan.json", *command) as server:
-                found, noticed_s, took_s = asyncio.run(one_round(server, rng))
-                ends += found
+                ended, noticed_s, took_s = asyncio.run(one_round(server, rng))
+                ends += ended
                 noticed.append(noticed_s)
                 took.append(took_s)
                 codes[server.process.returncode] += 1
