@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common.command import make_parser
+from benchmarks.papers.tuning_stops import tuned_recipe
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, read_file
 from toolkit.files.recipe import Recipe
-from toolkit.files.shipped import load_recipe
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import Evaluation, Task, make_workload
@@ -95,20 +95,11 @@ def main(args: Sequence[str] | None = None) -> None:
     trace = read_trace(Path(given.trace))[0]
     print("recipe workers seed windows saved_% same all_rps halving_rps keeps", flush=True)
     for named in given.recipes:
-        name, _, workers = named.partition(":")
+        window_s = min(tuned_recipe(named).tune.window_s or WINDOW_S, 2 * WINDOW_S)
         for seed in range(given.seeds):
-            recipe = load_recipe(name)
-            spec = {
-                "trials": given.trials,
-                "seed": seed,
-                "held_out_windows": HELD_OUT,
-                "window_s": min(recipe.tune.window_s or WINDOW_S, 2 * WINDOW_S),
-            }
-            changed = {
-                "tune": recipe.tune.model_copy(update=spec),
-                "workers": int(workers or recipe.workers),
-            }
-            print(_compared(recipe.model_copy(update=changed), trace), flush=True)
+            spec = {"trials": given.trials, "seed": seed, "window_s": window_s}
+            recipe = tuned_recipe(named, held_out_windows=HELD_OUT, **spec)
+            print(_compared(recipe, trace), flush=True)
 
 
 def _compared(recipe: Recipe, trace: Trace) -> str:
@@ -126,11 +117,9 @@ def _compared(recipe: Recipe, trace: Trace) -> str:
         judged.append(Task.of(judge, chosen[-1]).run())
     same = "yes" if chosen[0].same_settings(chosen[1]) else "no"
     keeps = ",".join("yes" if one.feasible(judge.limits) else "no" for one in judged)
-    return (
-        f"{recipe.name} {recipe.workers} {recipe.tune.seed} {counts[0]} "
-        f"{100 * (1 - counts[1] / counts[0]):.0f} {same} {judged[0].goodput_rps:.3f} "
-        f"{judged[1].goodput_rps:.3f} {keeps}"
-    )
+    run = f"{recipe.name} {recipe.workers} {recipe.tune.seed} {counts[0]}"
+    goodputs = f"{judged[0].goodput_rps:.3f} {judged[1].goodput_rps:.3f}"
+    return f"{run} {100 * (1 - counts[1] / counts[0]):.0f} {same} {goodputs} {keeps}"
 
 
 if __name__ == "__main__":

@@ -54,14 +54,8 @@ def main(args: Sequence[str] | None = None) -> None:
     kinds = [_kind(named) for named in given.kinds]
     print("seed rate_rps recipes first all alike_first  (held out/search, * keeps)", flush=True)
     for seed in given.seeds:
-        spec = {
-            **WINDOWS,
-            "trials": given.trials,
-            "seed": seed,
-            "window_s": given.window,
-            "load": given.load,
-            "routers": ["own"],
-        }
+        spec = WINDOWS | {"trials": given.trials, "seed": seed}
+        spec |= {"window_s": given.window, "load": given.load, "routers": ["own"]}
         own = kinds[0].recipe
         changed = {
             "sla": parse_sla(given.sla),

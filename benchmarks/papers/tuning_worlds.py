@@ -78,11 +78,8 @@ def main(args: Sequence[str] | None = None) -> None:
         for count, predicted, judged, took_s in lines:
             got = judged.goodput_rps
             keeps = "yes" if judged.feasible(limits) else "no"
-            print(
-                f"{seed:4d} {count:7d} {predicted:9.3f} {got:8.3f} {predicted - got:8.3f} "
-                f"{top - got:6.3f} {keeps:5s} {took_s:7.1f}",
-                flush=True,
-            )
+            goodputs = f"{predicted:9.3f} {got:8.3f} {predicted - got:8.3f} {top - got:6.3f}"
+            print(f"{seed:4d} {count:7d} {goodputs} {keeps:5s} {took_s:7.1f}", flush=True)
 
 
 if __name__ == "__main__":
