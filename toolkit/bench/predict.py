@@ -191,9 +191,7 @@ def counts_or_none(target: Target) -> dict[str, float]:
 
 
 def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling | None:
-    """The scheduling cost between two readings; None where nothing ran, or the server does not
-    count it.
-    """
+    """The scheduling cost between two readings; None where nothing ran or counted it."""
     if not set(COUNTED.values()) <= before.keys() & after.keys():
         return None
     grown = {field: after[series] - before[series] for field, series in COUNTED.items()}
@@ -223,9 +221,7 @@ def other_requests(trace: Trace, after_s: float, count: int) -> Trace:
 
 
 class ArrivalCost(NamedTuple):
-    """The seconds that each arriving request adds to the batches that run, and the arrivals that
-    met a batch.
-    """
+    """Seconds that each arriving request adds to running batches, and how many arrived then."""
 
     cost_s: float = 0.0
     arrived: float = 0.0

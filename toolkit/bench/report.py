@@ -28,9 +28,7 @@ NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 @dataclass(slots=True, frozen=True)
 class Prediction:
-    """The prediction made before the replay, at the warm-up's speed and as fitted; empty without a
-    plan.
-    """
+    """A prediction at the warm-up's speed and as fitted; empty without a plan."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     as_fitted: Mapping[str, float] = field(default_factory=dict)
@@ -180,9 +178,7 @@ def _error_percent(measured: float | None, predicted: float | None) -> float | N
 
 
 def request_lines(samples: Sequence[Sample]) -> list[TraceLine]:
-    """The requests as a canonical trace with the measured latencies; `status` has the reason of a
-    failure.
-    """
+    """A canonical trace with the measured latencies; `status` has the reason of a failure."""
     return [
         TraceLine(
             timestamp=to_ms(one.scheduled_s),

@@ -273,9 +273,7 @@ class Measurement:
             return watch(self._target, self._part, self._load, advance, counters=own)
 
     def report(self, watched: Watched, inputs: Mapping[str, Path]) -> BenchReport:
-        """The measured values beside the prediction; `inputs` are the files that this was made
-        from.
-        """
+        """The measured values beside the prediction, made from the files `inputs`."""
         replay = watched.replay
         times = watched.times if self._predicted.warmup else None
         return report(
@@ -481,9 +479,7 @@ class RequestLine(msgspec.Struct, frozen=True):
 
 
 def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]:
-    """The requests of window `number`'s `part`, a line of JSON each; None for a request that was
-    not served.
-    """
+    """The requests of a window, a line of JSON each; None for a request that was not served."""
     latencies = [
         [
             to_ms(value) if ok else None
@@ -506,9 +502,7 @@ def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]
 
 
 def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:
-    """`TargetMissedError` where a prediction of `HELD_TO` is off by more than the limit; None
-    stands for no prediction.
-    """
+    """`TargetMissedError` where a prediction (not None) of `HELD_TO` is off by more than this."""
     known = [(metric, error) for metric, error in errors if metric in HELD_TO and error is not None]
     wrong = [f"{metric} {error:+.1f} %" for metric, error in known if abs(error) > limit_percent]
     if wrong:

@@ -205,11 +205,6 @@ def highest_rate(
     return low
 
 
-def max_evaluations(siblings: Sequence[Kind]) -> int:
-    """About the greatest number of evaluations that `alternatives` takes."""
-    return (1 + len(siblings)) * (1 + HALVINGS + BISECTIONS)
-
-
 def alternatives(
     runs: AlternativeRuns,
     fit: Fit,

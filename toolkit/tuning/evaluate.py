@@ -418,9 +418,7 @@ def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:
 
 
 def wilson_lower(share: float, count: float) -> float:
-    """The lower end of Wilson's score interval (one-sided, 95 %) of a share of `count` independent
-    requests.
-    """
+    """The lower end (one-sided, 95 %) of Wilson's interval, for `count` independent requests."""
     square = Z * Z / count
     spread = np.sqrt(share * (1.0 - share) / count * Z * Z + square * square / 4.0)
     return float(max((share + square / 2.0 - spread) / (1.0 + square), 0.0))

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -253,10 +254,10 @@ class Remembering:
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """As `Runner.run`; equal tasks run once."""
-        wanted: dict[str, list[int]] = {}
+        wanted: defaultdict[str, list[int]] = defaultdict(list)
         for index, task in enumerate(tasks):
             early = task.stops_early and _key(task) not in self._whole
-            wanted.setdefault(_key(task, early=early), []).append(index)
+            wanted[_key(task, early=early)].append(index)
         known = {key: self._whole.get(key) or self._known.get(key) for key in wanted}
         for key, evaluation in known.items():
             if evaluation is not None:

@@ -88,9 +88,7 @@ class Mixes:
                     heappush(heap, (self.rank(more), more, number))
 
     def rays(self, own: Counts) -> Iterator[list[Counts]]:
-        """Lines of growing counts: of each kind with the fewest of the others, then multiples of
-        the fleet's `own` counts.
-        """
+        """Growing counts: of each kind with the fewest of the others, then multiples of `own`."""
         least = tuple(kind.least for kind in self.ranges)
         for number, kind in enumerate(self.ranges):
             alone = [_more(least, number, by) for by in range(kind.most - kind.least + 1)]
@@ -358,9 +356,7 @@ def _sizing(sizes: FleetCounts, chosen: JudgedSettings, counts: Counts) -> Sizin
 
 
 def _nothing_suffices(sizes: FleetCounts) -> LimitsBrokenError:
-    """The error where no counts keep the limits. It names the limit that binds with the most
-    servers tried.
-    """
+    """The error, which names the limit that binds with the most servers tried."""
     remedy = "a looser target in the first recipe's sla, a lower --rate, or more max_workers"
     if not sizes.rows:
         return LimitsBrokenError(

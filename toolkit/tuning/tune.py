@@ -43,6 +43,8 @@ from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow
 from toolkit.tuning.alternatives import (
+    BISECTIONS,
+    HALVINGS,
     NOTABLE_GAIN,
     RECIPE,
     AlternativeRuns,
@@ -50,7 +52,6 @@ from toolkit.tuning.alternatives import (
     alternatives,
     answer,
     fewest,
-    max_evaluations,
     nothing_suffices,
     try_siblings,
 )
@@ -143,7 +144,8 @@ def evaluations(settings: SearchSettings, draws: int, siblings: Sequence[Kind] =
     """About the greatest number of evaluations that a tuning takes."""
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
     verdict = 1 + len(settings.spaces) + 2 * draws
-    return settings.trials + verdict + sweep + max_evaluations(siblings)
+    others = (1 + len(siblings)) * (1 + HALVINGS + BISECTIONS)  # `alternatives`
+    return settings.trials + verdict + sweep + others
 
 
 def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progress) -> Tuning:
@@ -257,7 +259,8 @@ def reported(
     trials, latency = found.trials(), max(ratios, key=lambda key: ratios[key], default=LATENCY)
     verdict = _verdict(default, chosen, runs)
     recommended = default if verdict["keep_defaults"] else chosen
-    swept = inputs.setup("search", inputs.workload.windows.search)
+    cut = inputs.workload.windows
+    swept = inputs.setup("search", cut.search)
     others = None
     if not inputs.others:
         if siblings is None:
@@ -270,7 +273,14 @@ def reported(
             "seed": settings.seed,
             "sla": recipe.sla,
             "workers": runs.setup.world.size,
-            **_described(inputs.workload),
+            "request_rate_rps": inputs.workload.rate_rps,
+            "trace_notes": list(cut.trace.notes),
+            "scaling": cut.trace.scaling,
+            "window_length": WindowLength(
+                wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
+            ),
+            "search_windows": _window_specs(cut.search),
+            "held_out_windows": _window_specs(cut.held_out),
             "trials": trials,
             **verdict,
             "sensitivity": sensitivity(swept, runner, space, chosen, progress),
@@ -284,21 +294,6 @@ def reported(
             "cost": _cost(inputs, recommended.outcome, runs.setup),
         }
     )
-
-
-def _described(workload: Workload) -> dict[str, object]:
-    """The fields of a tuning that describe the traffic and its windows."""
-    cut = workload.windows
-    return {
-        "request_rate_rps": workload.rate_rps,
-        "trace_notes": list(cut.trace.notes),
-        "scaling": cut.trace.scaling,
-        "window_length": WindowLength(
-            wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
-        ),
-        "search_windows": _window_specs(cut.search),
-        "held_out_windows": _window_specs(cut.held_out),
-    }
 
 
 def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
