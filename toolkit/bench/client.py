@@ -92,12 +92,9 @@ class Prompts:
             return " ".join([before + "".join(answered.answer_text), *new])
         answer = answered.answer_ids
         if len(answer) != answered.output_tokens:
-            answer = self._drawn(rng, answered.output_tokens)
-        new_ids = self._drawn(rng, max(wanted - len(before) - len(answer), 0))
-        return [*before, *answer, *new_ids]
-
-    def _drawn(self, rng: np.random.Generator, count: int) -> list[int]:
-        return [int(token) for token in rng.integers(0, self._vocab_size, count)]
+            answer = rng.integers(0, self._vocab_size, answered.output_tokens).tolist()
+        left = max(wanted - len(before) - len(answer), 0)
+        return [*before, *answer, *rng.integers(0, self._vocab_size, left).tolist()]
 
     def _rng(self, row: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, row])
@@ -250,9 +247,7 @@ async def replay(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
 ) -> Replay:
     """`run` on the caller's event loop; cancelling the task interrupts it."""
-    samples = [
-        Sample(arrival_s, prompt, output) for arrival_s, prompt, output, _, _ in trace.rows()
-    ]
+    samples = [Sample(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
     sender = _Sender(target, trace, load, samples)
     firsts = list(range(len(samples)))
     if trace.sessions is not None:

@@ -113,8 +113,6 @@ FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
 # rows that last longer run beside other rows, so seconds are not linear in the slowdown.
 HALVINGS = 12
 
-Chosen = NDArray[np.bool_]
-
 
 def seen_by_clients(
     plan: Plan, trace: Trace, samples: Sequence[Sample], finished: Sequence[int]
@@ -156,7 +154,7 @@ def seen_by_clients(
     )
 
 
-def _streamed_s(requests: Served, chosen: Chosen) -> float:
+def _streamed_s(requests: Served, chosen: NDArray[np.bool_]) -> float:
     return float((requests.finish_s - requests.first_token_s)[chosen].sum())
 
 
@@ -396,9 +394,6 @@ def in_hindsight(
     return predict(plan, trace, sla, meanwhile)
 
 
-ENGINE_INFO = "llmctl_engine_info"
-
-
 def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None) -> None:
     """`ForeignError` where the plan's fit is of another engine, model or device than `target`'s;
     see `refuse_foreign`.
@@ -455,4 +450,4 @@ def _served(plan: Plan, target: Target) -> Identity:
         return {"engine": f"{engine} {version(target)}".strip(), "model": target.model}
     if not target.own:
         return {"engine": f"{engine} {version(target)}".strip()}
-    return next((labels for name, labels, _ in scrape(target) if name == ENGINE_INFO), {})
+    return next((labels for name, labels, _ in scrape(target) if name == "llmctl_engine_info"), {})

@@ -5,8 +5,6 @@ tries only one policy, perhaps one that the recipe's engine cannot run. So half 
 the best policy that the engine can run, and half to each policy in turn. TPE suggests trials in
 batches of a fixed size, which several processes may run in parallel, and gets their results in
 order: the outcome depends only on the inputs and the seed, to the byte.
-
-After the search come sensitivity, importance, and the front of goodput and latency.
 """
 
 from __future__ import annotations

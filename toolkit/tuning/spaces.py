@@ -1,8 +1,4 @@
-"""What a search may try: each policy with the ranges of its parameters (`PolicySpace`).
-
-The parts, in order: a space; the spaces of a fleet's kinds of servers, of routers, and of policies;
-the ranges of parameters; and sweeps over them.
-"""
+"""What a search may try: each policy with the ranges of its parameters (`PolicySpace`)."""
 
 from __future__ import annotations
 
