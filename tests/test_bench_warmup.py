@@ -53,10 +53,7 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
 
     with sse_server(answer) as server:
         server.batch_s = (100.0, 1.0)
-        warm, interrupted = warm_up(
-            find_target(server.url), other_requests(trace(), 0.0, 2), LOAD, lambda: None
-        )
-    assert not interrupted
+        warm = warm_up(find_target(server.url), other_requests(trace(), 0.0, 2), LOAD, lambda: None)
     assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (
         2,
         6.0,
@@ -73,21 +70,15 @@ def test_the_first_requests_settle_the_server_and_are_not_timed():
 
     with sse_server(answer) as server:
         at_once = replace(trace(), arrival_s=np.zeros(6))
-        warm, _ = warm_up(
-            find_target(server.url), other_requests(at_once, 0.0, 8), LOAD, lambda: None
-        )
+        warm = warm_up(find_target(server.url), other_requests(at_once, 0.0, 8), LOAD, lambda: None)
     assert (warm.requests, warm.predicted_batch_s, warm.slowdown) == (8, 6.0, 1.5)
     assert len({str(body["prompt"]) for body in server.bodies}) == 8
 
 
 def test_without_batches_the_warm_up_shows_nothing():
     with sse_server() as server:
-        assert warm_up(
-            find_target(server.url), other_requests(trace(), 0.0, 1), LOAD, lambda: None
-        ) == (
-            None,
-            False,
-        )
+        target, one = find_target(server.url), other_requests(trace(), 0.0, 1)
+        assert warm_up(target, one, LOAD, lambda: None) is None
 
 
 def test_prompts_are_not_those_of_the_replay():

@@ -44,7 +44,7 @@ def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert llmctl(*tune) in (0, 5)  # few trials may keep no limits
     first, *others = open_fleet(fleet).kinds
     trace, _ = read_trace(here / "trace.jsonl")
-    [window] = make_workload(first.recipe, first.fit, trace, others).held_out
+    [window] = make_workload(first.recipe, first.fit, trace, others).windows.held_out
     write_trace(window.trace, here / "window.jsonl")
     return here
 

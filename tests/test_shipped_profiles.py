@@ -55,11 +55,11 @@ def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
     recipe = load_recipe(recipe_path(name))
     fit = read_file(Fit, shipped_profiles() / name / "fit.json")
     workload = make_workload(recipe, fit, read_trace(trace_path("chat-small"))[0])
-    assert (len(workload.search), len(workload.held_out)) == (
+    assert (len(workload.windows.search), len(workload.windows.held_out)) == (
         recipe.tune.windows,
         recipe.tune.held_out_windows,
     )
-    assert sum(len(window.trace) for window in workload.held_out) >= FEW_REQUESTS
+    assert sum(len(window.trace) for window in workload.windows.held_out) >= FEW_REQUESTS
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped_recipes().glob("*.yaml")))

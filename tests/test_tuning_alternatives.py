@@ -2,6 +2,7 @@
 words.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -22,8 +23,8 @@ from toolkit.tuning.alternatives import (
     nothing_suffices,
 )
 from toolkit.tuning.evaluate import EvaluationSetup, make_workload, make_world
-from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, limits_of, tune, tune_to_size
+from toolkit.tuning.executor import InProcessRunner, collect
+from toolkit.tuning.tune import Inputs, tune, tune_to_size
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
 TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"], **TWO}
@@ -154,7 +155,7 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
         binding="x",
         binding_ratio=2.0,
     )
-    sizes = WorkerCounts(bench, InProcessRunner(), limits_of(given.recipe), lambda: None, [row])
+    sizes = WorkerCounts(bench, partial(collect, InProcessRunner()), {("recipe", 256): row})
     assert (
         nothing_suffices(sizes, found.siblings).hint
         == "tune bare (engine vllm): it keeps them with 1"

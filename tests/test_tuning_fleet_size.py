@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from toolkit.tuning.evaluate import (
     Task,
     make_workload,
 )
-from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.executor import InProcessRunner, collect
 from toolkit.tuning.fleet_size import (
     Counts,
     FleetCounts,
@@ -182,10 +183,8 @@ def known(
             for counts in every(mixes)
         }
     )
-    start = inputs((None, None))
-    made = FleetCounts(
-        start, mixes, InProcessRunner(), LIMITS, lambda: None, lambda more: None, rows
-    )
+    evaluate = partial(collect, InProcessRunner())
+    made = FleetCounts(inputs((None, None)), mixes, evaluate, lambda more: None, rows)
     return made, JudgedSettings("recipe", None, Allowing(excluded))  # type: ignore[arg-type]
 
 
@@ -224,8 +223,13 @@ def test_where_the_first_counts_fail_a_wide_range_is_not_tried_whole() -> None:
 # What the laws exclude
 
 
-def setup_of(kinds: Sequence[Kind], windows: list[Trace], sla: dict[str, float]) -> EvaluationSetup:
-    return EvaluationSetup(world_of(kinds, max_new_tokens=64), windows, sla)
+def setup_of(
+    kinds: Sequence[Kind],
+    windows: list[Trace],
+    sla: dict[str, float],
+    limits: CandidateLimits = LIMITS,
+) -> EvaluationSetup:
+    return EvaluationSetup(world_of(kinds, max_new_tokens=64), windows, sla, limits=limits)
 
 
 @st.composite
@@ -271,7 +275,7 @@ def test_no_counts_that_keep_the_limits_are_excluded(
     targets = {name: loose * 1e9 * ratio + 1e-6 for name, ratio in task.run().ratios.items()}
     limits = replace(LIMITS, min_attainment_percent=promised)
     done = replace(task, setup=setup_of(used, windows, targets)).run()
-    work = LeastWork(setup_of(kinds, windows, targets), flags, limits)
+    work = LeastWork(setup_of(kinds, windows, targets, limits), flags)
     assert work.allows(counts) or not done.feasible(limits)
 
 
@@ -285,7 +289,7 @@ def backlog() -> Trace:
 def test_counts_that_cannot_do_the_work_are_excluded_close_to_where_they_begin_to_keep() -> None:
     kinds = [kind("fast", 1.0), kind("slow", 0.5)]
     sla = {"e2e_p90_s": 1.5}
-    work = LeastWork(setup_of(kinds, [backlog()], sla), VllmPolicy(**VLLM["parameters"]), LIMITS)
+    work = LeastWork(setup_of(kinds, [backlog()], sla), VllmPolicy(**VLLM["parameters"]))
     least = next(n for n in range(1, 99) if work.allows((n, 0)))
     both = next(n for n in range(1, 99) if work.allows((1, n)))
     assert 2 * (least - 1) - 1 <= both <= 2 * (least - 1) + 1
@@ -302,7 +306,7 @@ def test_counts_that_cannot_do_the_work_are_excluded_close_to_where_they_begin_t
 def test_a_closed_loop_and_means_exclude_nothing() -> None:
     kinds = [kind("fast", 1.0), kind("slow", 0.5)]
     for sla in ({"e2e_mean_s": 1e-3}, {"ttft_p99_s": 1e-3}):
-        work = LeastWork(setup_of(kinds, [backlog()], sla), VllmPolicy(), LIMITS)
+        work = LeastWork(setup_of(kinds, [backlog()], sla), VllmPolicy())
         assert work.allows((1, 0))
 
 
@@ -374,7 +378,7 @@ def test_prices_decide_and_without_them_the_number_of_servers(priced: Tuning) ->
 def test_one_more_of_a_slow_kind_may_break_what_a_fast_one_keeps() -> None:
     """So nothing may be inferred from some counts for larger ones."""
     made = inputs((None, None))
-    windows = [*made.workload.search]
+    windows = [*made.workload.windows.search]
     alone = at_counts(made, (3, 0)).setup("x", windows)
     done = Task(alone, "vllm", VLLM["parameters"]).run()
     sla = {"ttft_p90_s": 1.05 * done.ratios["ttft_p90_s"] * SLA["ttft_p90_s"]}

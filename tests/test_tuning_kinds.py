@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from toolkit.report.material import gather
 from toolkit.report.page import summary_section
 from toolkit.traces.generate import Arrivals, generate, parse_lengths
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task, make_workload
-from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering
+from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, collect
 from toolkit.tuning.fleet_size import FleetCounts, Mixes
 from toolkit.tuning.search import ALIKE
 from toolkit.tuning.spaces import with_kinds
@@ -93,7 +94,6 @@ def same_for_all(setup: EvaluationSetup) -> list[Evaluation]:
 
 def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: Tuning) -> None:
     given = unlike()
-    limits = settings_of(given.recipe, given.fit, given.others).limits
     first, second = budgets(tuned.best_held_out)
     assert second < 190 < 256 < first
     assert tuned.keeps_limits
@@ -101,8 +101,9 @@ def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: T
     best, before = (
         each.metrics["goodput_rps"] for each in (tuned.best_held_out, tuned.defaults_held_out)
     )
-    same = same_for_all(given.setup("held out", given.workload.held_out))
-    assert not any(each.feasible(limits) for each in same)
+    setup = given.setup("held out", given.workload.windows.held_out)
+    same = same_for_all(setup)
+    assert not any(each.feasible(setup.limits) for each in same)
     assert best > 1.5 * max(before, *(each.goodput_rps for each in same))
 
 
@@ -138,11 +139,8 @@ def test_a_kind_has_the_ranges_of_its_own_recipe() -> None:
 
 
 def test_counts_are_tried_with_the_flags_of_each_kind(tuned: Tuning) -> None:
-    given = unlike()
-    prices, limits = (), settings_of(given.recipe, given.fit, given.others).limits
-    sizes = FleetCounts(
-        given, Mixes(prices, prices), InProcessRunner(), limits, lambda: None, lambda more: None
-    )
+    evaluate = partial(collect, InProcessRunner())
+    sizes = FleetCounts(unlike(), Mixes((), ()), evaluate, lambda more: None)
     recipes = Outcome(policy="vllm", parameters=VLLM["parameters"], metrics={})
     judged = [sizes.judged("recipe", recipes), sizes.judged("tuned", tuned.best_held_out)]
     assert [sizes.keeps(each, (1, 2)) for each in judged] == [False, True]

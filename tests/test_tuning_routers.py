@@ -224,7 +224,7 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     assert cost is not None
     assert cost.usd_per_hour == 6.0
     prices = (cost.usd_per_million_in, cost.usd_per_million_cached, cost.usd_per_million_out)
-    windows = given.workload.held_out
+    windows = given.workload.windows.held_out
     prompt, output = (
         np.concatenate([getattr(window.trace, name) for window in windows]).mean()
         for name in ("prompt_tokens", "output_tokens")
@@ -268,7 +268,7 @@ def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_la
     given = inputs(workers=2, tune=TUNE | {"trials": 1, "draws": 2, "routers": ["own"]})
     found = tune(given, Watching(), HEAD, lambda best: None)
     engines = [task.setup.world.engine() for task in seen]
-    fitted = given.world().engine()
+    fitted = make_world(given.recipe, given.fit).engine()
     assert len({engine.steps for engine in engines}) == 2
     assert {engine.believed for engine in engines} == {fitted.steps}
     assert fitted.believed is None
@@ -278,7 +278,8 @@ def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_la
 
 
 def test_a_router_believes_the_fitted_law_of_passes() -> None:
-    engine = inputs().world().engine()
+    given = inputs()
+    engine = make_world(given.recipe, given.fit).engine()
     slow = engine.drawn(engine.steps.times(2.0))
     ledger = Ledger([], [], 1)
     kinds = [ServedKind(each, VllmPolicy(), 1, ledger) for each in (engine, slow)]

@@ -35,7 +35,8 @@ def window(requests: int, rate_rps: float, seed: int = 0) -> Trace:
 
 def setup(rate_rps: float, sla: dict[str, float] = SLA) -> EvaluationSetup:
     world = make_world(samples.recipe(engine={"name": "transformers"}), samples.fit())
-    return EvaluationSetup(world, [window(400, rate_rps), window(200, rate_rps, 1)], sla)
+    windows = [window(400, rate_rps), window(200, rate_rps, 1)]
+    return EvaluationSetup(world, windows, sla, limits=LIMITS)
 
 
 def screen_of(where: EvaluationSetup) -> Screen:
@@ -110,7 +111,7 @@ def searched(late: set[str]) -> tuple[Found, Recorded]:
     spaces = make_spaces(recipe.policy, ["sequence", "past-future"], {}, recipe.workers)
     served = frozenset({"slice", "sequence"})
     runner = Recorded(late)
-    settings = SearchSettings(spaces, 20, 0, LIMITS, served)
+    settings = SearchSettings(spaces, 20, 0, served)
     return search(setup(20.0), runner, settings, lambda best: None), runner
 
 
@@ -126,8 +127,8 @@ def test_once_a_trial_keeps_the_limits_the_others_are_screened() -> None:
     }
     best = found.best()
     assert best is not None
-    assert found.evaluations[best].whole
-    assert found.evaluations[best].outcome.policy != "past-future"
+    assert best.whole
+    assert best.outcome.policy != "past-future"
 
 
 def test_nothing_is_screened_before_a_trial_keeps_the_limits() -> None:

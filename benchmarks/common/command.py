@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from benchmarks.common.results_file import Recorder
+from benchmarks.common.results_file import Recorder, put_section
+
+Case = TypeVar("Case", bound=tuple[Any, ...])
+Run = TypeVar("Run")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,6 +57,30 @@ def add_markdown(parser: argparse.ArgumentParser) -> None:
     """Add `--markdown FILE`: the benchmark replaces its section in that file."""
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="replace this file's section with the table"
+    )
+
+
+def publish(text: str, markdown: Path | None, section: str, title: str) -> None:
+    """Print the results; with `markdown`, they also replace the section of that file."""
+    print(text)
+    if markdown:
+        put_section(markdown, section, title, text)
+
+
+def over_seeds(
+    run: Callable[..., Run], cases: Sequence[Case], seeds: int, processes: int
+) -> dict[Case, list[Run]]:
+    """The results of `run(*case, seed)` for each case and seed, in processes."""
+    jobs = [(*case, seed) for case in cases for seed in range(seeds)]
+    with ProcessPoolExecutor(processes) as pool:
+        runs = list(pool.map(run, *zip(*jobs, strict=True), chunksize=seeds))
+    return {case: runs[k * seeds : (k + 1) * seeds] for k, case in enumerate(cases)}
+
+
+def add_vllm(parser: argparse.ArgumentParser) -> None:
+    """Add `--vllm-python PYTHON`."""
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )
 
 

@@ -25,17 +25,12 @@ from benchmarks.common.serving import SETTINGS
 from toolkit.serve.api import document
 from toolkit.serve.assemble import FrontSettings
 
-LEAKS = re.compile(
-    "|".join(
-        map(
-            re.escape,
-            ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT)),
-        )
-    )
-)
-# refusals that a schema cannot tell: of the number of tokens, and of the load
+PRIVATE = ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT))
+LEAKS = re.compile("|".join(map(re.escape, PRIVATE)))
+# refusals that a schema cannot foresee: of the number of tokens, and of the load
 BEYOND_SCHEMAS = {"context_length_exceeded", "overloaded"}
 SENT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
 def complaint(status: int, kind: str, body: bytes) -> str:
@@ -50,25 +45,15 @@ def complaint(status: int, kind: str, body: bytes) -> str:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         return f"no OpenAI error: {status} {body[:200]!r}"
-    whole = json.loads(body).keys() == {"error"} and error.keys() == {
-        "message",
-        "type",
-        "param",
-        "code",
-    }
-    fine = (
-        whole
-        and isinstance(error["message"], str)
-        and error["message"]
-        and kind == "application/json"
-    )
+    whole = json.loads(body).keys() == {"error"} and error.keys() == ERROR_FIELDS
+    said = whole and isinstance(error["message"], str) and error["message"]
+    fine = said and kind == "application/json"
     return "" if fine else f"no OpenAI error: {status} {kind} {body[:200]!r}"
 
 
 def complaint_of(response: httpx.Response) -> str:
-    return complaint(
-        response.status_code, response.headers.get("content-type", ""), response.content
-    )
+    kind = response.headers.get("content-type", "")
+    return complaint(response.status_code, kind, response.content)
 
 
 def cases(
@@ -86,29 +71,19 @@ PATIENT_S = 60
 def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
     """A case as arguments of httpx."""
     kwargs = case.as_transport_kwargs(base_url="http://test")
-    kept = {
-        key: kwargs[key]
-        for key in ("method", "url", "headers", "params")
-        if kwargs.get(key) is not None
-    }
-    kept["headers"] = {
-        name: value for name, value in dict(kept.get("headers", {})).items() if value is not None
-    }
-    body = kwargs.get("json")
+    names = ("method", "url", "headers", "params")
+    kept = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
+    headers = dict(kept.get("headers", {}))
+    kept["headers"] = {name: value for name, value in headers.items() if value is not None}
+    body, data = kwargs.get("json"), kwargs.get("data")
     if body is not None:
         seconds = body.get("timeout") if isinstance(body, dict) else None
         if isinstance(seconds, int | float) and 0 < seconds < PATIENT_S:
-            body = {
-                **body,
-                "timeout": PATIENT_S,
-            }  # a shorter one may pass, which is a correct 504
+            body = {**body, "timeout": PATIENT_S}  # a shorter one may pass, which is a correct 504
         return kept | {"json": _as_javascript(body)}
-    data = kwargs.get("data")
-    return kept | (
-        {"content": data if isinstance(data, str | bytes) else json.dumps(data)}
-        if data is not None
-        else {}
-    )
+    if data is None:
+        return kept
+    return kept | {"content": data if isinstance(data, str | bytes) else json.dumps(data)}
 
 
 def _as_javascript(value: object) -> object:
@@ -141,15 +116,12 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     """A route, and a valid body with changed fields or bytes."""
     path = draw(st.sampled_from(SENT))
     properties = document(SETTINGS)["components"]["schemas"]["ChatForm"]["properties"]
-    fields = draw(
-        st.dictionaries(st.sampled_from([*properties, "prompt", "tokens"]), VALUES, max_size=4)
-    )
-    good: dict[str, Any] = (
-        {"prompt": "hello", "tokens": [104]}
-        if path != SENT[1]
-        else {"messages": [{"role": "user", "content": "hi"}]}
-    )
-    if path == "/tokenize":
+    names = st.sampled_from([*properties, "prompt", "tokens"])
+    fields = draw(st.dictionaries(names, VALUES, max_size=4))
+    good: dict[str, Any] = {"prompt": "hello", "tokens": [104]}
+    if path == SENT[1]:
+        good = {"messages": [{"role": "user", "content": "hi"}]}
+    elif path == "/tokenize":
         good = {"prompt": "hello"}
     body = bytearray(json.dumps(good | {"max_tokens": 3} | fields).encode())
     for _ in range(draw(st.integers(0, 3))):
@@ -159,27 +131,9 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 PIECES = [
-    *(
-        b'"\\ud800"',
-        b"NaN",
-        b"-Infinity",
-        b"1e999",
-        b"9" * 5000,
-        b"\xef\xbb\xbf",
-        b"\xff\xfe",
-        b"\x00",
-        b"\\u0000",
-    ),
-    *(
-        b"[" * 40,
-        b"[" * 40 + b"]" * 40,
-        b'{"a":' * 40,
-        b'"prompt": "again",',
-        b"\xed\xa0\x80",
-        b"//",
-        b",",
-        b"0x10",
-    ),
+    *(b'"\\ud800"', b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"\xef\xbb\xbf", b"\xff\xfe"),
+    *(b"\x00", b"\\u0000", b"[" * 40, b"[" * 40 + b"]" * 40, b'{"a":' * 40),
+    *(b'"prompt": "again",', b"\xed\xa0\x80", b"//", b",", b"0x10"),
 ]
 
 
@@ -190,11 +144,8 @@ def request(
     stated = any(
         header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers
     )
-    lines = [
-        b"%s %s HTTP/%s" % (method, path.encode("latin-1"), version),
-        b"Host: localhost",
-        *headers,
-    ]
+    first = b"%s %s HTTP/%s" % (method, path.encode("latin-1"), version)
+    lines = [first, b"Host: localhost", *headers]
     if not any(header.lower().startswith(b"content-type") for header in headers):
         lines.append(b"Content-Type: application/json")
     if not stated:
@@ -206,9 +157,27 @@ GOOD = b'{"prompt": "hello", "max_tokens": 2}'
 CLOSE = b"Connection: close"
 CHUNKED = b"Transfer-Encoding: chunked"
 
+
+def get(path: str) -> bytes:
+    return request(path, b"", CLOSE, method=b"GET")
+
+
+def good(*headers: bytes) -> bytes:
+    """A good request but for these headers."""
+    return request(SENT[0], GOOD, CLOSE, *headers)
+
+
+def chunks(body: bytes) -> bytes:
+    return request(SENT[0], body, CLOSE, CHUNKED)
+
+
+MODELS = request("/v1/models", b"", method=b"GET")  # its connection stays open
+WHOLE_CHUNK = b"%x\r\n%s\r\n" % (len(GOOD), GOOD)
+FORM = b"Content-Type: application/x-www-form-urlencoded"
+
 # Name to bytes and the allowed statuses; 0: no answer, since the client closes the connection.
 RAW: dict[str, tuple[bytes, set[int]]] = {
-    "good": (request(SENT[0], GOOD, CLOSE), {200}),
+    "good": (good(), {200}),
     "HTTP/1.0": (request(SENT[0], GOOD, version=b"1.0"), {200}),
     "HTTP/2.0": (request(SENT[0], GOOD, CLOSE, version=b"2.0"), {200, 400}),
     "HTTP/9.9": (request(SENT[0], GOOD, CLOSE, version=b"9.9"), {400}),
@@ -217,71 +186,35 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
     "no method": (b" / HTTP/1.1\r\n\r\n", {400}),
     "unknown method": (request(SENT[0], GOOD, CLOSE, method=b"BREW"), {400}),
     "CONNECT": (b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", {400, 404, 405}),
-    "an absolute URL": (request("http://x/v1/models", b"", CLOSE, method=b"GET"), {200, 400, 404}),
-    "a path with bytes above ASCII": (
-        request("/v1/\xff\xfe", b"", CLOSE, method=b"GET"),
-        {400, 404},
-    ),
-    "a path with half of a surrogate": (
-        request("/v1/%ED%A0%80", b"", CLOSE, method=b"GET"),
-        {400, 404},
-    ),
-    "a path with a zero byte": (request("/v1/models/%00", b"", CLOSE, method=b"GET"), {404}),
-    "dots in the path": (request("/../../etc/passwd", b"", CLOSE, method=b"GET"), {404}),
-    "a line break in the path": (request("/v1/%0d%0aX: y", b"", CLOSE, method=b"GET"), {400, 404}),
-    "a long path": (request("/" + "a" * 70_000, b"", CLOSE, method=b"GET"), {400, 431}),
-    "many headers": (
-        request(SENT[0], GOOD, CLOSE, *[b"x-%d: %s" % (n, b"y" * 90) for n in range(1000)]),
-        {431},
-    ),
-    "a long header": (request(SENT[0], GOOD, CLOSE, b"x: " + b"y" * 100_000), {431}),
+    "an absolute URL": (get("http://x/v1/models"), {200, 400, 404}),
+    "a path with bytes above ASCII": (get("/v1/\xff\xfe"), {400, 404}),
+    "a path with half of a surrogate": (get("/v1/%ED%A0%80"), {400, 404}),
+    "a path with a zero byte": (get("/v1/models/%00"), {404}),
+    "dots in the path": (get("/../../etc/passwd"), {404}),
+    "a line break in the path": (get("/v1/%0d%0aX: y"), {400, 404}),
+    "a long path": (get("/" + "a" * 70_000), {400, 431}),
+    "many headers": (good(*[b"x-%d: %s" % (n, b"y" * 90) for n in range(1000)]), {431}),
+    "a long header": (good(b"x: " + b"y" * 100_000), {431}),
     "a header without an end": (b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, {0, 431}),
-    "a header with a line break": (request(SENT[0], GOOD, CLOSE, b"x: a\r\n b"), {200, 400}),
-    "a header with a zero byte": (request(SENT[0], GOOD, CLOSE, b"x: a\x00b"), {400}),
-    "a request id that would inject": (
-        request(SENT[0], GOOD, CLOSE, b"x-request-id: a\x0b<script>"),
-        {200, 400},
-    ),
-    "two lengths": (
-        request(SENT[0], GOOD, CLOSE, b"Content-Length: 5", b"Content-Length: 36"),
-        {400},
-    ),
+    "a header with a line break": (good(b"x: a\r\n b"), {200, 400}),
+    "a header with a zero byte": (good(b"x: a\x00b"), {400}),
+    "a request id that would inject": (good(b"x-request-id: a\x0b<script>"), {200, 400}),
+    "two lengths": (good(b"Content-Length: 5", b"Content-Length: 36"), {400}),
     "a length and chunks": (
         request(SENT[0], b"0\r\n\r\n", CLOSE, b"Content-Length: 5", CHUNKED),
         {400},
     ),
-    "a negative length": (request(SENT[0], GOOD, CLOSE, b"Content-Length: -1"), {400}),
-    "a length beyond 64 bits": (
-        request(SENT[0], GOOD, CLOSE, b"Content-Length: 99999999999999999999999"),
-        {400},
-    ),
-    "a length beyond the limit": (
-        request(SENT[0], GOOD, CLOSE, b"Content-Length: 999999999"),
-        {413},
-    ),
-    "a length in words": (request(SENT[0], GOOD, CLOSE, b"Content-Length: many"), {400}),
+    "a negative length": (good(b"Content-Length: -1"), {400}),
+    "a length beyond 64 bits": (good(b"Content-Length: 99999999999999999999999"), {400}),
+    "a length beyond the limit": (good(b"Content-Length: 999999999"), {413}),
+    "a length in words": (good(b"Content-Length: many"), {400}),
     "a length that is too short": (request(SENT[0], GOOD, b"Content-Length: 5"), {400}),
-    "a length that is too long": (request(SENT[0], GOOD, CLOSE, b"Content-Length: 500"), {0, 400}),
-    "chunks": (
-        request(SENT[0], b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED),
-        {200},
-    ),
-    "chunks without an end": (
-        request(SENT[0], b"%x\r\n%s\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED),
-        {0, 400},
-    ),
-    "a chunk of a negative size": (
-        request(SENT[0], b"-5\r\nhello\r\n0\r\n\r\n", CLOSE, CHUNKED),
-        {400},
-    ),
-    "a chunk of a huge size": (
-        request(SENT[0], b"ffffffffffffffffff\r\nhello", CLOSE, CHUNKED),
-        {400},
-    ),
-    "trailers": (
-        request(SENT[0], b"%x\r\n%s\r\n0\r\nx: y\r\n\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED),
-        {200, 400},
-    ),
+    "a length that is too long": (good(b"Content-Length: 500"), {0, 400}),
+    "chunks": (chunks(WHOLE_CHUNK + b"0\r\n\r\n"), {200}),
+    "chunks without an end": (chunks(WHOLE_CHUNK), {0, 400}),
+    "a chunk of a negative size": (chunks(b"-5\r\nhello\r\n0\r\n\r\n"), {400}),
+    "a chunk of a huge size": (chunks(b"ffffffffffffffffff\r\nhello"), {400}),
+    "trailers": (chunks(WHOLE_CHUNK + b"0\r\nx: y\r\n\r\n"), {200, 400}),
     "gzip": (
         request(SENT[0], b"\x1f\x8b\x08\x00" + b"\x00" * 30, CLOSE, b"Content-Encoding: gzip"),
         {400, 415},
@@ -291,25 +224,13 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
         request("/", b"", b"Connection: Upgrade, close", b"Upgrade: websocket", method=b"GET"),
         {200},
     ),
-    "expects 100": (request(SENT[0], GOOD, CLOSE, b"Expect: 100-continue"), {100, 200}),
-    "pipelined": (
-        request("/v1/models", b"", method=b"GET") * 3 + request(SENT[0], GOOD, CLOSE),
-        {200},
-    ),
-    "rubbish after a request": (
-        request("/v1/models", b"", method=b"GET") + b"\x00\x01\x02" * 9,
-        {200, 400},
-    ),
+    "expects 100": (good(b"Expect: 100-continue"), {100, 200}),
+    "pipelined": (MODELS * 3 + good(), {200}),
+    "rubbish after a request": (MODELS + b"\x00\x01\x02" * 9, {200, 400}),
     "HEAD": (request("/health", b"", CLOSE, method=b"HEAD"), {200}),
-    "a type in capitals": (
-        request(SENT[0], GOOD, CLOSE, b"Content-Type: Application/JSON; charset=utf-8"),
-        {200},
-    ),
-    "no type": (request(SENT[0], GOOD, CLOSE, b"Content-Type: "), {415}),
-    "a form": (
-        request(SENT[0], b"prompt=a", CLOSE, b"Content-Type: application/x-www-form-urlencoded"),
-        {415},
-    ),
+    "a type in capitals": (good(b"Content-Type: Application/JSON; charset=utf-8"), {200}),
+    "no type": (good(b"Content-Type: "), {415}),
+    "a form": (request(SENT[0], b"prompt=a", CLOSE, FORM), {415}),
     "empty": (b"", {0}),
     "half a request": (request(SENT[0], GOOD)[:40], {0, 400}),
 }
@@ -323,12 +244,8 @@ def torn(rng: random.Random) -> bytes:
     data = bytearray(rng.choice([raw for raw, _ in RAW.values() if len(raw) < 2000]))
     for _ in range(rng.randint(1, 4)):
         place, length = rng.randrange(len(data) + 1), rng.randint(0, 8)
-        changes = [
-            b"",
-            rng.randbytes(length),
-            data[place : place + length] * 2,
-            rng.choice([*SEPARATORS, *PIECES]),
-        ]
+        bytes_, doubled = rng.randbytes(length), data[place : place + length] * 2
+        changes = [b"", bytes_, doubled, rng.choice([*SEPARATORS, *PIECES])]
         data[place : place + length] = rng.choice(changes)
     return bytes(data)
 

@@ -10,8 +10,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -85,10 +86,8 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
     tokens = list(row.tokens)
     count = min(steps, row.max_new_tokens - row.generated)
     for _ in range(count):
-        ends = (
-            row.end_after is not None
-            and row.generated + len(tokens) - len(row.tokens) + 1 >= row.end_after
-        )
+        generated = row.generated + len(tokens) - len(row.tokens) + 1
+        ends = row.end_after is not None and generated >= row.end_after
         tokens.append(EOS if ends else next_token(tokens))
         if ends:
             return tuple(tokens[len(row.tokens) :]), "stop"
@@ -144,22 +143,18 @@ class HandWorkers:
         frames = []
         for step in range(done_before, done_before + steps):
             so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
-            new = [
-                (row, tokens, finish) for row, tokens, finish in so_far if len(tokens) == step + 1
-            ]
+            new = [part for part in so_far if len(part[1]) == step + 1]
             ended = tuple((row, finish) for row, _, finish in new if finish)
-            frames.append(
-                StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended)
-            )
+            numbers, last = (row for row, _, _ in new), (tokens[-1] for _, tokens, _ in new)
+            frames.append(StepOutput(tuple(numbers), tuple(last), ended))
         self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
 
     def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
         """End the batch after `steps` of its steps."""
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
-        output = SliceOutput(
-            tuple(tokens for tokens, _ in results), tuple(finish for _, finish in results)
-        )
+        tokens, finish = (tokens for tokens, _ in results), (finish for _, finish in results)
+        output = SliceOutput(tuple(tokens), tuple(finish))
         self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
@@ -204,10 +199,8 @@ def make_driver(
     """A driver of such workers; `capacity` in tokens, of all workers or of each."""
     capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
     planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
-    parameters = parameters or {"slice_tokens": 8}
-    return Driver(
-        Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits
-    )
+    scheduler = Scheduler(make_policy(policy, parameters or {"slice_tokens": 8}), planned)
+    return Driver(scheduler, workers, Stats(), limits=limits)
 
 
 def app_of(
@@ -258,10 +251,9 @@ async def client(
 
 def events(body: str) -> list[Any]:
     """The data of server-sent events, parsed."""
-    lines = [
-        line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")
-    ]
-    return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
+    lines = [line for line in body.split("\n\n") if line.startswith("data: ")]
+    data = [line.removeprefix("data: ") for line in lines]
+    return [line if line == "[DONE]" else msgspec.json.decode(line) for line in data]
 
 
 async def turns(count: int = 20) -> None:
@@ -273,13 +265,8 @@ async def turns(count: int = 20) -> None:
 def fake_plan(folder: Path, **config: float) -> Plan:
     """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig."""
     fake = {"model_type": "fake", **config}
-    model = {
-        "source": "random",
-        "config": fake,
-        "dtype": "float32",
-        "max_model_len": 512,
-        "tokenizer": "bytes",
-    }
+    model: dict[str, object] = {"source": "random", "config": fake, "dtype": "float32"}
+    model |= {"max_model_len": 512, "tokenizer": "bytes"}
     recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
     inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, inputs["recipe"])
@@ -336,3 +323,32 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def front(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+
+@contextmanager
+def fake_server(*options: str, **config: float) -> Iterator[Server]:
+    """`llmctl serve` with these options, on two workers with fake engines; see `fake_plan`."""
+    with tempfile.TemporaryDirectory() as folder:
+        fake_plan(Path(folder), **config)
+        with Server(Path(folder) / "plan.json", *options) as server:
+            yield server
+
+
+def metric(text: str, name: str) -> float:
+    """A series of /metrics, summed over its labels."""
+    lines = text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process and of its children."""
+    all_times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(times.user + times.system for times in all_times)

@@ -60,9 +60,8 @@ def measured(
     for repeat in range(repeats + 1):
         for rows in SIZES:
             for length in LENGTHS:
-                whole.setdefault((rows, length), []).append(
-                    passes_s(engine, rows, length, length)[0]
-                )
+                (took_s,) = passes_s(engine, rows, length, length)
+                whole.setdefault((rows, length), []).append(took_s)
             for columns in COLUMNS:
                 cut.setdefault((rows, columns), []).append(passes_s(engine, rows, WIDTH, columns))
         if not repeat:  # the first is a warm-up
@@ -77,12 +76,10 @@ def measured(
 def fitted(whole: dict[Passes, float]) -> SegmentedLaw:
     """The law of whole prefills, as `llmctl fit` makes it."""
     sizes, lengths = (np.array(column, dtype=float) for column in zip(*whole, strict=True))
-    fit = fit_latency(
-        "prefill", Points(sizes, lengths, np.array(list(whole.values()))), 0, square=True
-    ).fit
-    return SegmentedLaw(
-        tuple(fit.segments), (Segment(batch_size_min=1, nl=0, n=0, l=0, const=0, nll=0),), True
-    )
+    points = Points(sizes, lengths, np.array(list(whole.values())))
+    fit = fit_latency("prefill", points, 0, square=True).fit
+    none = Segment(batch_size_min=1, nl=0, n=0, l=0, const=0, nll=0)
+    return SegmentedLaw(tuple(fit.segments), (none,), True)
 
 
 def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, float]]:
@@ -93,12 +90,8 @@ def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, 
     }
     table = []
     for (rows, columns), times in cut.items():
-        line: dict[str, float] = {
-            "rows": rows,
-            "columns": columns,
-            "passes": len(times),
-            "sum_s": sum(times),
-        }
+        line: dict[str, float] = {"rows": rows, "columns": columns}
+        line |= {"passes": len(times), "sum_s": sum(times)}
         for name, form in forms.items():
             said = [form(rows, start, start + columns) for start in range(0, WIDTH, columns)]
             off = [abs(one / true - 1.0) for one, true in zip(said, times, strict=True)]
@@ -116,10 +109,8 @@ def main() -> None:
     engine = RebatchEngine(recipe.model, recipe.engine, recipe.hardware)
     whole, cut = measured(engine, options.repeats)
     table = errors(fitted(whole), cut)
-    print(
-        "| N | columns | passes | sum ms | T(b) - T(a) + T(0): each % | sum % | T(b -"
-        " a): each % | sum % |"
-    )
+    heads = "T(b) - T(a) + T(0): each % | sum % | T(b - a): each % | sum %"
+    print(f"| N | columns | passes | sum ms | {heads} |")
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for line in table:
         print(

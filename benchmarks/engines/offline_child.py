@@ -34,8 +34,5 @@ def answer(
             outputs = serve(int(line))
             seconds, cpu_s = time.perf_counter() - start, cpu_clock() - cpu_start
             tokens = {index: [int(token) for token in found] for index, found in outputs.items()}
-            print(
-                json.dumps({"seconds": seconds, "cpu_s": cpu_s, "outputs": tokens}),
-                file=out,
-                flush=True,
-            )
+            reply = {"seconds": seconds, "cpu_s": cpu_s, "outputs": tokens}
+            print(json.dumps(reply), file=out, flush=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from psutil import Process
 
 from benchmarks.common.command import read_words
 from benchmarks.common.gguf_file import write_llama
+from benchmarks.common.raw_client import free_ports
 from benchmarks.engines.offline_child import Outputs, Serve, answer
 
 HOST = "127.0.0.1"
@@ -57,9 +57,8 @@ def load() -> tuple[Mapping[str, Any], Serve]:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        connection.request(
-            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
-        )
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/completion", json.dumps(body), kind)
         reply = json.loads(connection.getresponse().read())
         connection.close()
         if "tokens" not in reply:
@@ -75,17 +74,13 @@ def load() -> tuple[Mapping[str, Any], Serve]:
 
 
 def _start(server: str, model: Path, slots: int, work: Mapping[str, Any]) -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
+    (port,) = free_ports(1)
     threads = str(work["threads"])
     command = [server, "-m", str(model), "--host", HOST, "--port", str(port)]
     command += ["-t", threads, "-tb", threads]
     command += ["-np", str(slots), "-c", str(work["kv_tokens"]), "-ctk", "f32", "-ctv", "f32"]
-    longest = max(
-        len(prompt) + output
-        for prompt, output in zip(work["prompts"], work["outputs"], strict=True)
-    )
+    pairs = zip(work["prompts"], work["outputs"], strict=True)
+    longest = max(len(prompt) + output for prompt, output in pairs)
     # with room for it each slot has a cache of its own, and attention reads no other slot's
     shared = work["kv_tokens"] // slots < longest
     command.append("--kv-unified" if shared else "--no-kv-unified")

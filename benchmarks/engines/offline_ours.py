@@ -50,9 +50,8 @@ class Ours:
     def __init__(self, folder: Path, system: str) -> None:
         self.work = Work.read(folder)
         self.system = system
-        model = ModelSpec(
-            source=str(folder / "model"), dtype="float32", max_model_len=512, tokenizer="model"
-        )
+        source = str(folder / "model")
+        model = ModelSpec(source=source, dtype="float32", max_model_len=512, tokenizer="model")
         spec = EngineSpec(
             name="rebatch",
             threads=self.work.threads,
@@ -67,10 +66,8 @@ class Ours:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {
-            "budget_mib": (self.engine.ledger.budget_bytes or 0) / (1 << 20),
-            "parameters": self.engine.facts.parameters,
-        }
+        budget_mib = (self.engine.ledger.budget_bytes or 0) / (1 << 20)
+        return {"budget_mib": budget_mib, "parameters": self.engine.facts.parameters}
 
     def serve(self, count: int) -> Outputs:
         """One run: submit all, then tick and run until no job is left."""
@@ -85,16 +82,13 @@ class Ours:
         scheduler = Scheduler(make_policy(name, parameters), [worker])
         free = SamplingParams(ignore_eos=True)
         self.requests: dict[str, ActiveRequest] = {}
-        for index, (prompt, length) in enumerate(
-            zip(work.prompts[:count], work.outputs[:count], strict=True)
-        ):
-            request = GenerationRequest(
-                str(index), tuple(prompt), LONGEST_OUTPUT, free, end_after=length
-            )
-            self.requests[request.request_id] = ActiveRequest(
-                request, cast(Any, None), cast(Any, None), 0.0
-            )
-            scheduler.submit(Request(request.request_id, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
+        none = cast(Any, None)
+        for index in range(count):
+            name, prompt = str(index), tuple(work.prompts[index])
+            end = work.outputs[index]
+            request = GenerationRequest(name, prompt, LONGEST_OUTPUT, free, end_after=end)
+            self.requests[name] = ActiveRequest(request, none, none, 0.0)
+            scheduler.submit(Request(name, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
         kept = ResidentRows()
         start = time.perf_counter()
         while scheduler.jobs:
@@ -115,35 +109,25 @@ class Ours:
 
     def _slice(self, batch: Batch) -> BatchResult:
         requests = [self.requests[job.request_id] for job in batch.jobs]
-        output = self.engine.run_slice(
-            [active.row() for active in requests], batch.steps, lambda _: True
-        )
+        rows = [active.row() for active in requests]
+        output = self.engine.run_slice(rows, batch.steps, lambda _: True)
         for active, tokens in zip(requests, output.tokens, strict=True):
             active.tokens += tokens
         counts = tuple(len(tokens) for tokens in output.tokens)
-        return BatchResult(
-            batch.batch_id, 0, counts, tuple(bool(finish) for finish in output.finish)
-        )
+        return BatchResult(batch.batch_id, 0, counts, tuple(map(bool, output.finish)))
 
     def _law(self) -> SegmentedLaw:
         """Eq. 3 and 4 of the SCLS paper, least squares over relative errors, the best of three
         timings per point.
         """
         points = [(1, 32), (1, 256), (8, 32), (8, 256), (32, 32), (32, 192)]
+        terms = np.array([(rows * length, rows, length, 1.0) for rows, length in points])
         laws: list[tuple[float, float, float, float]] = []
         for timed in (self.engine.time_prefill, self.engine.time_decode):
-            seconds = np.array(
-                [
-                    min(timed(rows, length, time.perf_counter) for _ in range(3))
-                    for rows, length in points
-                ]
-            )
-            terms = (
-                np.array([(rows * length, rows, length, 1.0) for rows, length in points])
-                / seconds[:, None]
-            )
-            found = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0].clip(min=0.0)
-            per_nl, per_n, per_l, flat = found.tolist()
+            times = [[timed(*point, time.perf_counter) for _ in range(3)] for point in points]
+            seconds = np.min(times, axis=1)
+            found = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(points)), rcond=None)[0]
+            per_nl, per_n, per_l, flat = found.clip(min=0.0).tolist()
             laws.append((per_nl, per_n, per_l, flat))
         return bilinear_law(laws[0], laws[1], prefill_emits_token=True)
 
@@ -199,12 +183,9 @@ class GenerateBatch:
         with self.model.continuous_batching_context_manager(
             self.generation, continuous_batching_config=self.config
         ) as one:
-            for index, (prompt, length) in enumerate(
-                zip(work.prompts[:count], work.outputs[:count], strict=True)
-            ):
-                one.add_request(
-                    prompt, request_id=str(index), max_new_tokens=length, eos_token_id=-1
-                )
+            for index in range(count):
+                request = {"request_id": str(index), "max_new_tokens": work.outputs[index]}
+                one.add_request(work.prompts[index], **request, eos_token_id=-1)
             while len(found) < count:
                 result = one.get_result(timeout=1)
                 if result is not None and result.is_finished():

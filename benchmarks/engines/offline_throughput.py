@@ -40,8 +40,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import put_section
+from benchmarks.common.command import add_markdown, make_parser, publish
 from benchmarks.engines.offline_work import SIZES, Work, prepare
 from toolkit.workers.process import engine_environment
 
@@ -101,10 +100,8 @@ class System:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(
-                f"{self.name} ended with exit code {self._process.wait()}; --verbose"
-                " shows what it said"
-            )
+            code = self._process.wait()
+            raise SystemExit(f"{self.name} ended with exit code {code}; --verbose shows its output")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -114,13 +111,9 @@ def _command(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
         python = options.vllm_python
         return [python, "-m", "benchmarks.engines.offline_vllm", str(folder)] if python else []
     if name.startswith("llama.cpp"):
-        server = options.llama_server
-        slots = name.partition("-")[2]
-        return (
-            [sys.executable, "-m", "benchmarks.engines.offline_llama", str(folder), server, slots]
-            if server
-            else []
-        )
+        server, slots = options.llama_server, name.partition("-")[2]
+        words = [sys.executable, "-m", "benchmarks.engines.offline_llama", str(folder)]
+        return [*words, server, slots] if server else []
     return [sys.executable, "-m", "benchmarks.engines.offline_ours", str(folder), name]
 
 
@@ -157,32 +150,20 @@ def _round(systems: Sequence[System], size: str, work: Work) -> Run:
         reply["outputs"] = {int(index): tokens for index, tokens in reply["outputs"].items()}
         for index, tokens in reply["outputs"].items():
             if len(tokens) != work.outputs[index]:
-                raise SystemExit(
-                    f"{system.name}: request {index} got {len(tokens)} tokens, not"
-                    f" {work.outputs[index]}"
-                )
+                got = f"{len(tokens)} tokens, not {work.outputs[index]}"
+                raise SystemExit(f"{system.name}: request {index} got {got}")
         reply["tokens"] = sum(len(tokens) for tokens in reply["outputs"].values())
-        print(
-            f"{size} {system.name}: {rate(reply):.0f} tokens/s,"
-            f" {rate(reply, 'cpu_s'):.0f} per CPU s",
-            file=sys.stderr,
-            flush=True,
-        )
+        rates = f"{rate(reply):.0f} tokens/s, {rate(reply, 'cpu_s'):.0f} per CPU s"
+        print(f"{size} {system.name}: {rates}", file=sys.stderr, flush=True)
     expected = replies[REFERENCE]["outputs"]
     for system in systems:
         reply = replies[system.name]
         outputs = reply.pop("outputs")
         # our engines end a replayed request with EOS, so the last token is not compared
-        reply["equal"] = sum(
-            outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items()
-        )
-        reply["facts"] = dict(system.facts)
-    return {
-        "size": size,
-        "requests": len(work.outputs),
-        "tokens": work.tokens,
-        "compared": len(expected),
-    } | {"systems": replies}
+        same = (outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items())
+        reply |= {"equal": sum(same), "facts": dict(system.facts)}
+    counts = {"requests": len(work.outputs), "tokens": work.tokens, "compared": len(expected)}
+    return {"size": size, **counts, "systems": replies}
 
 
 def _save(path: Path, run: Run) -> None:
@@ -199,11 +180,8 @@ def table(
     runs: Sequence[Run], order: Sequence[str], missing: Sequence[str], clock: str = "seconds"
 ) -> str:
     """The rates of one size, and how many times as fast `rebatch` was in the same round."""
-    lines = [
-        f"| system | tokens/{UNITS[clock]} | lowest to highest | rounds | rebatch is |"
-        " same tokens |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    heads = f"tokens/{UNITS[clock]} | lowest to highest | rounds | rebatch is | same tokens"
+    lines = [f"| system | {heads} |", "|---|---:|---:|---:|---:|---:|"]
     for name in order:
         found = [run["systems"] for run in runs if name in run["systems"]]
         if not found:
@@ -211,19 +189,14 @@ def table(
                 lines.append(f"| {name} | not installed | | | | |")
             continue
         rates = [rate(systems[name], clock) for systems in found]
-        ratios = [
-            rate(systems["rebatch"], clock) / rate(systems[name], clock)
-            for systems in found
-            if "rebatch" in systems
-        ]
+        paired = [systems for systems in found if "rebatch" in systems]
+        ratios = [rate(one["rebatch"], clock) / rate(one[name], clock) for one in paired]
         times = f"{statistics.median(ratios):.2f}x" if ratios and name != "rebatch" else ""
         equal = sum(systems[name]["equal"] for systems in found)
         compared = sum(run["compared"] for run in runs if name in run["systems"])
-        lines.append(
-            f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to"
-            f" {max(rates):,.0f} | {len(rates)} "
-            f"| {times} | {equal} of {compared} |"
-        )
+        median, spread = statistics.median(rates), f"{min(rates):,.0f} to {max(rates):,.0f}"
+        cells = f"{median:,.0f} | {spread} | {len(rates)} | {times} | {equal} of {compared}"
+        lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -235,18 +208,15 @@ def rate(one: Mapping[str, Any], clock: str = "seconds") -> float:
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
     """All tables, and the aims."""
     missing = [] if options.vllm_python else ["vllm"]
-    missing += (
-        [] if options.llama_server else [name for name in SYSTEMS if name.startswith("llama.cpp")]
-    )
+    if not options.llama_server:
+        missing += [name for name in SYSTEMS if name.startswith("llama.cpp")]
     order = list(dict.fromkeys([*SYSTEMS, *options.systems]))
     parts = []
     for size in SIZES:
         mine = [run for run in runs if run["size"] == size]
         if mine:
-            parts.append(
-                f"A Llama of {size}, {mine[0]['requests']} requests,"
-                f" {mine[0]['tokens']:,} tokens:\n"
-            )
+            work = f"{mine[0]['requests']} requests, {mine[0]['tokens']:,} tokens"
+            parts.append(f"A Llama of {size}, {work}:\n")
             parts += [table(mine, order, missing, options.clock), aims(mine, options.clock)]
     return "\n".join(parts)
 
@@ -297,9 +267,7 @@ def main() -> int:
     sizes = options.sizes if options.rounds else []
     runs = [run for size in sizes for run in measure(size, options, options.samples)]
     text = report(_load(options.samples) if options.samples else runs, options)
-    print(text)
-    if options.markdown:
-        put_section(options.markdown, SECTION, "Offline throughput beside peers", text)
+    publish(text, options.markdown, SECTION, "Offline throughput beside peers")
     return 0
 
 

@@ -65,9 +65,8 @@ def simulated(
     less memory.
     """
     world = World(LAW, ZetaMemory(capacity), 1, LIMIT, joining="embed")
-    believed = replace(
-        world, memory=ZetaMemory(capacity, zeta=share), joining=world.joining if padded else None
-    )
+    joining, memory = world.joining if padded else None, ZetaMemory(capacity, zeta=share)
+    believed = replace(world, memory=memory, joining=joining)
     requests, outputs = requests_of(trace, LIMIT)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 1)
     policy = make_policy(name, {})
@@ -91,10 +90,8 @@ def table(trace: Trace, capacity: int) -> list[str]:
     """Per policy: counting real tokens, the same with the best share of memory, and counting the
     slab.
     """
-    lines = [
-        "| policy | counts | OOM % | evicted % | rows | memory % | tokens/s |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = ["| policy | counts | OOM % | evicted % | rows | memory % | tokens/s |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
     for name in POLICIES:
         tried: Sequence[tuple[float, Outcome]] = [
             (share, simulated(trace, name, capacity, padded=False, share=share)) for share in SHARES
@@ -116,20 +113,13 @@ def main() -> None:
     add_markdown(parser)
     options = parser.parse_args()
     trace, _ = read_trace(options.trace)
-    lines = table(scaled(trace, options.requests), options.capacity)
-    print("\n".join(lines))
+    text = "\n".join(table(scaled(trace, options.requests), options.capacity))
+    print(text)
     if options.markdown:
-        command = (
-            f"python -m benchmarks.engines.padded_memory {options.trace.name}"
-            f" --requests {options.requests}"
-        )
-        said = f"`{command} --capacity {options.capacity}`, simulated:\n\n"
-        put_section(
-            options.markdown,
-            "padded_memory",
-            "Counting a padded slab",
-            said + "\n".join(lines) + "\n",
-        )
+        words = f"{options.trace.name} --requests {options.requests} --capacity {options.capacity}"
+        command = f"`python -m benchmarks.engines.padded_memory {words}`, simulated"
+        section = f"{command}:\n\n{text}\n"
+        put_section(options.markdown, "padded_memory", "Counting a padded slab", section)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
@@ -79,9 +81,8 @@ def measure_step(engine: RebatchEngine, size: int, found: Samples) -> None:
     """
     samples = found.setdefault
     samples(f"static step, N={size}", []).append(engine.time_decode(size, LENGTH, clock))
-    engine.run_round(
-        Round(steps=1, enter=tuple(rows_of(size, LENGTH)), numbers=tuple(range(size))), go_on
-    )
+    rows = tuple(rows_of(size, LENGTH))
+    engine.run_round(Round(steps=1, enter=rows, numbers=tuple(range(size))), go_on)
     rounds = timed(lambda: engine.run_round(Round(steps=STEPS), go_on))
     samples(f"rebatch step, N={size}", []).append(rounds / STEPS)
     moves = {
@@ -128,16 +129,8 @@ def serve_slices(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
             output = engine.run_slice(batch, SLICE, go_on)
             for row, new, finish in zip(batch, output.tokens, output.finish, strict=True):
                 if not finish:
-                    tokens = (*row.tokens, *new)
-                    again.append(
-                        Row(
-                            row.request_id,
-                            tokens,
-                            row.generated + len(new),
-                            row.max_new_tokens,
-                            FREE,
-                        )
-                    )
+                    tokens, generated = (*row.tokens, *new), row.generated + len(new)
+                    again.append(replace(row, tokens=tokens, generated=generated))
         waiting = again
 
 
@@ -146,11 +139,8 @@ def serve_rounds(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
     waiting, running = deque(enumerate(rows)), 0
     while waiting or running:
         enter = [waiting.popleft() for _ in range(min(size - running, len(waiting)))]
-        plan = Round(
-            steps=512,
-            enter=tuple(row for _, row in enter),
-            numbers=tuple(number for number, _ in enter),
-        )
+        rows_in, numbers = tuple(row for _, row in enter), tuple(number for number, _ in enter)
+        plan = Round(steps=512, enter=rows_in, numbers=numbers)
         running += len(enter) - len(engine.run_round(plan, go_on).ended)
 
 
@@ -174,9 +164,8 @@ def measure_throughput(
 def show(title: str, found: Samples, unit: str, scale: float) -> None:
     print(f"\n| {title} | {unit} | lowest to highest |\n|---|---|---|")
     for name, samples in found.items():
-        low, middle, high = (
-            scale * value for value in (min(samples), statistics.median(samples), max(samples))
-        )
+        values = min(samples), statistics.median(samples), max(samples)
+        low, middle, high = (scale * value for value in values)
         print(f"| {name} | {middle:,.2f} | {low:,.2f} to {high:,.2f} |")
 
 

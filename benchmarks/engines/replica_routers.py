@@ -70,9 +70,8 @@ def sessions(count: int, seed: int = 0) -> Trace:
     previous = [place[k] if k >= 0 else -1 for k in before_rows]
     think = np.where(np.array(previous) < 0, 0.0, 1.0)
     lengths = np.array(prompts), np.array(outputs), np.array(outputs)
-    return Trace(
-        np.array(arrival), *lengths, "sessions", sessions=Sessions(np.array(previous), think)
-    )
+    turns = Sessions(np.array(previous), think)
+    return Trace(np.array(arrival), *lengths, "sessions", sessions=turns)
 
 
 def templates(seed: int = 0) -> Trace:
@@ -125,11 +124,8 @@ def print_regret(trace: Trace, replicas: int, loads: list[float], names: list[st
                 found.append((most - good, seconds - least_s, least_s == seconds))
             lost, late_s, best = np.array(found, dtype=float).mean(axis=0).tolist()
             goodput = own.metrics(TARGETS)["goodput_rps"]
-            print(
-                f"| {load} | {name} | {goodput:.2f} | {100 * best:.0f} % | {lost:.2f} |"
-                f" {late_s:.2f} |",
-                flush=True,
-            )
+            cells = f"{goodput:.2f} | {100 * best:.0f} % | {lost:.2f} | {late_s:.2f}"
+            print(f"| {load} | {name} | {cells} |", flush=True)
 
 
 def _worth(result: SimResult) -> tuple[int, float]:
@@ -149,16 +145,9 @@ def serve(trace: Trace, replicas: int, router: str | Router) -> SimResult:
     engine = PagedEngine(LAW, BLOCKS, 16)
     if isinstance(router, str):
         router = make_router(router, targets_of(router, TARGETS))
-    world = World(
-        unit_step(),
-        ZetaMemory(engine.capacity_tokens),
-        replicas,
-        int(trace.output_tokens.max()),
-        paged=engine,
-        routing=Routing(router),
-        closed_loop=False,
-    )
-    return simulate(trace, POLICY, world)
+    memory, limit = ZetaMemory(engine.capacity_tokens), int(trace.output_tokens.max())
+    world = World(unit_step(), memory, replicas, limit, paged=engine, closed_loop=False)
+    return simulate(trace, POLICY, replace(world, routing=Routing(router)))
 
 
 def print_routers(trace: Trace, replicas: int, loads: list[float], names: list[str]) -> None:
@@ -192,11 +181,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of each trace: the first ones")
     parser.add_argument("--regret", type=int, metavar="N")
     given = parser.parse_args()
-    traces = [read_trace(trace_path(name))[0] for name in given.traces] or [
-        sessions(2_000),
-        templates(),
-    ]
-    for whole in traces:
+    traces = [read_trace(trace_path(name))[0] for name in given.traces]
+    for whole in traces or [sessions(2_000), templates()]:
         trace = whole.take(np.arange(min(given.requests or len(whole), len(whole))))
         if given.regret:
             print_regret(trace, given.replicas, given.loads, given.routers, given.regret)

@@ -46,6 +46,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.raw_client import free_ports
 from benchmarks.common.results_file import keep
 from benchmarks.engines.prefix_live import (
     CLOSING,
@@ -62,7 +63,7 @@ from benchmarks.engines.prefix_live import (
     unmeasured,
 )
 from benchmarks.engines.vllm_flags import LLMCTL, run, serving
-from benchmarks.serving.router_cost import commands, free_ports, open_front
+from benchmarks.serving.router_cost import commands, open_front
 from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan

@@ -61,15 +61,10 @@ def measure(trace: Trace, engines: int, blocks: int, repeats: int) -> Pair:
             counters = simulate(one, POLICY, world).counters
             seconds.append(process_time() - start_s)
         pairs.append(seconds)
-    return Pair(
-        engines,
-        blocks,
-        statistics.median([one[0] for one in pairs]),
-        statistics.median([one[1] for one in pairs]),
-        statistics.median([one[1] / one[0] for one in pairs]),
-        counters["hit_percent"],
-        counters["evicted_percent"],
-    )
+    alone_s, shared_s = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(shared / alone for alone, shared in pairs)
+    found = counters["hit_percent"], counters["evicted_percent"]
+    return Pair(engines, blocks, alone_s, shared_s, ratio, *found)
 
 
 def main() -> None:

@@ -29,12 +29,8 @@ from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.files.shipped import load_recipe
 
 RECIPE = ROOT / "recipes" / "tiny-llama-cpu.yaml"
-LARGER = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-}
+LARGER = {"hidden_size": 512, "intermediate_size": 1408}
+LARGER |= {"num_hidden_layers": 8, "num_attention_heads": 8}
 ROWS, LENGTH = 16, 300
 FREE = SamplingParams(ignore_eos=True)
 
@@ -71,19 +67,13 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
         step()
         copied.result()
 
-    ways: dict[str, Callable[[], None]] = {
-        "step": step,
-        "copy": copy,
-        "copy, then step": before,
-        "copy beside": beside,
-    }
+    ways: dict[str, Callable[[], None]] = {"step": step, "copy": copy}
+    ways |= {"copy, then step": before, "copy beside": beside}
     found: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(rounds):
         if k % 50 == 0:  # the rows grow by three steps a round
-            engine.run_round(
-                Round(steps=1, enter=rows, numbers=tuple(range(ROWS)), evict=tuple(range(ROWS))),
-                go_on,
-            )
+            numbers = tuple(range(ROWS))
+            engine.run_round(Round(steps=1, enter=rows, numbers=numbers, evict=numbers), go_on)
         order = list(ways)
         random.Random(k).shuffle(order)
         for way in order:
@@ -107,11 +97,8 @@ def main() -> int:
     keep("ms", table)
     for name, found in table.items():
         ratio = found["copy beside"] / found["copy, then step"]
-        print(
-            f"{name}: "
-            + ", ".join(f"{way} {ms:.2f} ms" for way, ms in found.items())
-            + f"; beside/then {ratio:.2f}"
-        )
+        times = ", ".join(f"{way} {ms:.2f} ms" for way, ms in found.items())
+        print(f"{name}: {times}; beside/then {ratio:.2f}")
     return 0
 
 

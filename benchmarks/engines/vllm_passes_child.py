@@ -19,10 +19,7 @@ from benchmarks.common.command import read_words
 from benchmarks.engines.vllm_alone import ENVIRONMENT
 
 # Nothing is computed, so a prompt may be longer than the model allows.
-os.environ |= ENVIRONMENT | {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-}
+os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 OUTPUTS = 1_000_000_000  # from here on tokens are outputs; each request has 10,000 of its own
 OWN = 100_000_000  # from here on tokens belong to one prompt; each has 10,000 of its own
 

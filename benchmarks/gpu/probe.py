@@ -52,11 +52,7 @@ COPY_BYTES, COPY_BYTES_ON_CPU = 2 << 30, 32 << 20
 PINNED_BYTES, PINNED_BYTES_ON_CPU = 512 << 20, 16 << 20
 COPIES = 5
 # Column of the table, cuDNN's attention let in, fixed shapes.
-WAYS = (
-    ("eager", False, False),
-    ("eager, cuDNN", True, False),
-    ("fixed", False, True),
-)
+WAYS = (("eager", False, False), ("eager, cuDNN", True, False), ("fixed", False, True))
 
 
 def main() -> int:

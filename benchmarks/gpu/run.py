@@ -143,12 +143,7 @@ def main() -> int:
     folder = options.results / _slug(device.name)
     runs = [
         Run(
-            path,
-            folder / _model(path),
-            options.device,
-            device.name,
-            options.quick,
-            found.variables,
+            path, folder / _model(path), options.device, device.name, options.quick, found.variables
         )
         for path in recipes
     ]

@@ -36,14 +36,14 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import put_section
+from benchmarks.common.command import add_markdown, make_parser, publish
 from benchmarks.papers.baton_tables import PAPER_1, PAPER_2, Lengths, mixed_queries, short_queries
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
@@ -121,9 +121,8 @@ class Engines:
         rows = "batch_size" if name == "sequence" else "max_batch_size"
         engine = self._engines["shape" if method == "shaping" else "embed"]
         runner = QueryRunner(engine, queries)
-        worker = Worker(
-            0, STEP_LAW, ZetaMemory(engine.facts.capacity_tokens), joining=engine.facts.joining
-        )
+        memory = ZetaMemory(engine.facts.capacity_tokens)
+        worker = Worker(0, STEP_LAW, memory, joining=engine.facts.joining)
         scheduler = Scheduler(make_policy(name, {rows: size}), [worker])
         engine.ledger.peak_bytes = engine.ledger.used_bytes
         wave = size if method == "PD" else len(queries)
@@ -134,12 +133,8 @@ class Engines:
             while scheduler.jobs:
                 for batch in scheduler.tick(0.0):
                     scheduler.complete(runner.run(batch), 0.0)
-        took_s = self._clock() - start_s
-        return {
-            "seconds": took_s,
-            "peak_mib": engine.ledger.peak_bytes / 2**20,
-            "tokens": runner.digests(),
-        }
+        took_s, peak_mib = self._clock() - start_s, engine.ledger.peak_bytes / 2**20
+        return {"seconds": took_s, "peak_mib": peak_mib, "tokens": runner.digests()}
 
 
 class QueryRunner:
@@ -149,9 +144,8 @@ class QueryRunner:
         rng = np.random.default_rng(SEED)
         vocabulary = engine.facts.vocab_size
         self._engine = engine
-        self._prompts = [
-            tuple(rng.integers(0, vocabulary, prompt).tolist()) for prompt, _ in queries
-        ]
+        prompts = [rng.integers(0, vocabulary, prompt) for prompt, _ in queries]
+        self._prompts = [tuple(prompt.tolist()) for prompt in prompts]
         self._outputs = [output for _, output in queries]
         self._limit = max(self._outputs)  # the scheduler's limit of every query's output
         self._got: list[list[int]] = [[] for _ in queries]
@@ -168,21 +162,14 @@ class QueryRunner:
         numbers = tuple(int(job.request_id) for job in batch.jobs)
         rows = tuple(self._row(number) for number in numbers)
         if not batch.keep_cache:
-            output = self._engine.run_slice(
-                rows, batch.steps, lambda step: self._keep(step, numbers)
-            )
+            keep = partial(self._keep, numbers=numbers)
+            output = self._engine.run_slice(rows, batch.steps, keep)
             ended = tuple(bool(finish) for finish in output.finish)
-            return BatchResult(
-                batch.batch_id, 0, tuple(len(tokens) for tokens in output.tokens), ended
-            )
+            return BatchResult(batch.batch_id, 0, tuple(map(len, output.tokens)), ended)
         assert batch.moves is None  # memory is never short
-        done = self._engine.run_round(
-            Round(batch.steps, rows, numbers), lambda step: self._keep(step)
-        )
+        done = self._engine.run_round(Round(batch.steps, rows, numbers), self._keep)
         joined = tuple((str(number), step) for number, step in done.joined)
-        return RoundResult(
-            batch.batch_id, 0, done.steps, tuple(str(number) for number in done.ended), joined
-        )
+        return RoundResult(batch.batch_id, 0, done.steps, tuple(map(str, done.ended)), joined)
 
     def digests(self) -> list[str]:
         """A digest of each query's tokens, after a check that it got all of them."""
@@ -204,9 +191,9 @@ class QueryRunner:
 
 def queries_of(table: int, size: int) -> Lengths:
     """The paper's queries, with lengths divided, at least 1 token."""
-    queries = (
-        mixed_queries(SEED, 2 if size == 4 else 1)[:MIXED] if table == 1 else short_queries(SEED)
-    )
+    queries = short_queries(SEED)
+    if table == 1:
+        queries = mixed_queries(SEED, 2 if size == 4 else 1)[:MIXED]
     divisor = DIVISOR[table]
     return [(max(prompt // divisor, 1), max(output // divisor, 1)) for prompt, output in queries]
 
@@ -235,20 +222,15 @@ def measure(out: Path, rounds: int, tables: Sequence[int], threads: int) -> None
                 continue
             table, size, method = key
             line = {"key": key, **engines.serve(method, size, queries_of(table, size))}
-            print(
-                f"round {turn + 1}: table {table}, {size} rows, {method}: {line['seconds']:.2f} s",
-                flush=True,
-            )
+            run = f"table {table}, {size} rows, {method}: {line['seconds']:.2f} s"
+            print(f"round {turn + 1}: {run}", flush=True)
             with out.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(line) + "\n")
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    return (
-        [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-        if out.exists()
-        else []
-    )
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def report(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -258,19 +240,13 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
         runs.setdefault(tuple(line["key"]), []).append(line)
     counts = sorted({len(found) for found in runs.values()})
     rounds = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
-    text = [
-        f"`python -m benchmarks.papers.baton_live`: medians of {rounds} rounds; ratios"
-        " are the paper's / ours.",
-        "",
-    ]
+    command = "`python -m benchmarks.papers.baton_live`"
+    text = [f"{command}: medians of {rounds} rounds; ratios are the paper's / ours.", ""]
     for table, paper in TABLES:
         text += [f"Table {table}:", "", HEAD, "|---:|---|---:|---:|---:|---:|---:|---:|"]
         for size, says in paper.items():
-            text += [
-                row_of(runs, table, size, method, says)
-                for method in METHODS
-                if (table, size, method) in runs
-            ]
+            shown = [method for method in METHODS if (table, size, method) in runs]
+            text += [row_of(runs, table, size, method, says) for method in shown]
         text.append("")
     for size, says in PAPER_1.items():
         gain = says[PAPERS_NAME["shaping"]] / says[PAPERS_NAME["embedding"]]
@@ -301,11 +277,9 @@ def row_of(
     times = [run["seconds"] for run in found]
     seconds, static_s = median(times), seconds_of(runs, (table, size, "static batching"))
     tokens = sum(output for _, output in queries_of(table, size))
-    paper_s = (
-        PAPER_PD.get(size)
-        if method == "PD" and table == 1
-        else says.get(PAPERS_NAME.get(method, ""))
-    )
+    paper_s = says.get(PAPERS_NAME.get(method, ""))
+    if method == "PD" and table == 1:
+        paper_s = PAPER_PD.get(size)
     gain = f"{says['static batching'] / paper_s:.2f} / " if paper_s else ""
     differ = sum(
         mine != others for mine, others in zip(found[0]["tokens"], static[0]["tokens"], strict=True)
@@ -328,10 +302,8 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.rounds:
         measure(options.out, options.rounds, options.tables, options.threads)
-    text = report(read(options.out))
-    if options.markdown:
-        put_section(options.markdown, "baton_live", "BATON: Tables 1 and 2 on the engine", text)
-    print(text)
+    title = "BATON: Tables 1 and 2 on the engine"
+    publish(report(read(options.out)), options.markdown, "baton_live", title)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import put_section
+from benchmarks.common.command import add_markdown, make_parser, publish
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
@@ -102,10 +101,8 @@ def mixed_queries(seed: int, scale: int) -> Lengths:
 
 def short_queries(seed: int) -> Lengths:
     """Prompt and output tokens of each query of Table 2."""
-    return [
-        (int(prompt), int(output))
-        for prompt, output in np.random.default_rng(seed).integers(24, 201, (30, 2))
-    ]
+    pairs = np.random.default_rng(seed).integers(24, 201, (30, 2))
+    return [(int(prompt), int(output)) for prompt, output in pairs]
 
 
 def simulated(method: str, size: int, queries: Lengths, latency: SegmentedLaw) -> Run:
@@ -156,12 +153,10 @@ def mean_run(method: str, size: int, table: int, seeds: int) -> Run:
     for seed in range(seeds):
         queries = mixed_queries(seed, 2 if size == 4 else 1) if table == 1 else short_queries(seed)
         latency = A6000 if table == 1 else RTX_4090
-        known = method in METHODS
-        runs.append(
-            simulated(method, size, queries, latency)
-            if known
-            else kept_padding(size, queries, latency)
-        )
+        if method == KEPT:
+            runs.append(kept_padding(size, queries, latency))
+        else:
+            runs.append(simulated(method, size, queries, latency))
     return fmean(run[0] for run in runs), fmean(run[1] for run in runs)
 
 
@@ -202,45 +197,24 @@ def table_rows(
 
 def report(seeds: int) -> str:
     """Both tables, and the paper's headline beside ours."""
-    found_1 = {
-        (size, method): mean_run(method, size, 1, seeds) for size in PAPER_1 for method in SHOWN
-    }
-    found_2 = {
-        (size, method): mean_run(method, size, 2, seeds) for size in PAPER_2 for method in SHOWN
-    }
-    head = [
-        "| rows | method | seconds | speed over static | peak of KV, GiB |",
-        "|---:|---|---:|---:|---:|",
-    ]
-    lines = [
-        f"Paper / ours, the mean of {seeds} seeds; assumed laws. `python -m"
-        " benchmarks.papers.baton_tables`",
-        "",
-    ]
-    lines += [
-        "Table 1: long and short queries, A6000.",
-        "",
-        *head,
-        *table_rows(PAPER_1, found_1),
-        "",
-    ]
-    lines += ["Table 2: short queries, RTX 4090.", "", *head, *table_rows(PAPER_2, found_2), ""]
-    lines += [
-        "Decoupled over not, Table 1:",
-        "",
-        "| rows | over padding kept | over shaping |",
-        "|---:|---:|---:|",
-    ]
+    found_1, found_2 = (
+        {(size, method): mean_run(method, size, table, seeds) for size in paper for method in SHOWN}
+        for table, paper in ((1, PAPER_1), (2, PAPER_2))
+    )
+    head = ["| rows | method | seconds | speed over static | peak of KV, GiB |"]
+    head.append("|---:|---|---:|---:|---:|")
+    command = "`python -m benchmarks.papers.baton_tables`"
+    lines = [f"Paper / ours, the mean of {seeds} seeds; assumed laws. {command}", ""]
+    lines += ["Table 1: long and short queries, A6000.", "", *head, *table_rows(PAPER_1, found_1)]
+    lines += ["", "Table 2: short queries, RTX 4090.", "", *head, *table_rows(PAPER_2, found_2), ""]
+    lines += ["Decoupled over not, Table 1:", "", "| rows | over padding kept | over shaping |"]
+    lines.append("|---:|---:|---:|")
     for size, figures in PAPER_1.items():
         fast = found_1[size, "decoupled"][0]
         kept = beside(figures[KEPT] / figures["decoupled"], found_1[size, KEPT][0] / fast, ".2f")
         lines.append(f"| {size} | {kept} | {found_1[size, 'shaping'][0] / fast:.2f} |")
-    most = f"{most_gained_in_pairs(seeds):.2f}"
-    lines += [
-        "",
-        "The most that re-batching could gain with 2 rows, in any order of Table 2's"
-        f" outputs: {most}.",
-    ]
+    most = "The most that re-batching could gain with 2 rows, in any order of Table 2's outputs"
+    lines += ["", f"{most}: {most_gained_in_pairs(seeds):.2f}."]
     return "\n".join(lines) + "\n"
 
 
@@ -250,9 +224,7 @@ def main() -> None:
     add_markdown(parser)
     options = parser.parse_args()
     text = report(options.seeds)
-    if options.markdown:
-        put_section(options.markdown, "baton_tables", "BATON: Tables 1 and 2", text)
-    print(text)
+    publish(text, options.markdown, "baton_tables", "BATON: Tables 1 and 2")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import put_section
+from benchmarks.common.command import add_markdown, make_parser, over_seeds, publish
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
@@ -51,17 +49,11 @@ WORLD = World(
     swap=LinearSwap(latency_s=0.001, out_tokens_per_s=30_000, in_tokens_per_s=30_000),
     host_tokens=200_000,
 )
-PROMPTS, OUTPUTS = (
-    Lengths("lognormal", 300, 1.6, 8192),
-    Lengths("lognormal", 20, 1.6, LONGEST_OUTPUT),
-)
+PROMPTS = Lengths("lognormal", 300, 1.6, 8192)
+OUTPUTS = Lengths("lognormal", 20, 1.6, LONGEST_OUTPUT)
 MLFQ = {"max_batch_size": ROWS, "starvation_s": STARVATION_S}
-ORDER = (
-    "srpt-oracle",
-    "skip-join MLFQ",
-    "naive MLFQ",
-    "fcfs",
-)  # by mean completion time, least first
+# by mean completion time, least first
+ORDER = ("srpt-oracle", "skip-join MLFQ", "naive MLFQ", "fcfs")
 METHODS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("fcfs", ""): ("fcfs", {"max_batch_size": ROWS}),
     **{
@@ -109,9 +101,10 @@ class Waits:
             for job in (*worker.inbox, *worker.held.jobs, *worker.swapped.jobs):
                 self.longest_s = max(self.longest_s, now_s - job.waiting_since_s)
         decision = self._policy.plan(view, now_s)
-        self._started_s = (
-            now_s if decision.batches else -1.0 if worker.running is None else self._started_s
-        )
+        if decision.batches:
+            self._started_s = now_s
+        elif worker.running is None:
+            self._started_s = -1.0
         return decision
 
 
@@ -123,9 +116,8 @@ def measured(
     trace = generate(Arrivals(rate_rps), duration_s, PROMPTS, OUTPUTS, seed)
     policy = make_policy(name, parameters)
     if isinstance(policy, Oracle):
-        policy = policy.with_lengths(
-            dict(zip(map(str, range(len(trace))), trace.output_tokens.tolist(), strict=True))
-        )
+        lengths = enumerate(trace.output_tokens.tolist())
+        policy = policy.with_lengths({str(number): length for number, length in lengths})
     watched = Waits(policy)
     metrics = simulate(trace, cast(Policy, watched), WORLD).metrics({})
     return metrics | {"longest_wait_s": watched.longest_s, "longest_round_s": watched.round_s}
@@ -135,18 +127,13 @@ def table(
     rate_rps: float, duration_s: float, seeds: int, processes: int
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Each method's figures: means over the seeds, and the longest waits and rounds."""
-    runs = [(method, rate_rps, duration_s, seed) for method in METHODS for seed in range(seeds)]
-    with ProcessPoolExecutor(processes) as pool:
-        found = list(pool.map(measured, *zip(*runs, strict=True)))
-    rows = {}
-    for k, method in enumerate(METHODS):
-        mine = found[k * seeds : (k + 1) * seeds]
-        rows[method] = {
-            key: float(
-                (np.max if key.startswith("longest") else np.mean)([run[key] for run in mine])
-            )
-            for key in COLUMNS
-        }
+    cases = [(method, rate_rps, duration_s) for method in METHODS]
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for (method, *_), runs in over_seeds(measured, cases, seeds, processes).items():
+        rows[method] = {}
+        for key in COLUMNS:
+            of_seeds = np.max if key.startswith("longest") else np.mean
+            rows[method][key] = float(of_seeds([run[key] for run in runs]))
     return rows
 
 
@@ -159,10 +146,8 @@ def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
             found.append(f"{swap}: mean completion times of {', '.join(ORDER)} are {times} s")
     for (name, swap), row in rows.items():
         if "MLFQ" in name and row["longest_wait_s"] > STARVATION_S + row["longest_round_s"]:
-            found.append(
-                f"{name}, {swap}: a request waited {row['longest_wait_s']:.2f} s; the"
-                f" limit is {STARVATION_S} s"
-            )
+            wait = f"a request waited {row['longest_wait_s']:.2f} s"
+            found.append(f"{name}, {swap}: {wait}; the limit is {STARVATION_S} s")
     return found
 
 
@@ -171,9 +156,7 @@ def markdown(rows: Mapping[tuple[str, str], Mapping[str, float]], command: str) 
     lines = [f"`{command}`", "", f"| policy | swapping | {' | '.join(COLUMNS.values())} |"]
     lines.append("|---|---|" + "---:|" * len(COLUMNS))
     for (name, swap), row in rows.items():
-        figures = [
-            f"{row[key]:,.0f}" if key == "swaps_out" else f"{row[key]:.2f}" for key in COLUMNS
-        ]
+        figures = [format(row[key], ",.0f" if key == "swaps_out" else ".2f") for key in COLUMNS]
         lines.append(f"| {name} | {swap or 'none'} | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 
@@ -187,14 +170,10 @@ def main() -> None:
     add_markdown(parser)
     options = parser.parse_args()
     rows = table(options.rate, options.duration, options.seeds, options.processes)
-    options_given = (
-        f"--seeds {options.seeds} --rate {options.rate:g} --duration {options.duration:g}"
-    )
-    text = markdown(rows, f"python -m benchmarks.papers.fastserve_jct {options_given}")
+    words = f"--seeds {options.seeds} --rate {options.rate:g} --duration {options.duration:g}"
+    text = markdown(rows, f"python -m benchmarks.papers.fastserve_jct {words}")
     wrong = broken(rows)
-    if options.markdown:
-        put_section(options.markdown, "fastserve_jct", "FastServe: completion times", text)
-    print(text)
+    publish(text, options.markdown, "fastserve_jct", "FastServe: completion times")
     print("\n".join(wrong) or "the order holds in both ways of swapping, and no request starved")
     sys.exit(bool(wrong))
 

@@ -24,10 +24,10 @@ gets the same requests; arrivals are the trace's, scaled in time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,21 +75,19 @@ class Mean:
 
     @property
     def round_s(self) -> float:
-        return sum(law.round_s for law in self.laws) / len(self.laws)
+        return fmean(law.round_s for law in self.laws)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
-        return sum(law.prefill_s(batch_size, input_length) for law in self.laws) / len(self.laws)
+        return fmean(law.prefill_s(batch_size, input_length) for law in self.laws)
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        return sum(law.pass_s(batch_size, start, end) for law in self.laws) / len(self.laws)
+        return fmean(law.pass_s(batch_size, start, end) for law in self.laws)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        return sum(law.decode_s(batch_size, input_length, steps) for law in self.laws) / len(
-            self.laws
-        )
+        return fmean(law.decode_s(batch_size, input_length, steps) for law in self.laws)
 
     def leave_s(self, length: float) -> float:
-        return sum(law.leave_s(length) for law in self.laws) / len(self.laws)
+        return fmean(law.leave_s(length) for law in self.laws)
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
         tables = [law.serve_table(max_batch_size, steps) for law in self.laws]
@@ -128,33 +126,19 @@ def best_split(trace: Trace, policy: Policy, world: World) -> tuple[str, dict[st
     first, second = (replace(kind, others=()) for kind in world.kinds)
     shortest = np.argsort(np.argsort(trace.prompt_tokens, kind="stable"))
     random_rank = np.random.default_rng(0).permutation(len(trace))
+    longest = len(trace) - 1 - shortest
     found = []
-    for which, rank in (
-        ("the shortest", shortest),
-        ("the longest", len(trace) - 1 - shortest),
-        ("any", random_rank),
-    ):
+    for which, rank in (("the shortest", shortest), ("the longest", longest), ("any", random_rank)):
         for percent in range(30, 90, 5):
             mask = rank < len(trace) * percent // 100
             parts = [
-                served(part(trace, mask), policy, first, "own"),
-                served(part(trace, ~mask), policy, second, "own"),
+                served(trace.take(np.flatnonzero(mask)), policy, first, "own"),
+                served(trace.take(np.flatnonzero(~mask)), policy, second, "own"),
             ]
-            joined = Served(
-                *[np.concatenate([getattr(one, f.name) for one in parts]) for f in fields(Served)]
-            )
+            columns = [[getattr(one, f.name) for one in parts] for f in fields(Served)]
+            joined = Served(*map(np.concatenate, columns))
             found.append((f"split: {percent} % on the H200, {which}", summarize(joined, SLA)))
     return min(found, key=lambda one: one[1]["e2e_mean_s"])
-
-
-def part(trace: Trace, mask: NDArray[np.bool_]) -> Trace:
-    """The requests of the mask."""
-    return Trace(
-        trace.arrival_s[mask],
-        trace.prompt_tokens[mask],
-        trace.output_tokens[mask],
-        trace.max_tokens[mask],
-    )
 
 
 def rows(
@@ -164,21 +148,14 @@ def rows(
     for load in loads:
         scaled = scale_rate(trace, load * capacity_rps)
         for belief in ("own", "slowest", "mean"):
-            found = outcome(scaled, policy, world, belief)
-            keys = ("throughput_rps", "goodput_rps", "e2e_mean_s", "e2e_p95_s", "ttft_mean_s")
-            print(
-                f"| {name} | {load:g} | {belief} | "
-                + " | ".join(f"{found[key]:.2f}" for key in keys)
-                + " |"
-            )
-            sys.stdout.flush()
-        split, found = best_split(scaled, policy, world)
-        print(
-            f"| {name} | {load:g} | {split} | "
-            + " | ".join(f"{found[key]:.2f}" for key in keys)
-            + " |",
-            flush=True,
-        )
+            print_row(name, load, belief, outcome(scaled, policy, world, belief))
+        print_row(name, load, *best_split(scaled, policy, world))
+
+
+def print_row(name: str, load: float, belief: str, found: dict[str, float]) -> None:
+    keys = ("throughput_rps", "goodput_rps", "e2e_mean_s", "e2e_p95_s", "ttft_mean_s")
+    figures = " | ".join(f"{found[key]:.2f}" for key in keys)
+    print(f"| {name} | {load:g} | {belief} | {figures} |", flush=True)
 
 
 def main() -> None:
@@ -192,34 +169,24 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     fits = {name: read_file(Fit, fit_path(name)) for name in KINDS}
-    world = fleet(
-        [
-            world_from_fit(fits[name], workers=count, max_new_tokens=LIMIT)
-            for name, count in KINDS.items()
-        ]
-    )
+    worlds = [
+        world_from_fit(fits[name], workers=count, max_new_tokens=LIMIT)
+        for name, count in KINDS.items()
+    ]
     # memory never runs out by chance, so that no belief has better luck
-    world = fleet([replace(kind, runs_out=None) for kind in world.kinds])
+    world = fleet([replace(kind, runs_out=None) for kind in worlds])
     whole, _ = read_trace(arguments.trace)
     whole = scale_lengths(whole, fits[next(iter(KINDS))].engine.max_model_len, LIMIT)
     chosen = slice(arguments.first, arguments.first + arguments.requests)
-    arrival_s = whole.arrival_s[chosen] - whole.arrival_s[arguments.first]
-    trace = Trace(
-        arrival_s,
-        whole.prompt_tokens[chosen],
-        whole.output_tokens[chosen],
-        whole.max_tokens[chosen],
-    )
+    trace = replace(whole, shared=None, sessions=None, priority=None).take(chosen)
+    trace = replace(trace, arrival_s=trace.arrival_s - trace.arrival_s[0])
     n = len(trace)
     backlog = replace(trace, arrival_s=np.zeros(n))
-    capacity_rps = outcome(backlog, make_policy("slice", POLICIES["slice"]), world, "own")[
-        "throughput_rps"
-    ]
+    own = outcome(backlog, make_policy("slice", POLICIES["slice"]), world, "own")
+    capacity_rps = own["throughput_rps"]
     print(f"{n:,} requests; a backlog of them is served at {capacity_rps:.1f} requests/s\n")
-    print(
-        "| policy | load | believed | throughput/s | goodput/s | E2E mean s | E2E p95 s"
-        " | TTFT mean s |"
-    )
+    heads = "throughput/s | goodput/s | E2E mean s | E2E p95 s | TTFT mean s"
+    print(f"| policy | load | believed | {heads} |")
     print("|---|---|---|---|---|---|---|---|")
     for name in arguments.policies:
         rows(trace, world, name, arguments.loads, capacity_rps)

@@ -16,14 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.golden import (
-    REQUESTS,
-    VARIANT_REQUESTS,
-    WORKERS,
-    digest,
-    matrix,
-    variants,
-)
+from benchmarks.common.golden import REQUESTS, VARIANT_REQUESTS, WORKERS, digest, matrix, variants
 
 
 def main() -> int:

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import keep, put_section
+from benchmarks.common.command import add_markdown, make_parser, over_seeds, publish
+from benchmarks.common.results_file import keep
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
 from toolkit.sim.world import TABLE_1_LIMIT, make_world, policy_for
@@ -37,9 +36,7 @@ from toolkit.traces.generate import Lengths, backlog
 
 REQUESTS = 3_000
 MEASURES = (
-    "decoding_steps",
-    "consumed_memory_percent",
-    "future_required_memory_percent",
+    *("decoding_steps", "consumed_memory_percent", "future_required_memory_percent"),
     "evicted_percent",
 )
 LENGTHS = {  # (input), (output), bounds included
@@ -147,34 +144,20 @@ def simulated(data: str, method: str, seed: int, requests: int = REQUESTS) -> di
 
 def table(seeds: int, processes: int) -> list[Row]:
     """All rows, each the mean over `seeds` runs."""
-    wanted = list(cells())
-    jobs = [(data, method, seed) for data, method, _ in wanted for seed in range(seeds)]
-    with ProcessPoolExecutor(processes) as pool:
-        runs = list(pool.map(simulated, *zip(*jobs, strict=True), chunksize=seeds))
+    papers = {(data, method): figures for data, method, figures in cells()}
     rows = []
-    for k, (data, method, paper) in enumerate(wanted):
-        mine = runs[k * seeds : (k + 1) * seeds]
-        rows.append(
-            Row(
-                data,
-                method,
-                paper,
-                {key: float(np.mean([run[key] for run in mine])) for key in MEASURES},
-            )
-        )
+    for case, runs in over_seeds(simulated, list(papers), seeds, processes).items():
+        ours = {key: float(np.mean([run[key] for run in runs])) for key in MEASURES}
+        rows.append(Row(*case, papers[case], ours))
     return rows
 
 
 def markdown(rows: Sequence[Row], seeds: int) -> str:
     """The table, in the paper's order: its figure, then ours."""
-    lines = [
-        f"Paper / ours, the mean of {seeds} seeds. `python -m"
-        " benchmarks.papers.past_future_table1`",
-        "",
-        "| data | method | decoding steps | consumed memory % | future required memory"
-        " % | evicted requests % |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    command = "`python -m benchmarks.papers.past_future_table1`"
+    lines = [f"Paper / ours, the mean of {seeds} seeds. {command}", ""]
+    heads = "decoding steps | consumed memory % | future required memory % | evicted requests %"
+    lines += [f"| data | method | {heads} |", "|---|---|---:|---:|---:|---:|"]
     for row in rows:
         steps, *shares = MEASURES
         figures = [f"{row.paper[steps]:,.0f} / {row.ours[steps]:,.0f}"]
@@ -190,12 +173,10 @@ def main() -> None:
     add_markdown(parser)
     options = parser.parse_args()
     rows = table(options.seeds, options.processes)
-    text = markdown(rows, options.seeds)
-    if options.markdown:
-        put_section(options.markdown, "past_future_table1", "Past-Future, Table 1", text)
     outside = [row for row in rows if row.outside]
     keep("rows", [vars(row) | {"outside": row.outside} for row in rows])
-    print(text)
+    text = markdown(rows, options.seeds)
+    publish(text, options.markdown, "past_future_table1", "Past-Future, Table 1")
     for row in outside:
         print(f"outside the tolerance: {row.data}, {row.method}: {', '.join(row.outside)}")
     print(f"{len(rows) - len(outside)} of {len(rows)} rows are within the tolerances")

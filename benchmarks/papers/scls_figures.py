@@ -20,12 +20,10 @@ that Algorithm 2 allows at most, and once with 33,792.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import put_section
+from benchmarks.common.command import add_markdown, make_parser, over_seeds, publish
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.sched.policies import make_policy
@@ -40,6 +38,8 @@ DS_LAW = bilinear_law(p=(1e-4, 5e-4, 5e-6, 0.02), d=(1e-6, 2e-4, 3e-7, 0.0165))
 PAGED = ZetaMemory(33_792)
 EAGER: dict[str, Value] = {"memory_reserve": 0.0}
 PAPER = EAGER | {"eager": False}
+COMMAND = "python -m benchmarks.papers.scls_figures"
+CHOSEN = "the laws were chosen to give 13.5 and 7.6"
 RATES = (5, 10, 20, 30)
 SLICES = (16, 32, 64, 128, 256, 512, 1024)
 WORKERS = (1, 2, 4, 8)
@@ -130,21 +130,16 @@ def run(case: Case, seed: int = 0) -> Metrics:
     world = replace(engine.world, workers=case.workers)
     if case.name == "ILS, 33,792":
         world = replace(world, memory=PAGED)
-    return simulate(
-        workload(case.rate_rps, seed=seed), make_policy(policy, parameters), world
-    ).metrics({})
+    trace = workload(case.rate_rps, seed=seed)
+    return simulate(trace, make_policy(policy, parameters), world).metrics({})
 
 
 def run_all(cases: Sequence[Case], seeds: int, processes: int) -> dict[Case, Metrics]:
     """Each case once: means over `seeds` traces."""
-    wanted = list(dict.fromkeys(cases))
-    jobs = [(case, seed) for case in wanted for seed in range(seeds)]
-    with ProcessPoolExecutor(processes) as pool:
-        runs = list(pool.map(run, *zip(*jobs, strict=True)))
-    of_case = {case: runs[k * seeds : (k + 1) * seeds] for k, case in enumerate(wanted)}
+    runs = over_seeds(run, [(case,) for case in dict.fromkeys(cases)], seeds, processes)
     return {
-        case: {key: fmean(one[key] for one in mine) for key in COLUMNS}
-        for case, mine in of_case.items()
+        case: {key: fmean(one[key] for one in of_seeds) for key in COLUMNS}
+        for (case,), of_seeds in runs.items()
     }
 
 
@@ -206,11 +201,8 @@ def gains_table(found: Mapping[Case, Metrics]) -> str:
         at_20 = [f"{gain[RATES.index(20)]:+.0f}" for gain in gains]
         spans = [f"{min(gain):+.0f} .. {max(gain):+.0f}" for gain in gains]
         independent = INDEPENDENT_GAINS.get((engine, other))
-        for source, figures in (
-            ("paper", paper),
-            ("independent", independent),
-            ("ours, 20/s", at_20),
-        ):
+        sources = {"paper": paper, "independent": independent, "ours, 20/s": at_20}
+        for source, figures in sources.items():
             if figures:
                 body.append([engine, f"{other}: {source}", *figures])
         body.append([engine, f"{other}: ours, {RATES[0]} .. {RATES[-1]}/s", *spans])
@@ -221,10 +213,8 @@ def report(found: Mapping[Case, Metrics], seeds: int) -> str:
     """All tables."""
     together, apart = figure_11()
     parts = [
-        f"Simulated, the mean of {seeds} traces. `python -m"
-        " benchmarks.papers.scls_figures`; its docstring has the setting.",
-        f"Fig. 11: together {together:.1f} s, apart {apart:.1f} s; the laws were chosen"
-        " to give 13.5 and 7.6.",
+        f"Simulated, the mean of {seeds} traces. `{COMMAND}`; its docstring has the setting.",
+        f"Fig. 11: together {together:.1f} s, apart {apart:.1f} s; {CHOSEN}.",
         "What SCLS changes, in percent (section 5.2, Fig. 12 and 13):",
         gains_table(found),
         "Against the arrival rate (Fig. 12, 13, 14 and 17):",
@@ -248,9 +238,7 @@ def main() -> None:
     add_markdown(parser)
     options = parser.parse_args()
     text = report(run_all(CASES, options.seeds, options.processes), options.seeds)
-    if options.markdown:
-        put_section(options.markdown, "scls_figures", "SCLS: the paper's figures", text)
-    print(text)
+    publish(text, options.markdown, "scls_figures", "SCLS: the paper's figures")
 
 
 if __name__ == "__main__":

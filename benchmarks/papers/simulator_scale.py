@@ -313,13 +313,11 @@ def print_growth(rows: Sequence[Row]) -> None:
         cells = []
         for pair in pairs:
             one, other = (by_plan.get((policy, *plan)) for plan in pair)
-            found = ["", ""]
+            costs = batches = ""
             if one is not None and other is not None:
-                found = [
-                    f"{one.rate_rps / other.rate_rps:.2f}",
-                    f"{other.batches / one.batches:.2f}",
-                ]
-            cells += found if pair is pairs[0] else found[:1]
+                costs = f"{one.rate_rps / other.rate_rps:.2f}"
+                batches = f"{other.batches / one.batches:.2f}"
+            cells += [costs, batches] if pair is pairs[0] else [costs]
         print(f"| {policy} | {' | '.join(cells)} |")
 
 
@@ -337,23 +335,19 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     workers, load, requests = DEFAULT
     for policy in dict.fromkeys(row.policy for row in rows):
         own = [row for row in rows if row.policy == policy]
-        many = {
-            row.workers: row
-            for row in own
-            if row.load == load and row.requests <= max(requests, PER_WORKER * row.workers)
-        }
-        loads = {
-            row.load: row for row in own if row.workers == workers and row.requests == requests
-        }
-        counts = {
-            float(row.requests): row for row in own if (row.workers, row.load) == (workers, load)
-        }
-        points: list[list[tuple[float, float]]] = [
-            sorted((at, row.rate_rps) for at, row in series.items())
-            for series in (many, loads, counts)
+        at_load = [row for row in own if row.load == load]
+        few = [row for row in own if row.workers == workers]
+        lines: list[list[tuple[float, float]]] = [
+            [
+                (row.workers, row.rate_rps)
+                for row in at_load
+                if row.requests <= max(requests, PER_WORKER * row.workers)
+            ],
+            [(row.load, row.rate_rps) for row in few if row.requests == requests],
+            [(row.requests, row.rate_rps) for row in few if row.load == load],
         ]
-        for axis, line in zip(axes, points, strict=True):
-            axis.plot(*zip(*line, strict=True), marker="o", label=policy)
+        for axis, line in zip(axes, lines, strict=True):
+            axis.plot(*zip(*sorted(line), strict=True), marker="o", label=policy)
     for axis, name in zip(axes, ("workers", "load", "requests"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel=name)
         axis.grid(alpha=0.3)

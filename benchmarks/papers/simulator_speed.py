@@ -22,10 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.common.command import make_parser
 from toolkit.estimators.laws import bilinear_law
@@ -51,12 +49,8 @@ MEMORY = ZetaMemory(33_792, zeta=0.9)
 ENGINE = PagedEngine(StepLaw(0.022956, 2e-4, 1e-3, 3.5421e-6, 0.0, (1.3e-4,)), 2112, 16)
 MAX_NEW_TOKENS = 1024
 TRACED_REQUESTS = 4000  # of the run with traced memory, which takes several times as long
-AIMS = {
-    "conservative": 150_000,
-    "fcfs": 150_000,
-    "past-future": 50_000,
-    "slice": 100_000,
-}  # requests/s
+# requests/s
+AIMS = {"conservative": 150_000, "fcfs": 150_000, "past-future": 50_000, "slice": 100_000}
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,18 +87,8 @@ def repeated(trace: Trace, times: int) -> Trace:
     """The trace, repeated `times` times in sequence."""
     span_s = float(trace.arrival_s[-1]) + 1.0
     arrival_s = np.concatenate([trace.arrival_s + k * span_s for k in range(times)])
-    _, prompts, outputs, limits = (np.tile(column, times) for column in columns_of(trace))
-    return Trace(arrival_s, prompts, outputs, limits)
-
-
-def first(trace: Trace, count: int) -> Trace:
-    """The trace's first requests."""
-    arrival_s, prompts, outputs, limits = (column[:count] for column in columns_of(trace))
-    return Trace(arrival_s, prompts, outputs, limits)
-
-
-def columns_of(trace: Trace) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    return trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
+    rows = np.tile(np.arange(len(trace)), times)
+    return replace(trace.take(rows), arrival_s=arrival_s)
 
 
 def past_future_decision(rows: int) -> Callable[[], object]:
@@ -113,9 +97,8 @@ def past_future_decision(rows: int) -> Callable[[], object]:
     worker = Worker(0, LAW, ZetaMemory(10_000 * rows))
     for k in range(rows):
         prompt, generated = int(rng.integers(10, 2000)), int(rng.integers(0, 200))
-        worker.residents.join(
-            Job(Request(str(k), 0.0, prompt, MAX_NEW_TOKENS), k, prompt + generated, generated)
-        )
+        request = Request(str(k), 0.0, prompt, MAX_NEW_TOKENS)
+        worker.residents.join(Job(request, k, prompt + generated, generated))
     history = LengthHistory(1000, rng.geometric(1 / 250, 1000).tolist())
     view = View([], [worker], 0.0, history, rng)
     admit = PastFuturePolicy().make_planner(view).admit
@@ -149,11 +132,9 @@ def microseconds(call: Callable[[], object], repeats: int = 2000) -> float:
 
 
 def print_policies(trace: Trace, workers: int, repeats: int) -> None:
-    head = first(trace, TRACED_REQUESTS)
-    print(
-        "| policy | requests/s | best | aim | batches or rounds per request | peak"
-        " memory of the loop | outputs x4 |"
-    )
+    head = trace.take(slice(TRACED_REQUESTS))
+    heads = "batches or rounds per request | peak memory of the loop | outputs x4"
+    print(f"| policy | requests/s | best | aim | {heads} |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for policy in (name for name in POLICIES if name not in ORACLES):
         once(trace, policy, workers)  # compiles and warms up
@@ -179,11 +160,8 @@ def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
         start_s = process_time()
         serve(requests, VllmPolicy(), ENGINE, ledger, Reuse())
         rates.append(len(trace) / (process_time() - start_s))
-    passes = ledger.rounds / len(trace)
-    print(
-        f"| vllm | {statistics.median(rates):,.0f} | {max(rates):,.0f} | | {passes:.2f}"
-        " passes | | |"
-    )
+    passes, median = ledger.rounds / len(trace), statistics.median(rates)
+    print(f"| vllm | {median:,.0f} | {max(rates):,.0f} | | {passes:.2f} passes | | |")
 
 
 def main() -> None:
@@ -194,25 +172,20 @@ def main() -> None:
     parser.add_argument("--million", action="store_true")
     options = parser.parse_args()
     trace, _ = read_trace(options.trace)
+    trace = replace(trace, shared=None, sessions=None, priority=None)
     print(f"{trace.source}: {len(trace):,} requests, {options.workers} workers\n")
     print_policies(trace, options.workers, options.repeats)
     print_vllm(trace, options.workers, options.repeats)
-    print(
-        "\nPast-Future, one decision at batch 256:"
-        f" {microseconds(past_future_decision(256)):.1f} us (aim 20)"
-    )
-    print(
-        f"Algorithm 1 for 1,000 requests: {microseconds(algorithm_1(1000)) / 1000:.3f} ms (aim 0.5)"
-    )
+    deciding_us, cutting_us = map(microseconds, (past_future_decision(256), algorithm_1(1000)))
+    print(f"\nPast-Future, one decision at batch 256: {deciding_us:.1f} us (aim 20)")
+    print(f"Algorithm 1 for 1,000 requests: {cutting_us / 1000:.3f} ms (aim 0.5)")
     if options.million:
         long = repeated(trace, -(-1_000_000 // len(trace)))
         one = once(long, "conservative", options.workers)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB, on Linux
-        print(
-            f"conservative, {len(long):,} requests in one run: {one.seconds:.1f} s, "
-            f"{len(long) / one.seconds:,.0f} requests/s; the process at its largest:"
-            f" {peak_mb:,.0f} MiB"
-        )
+        print(f"conservative, {len(long):,} requests in one run: {one.seconds:.1f} s, ", end="")
+        rate = f"{len(long) / one.seconds:,.0f} requests/s"
+        print(f"{rate}; the process at its largest: {peak_mb:,.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -16,22 +16,20 @@ within 1..1024 tokens. `only` means that the other limit is off. Two worlds, eac
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import make_parser, over_seeds
+from benchmarks.papers.slice_continuous import LIMIT, SLA, trace
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
-from toolkit.traces.types import Trace
 
-WORKERS, LIMIT = 4, 1024
-SLA = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
+WORKERS = 4
 LAWS = {
     "time": (bilinear_law(p=(1.3e-4, 1e-3, 0.0, 0.03), d=(1.2e-5, 2e-4, 0.0, 0.02)), 200_000),
     "memory": (bilinear_law(p=(1e-6, 1e-4, 0.0, 0.01), d=(3.5e-6, 2e-4, 0.0, 0.02)), 12_000),
@@ -56,26 +54,12 @@ COLUMNS = {
 }
 
 
-def trace(rate_rps: float, seconds: float, seed: int) -> Trace:
-    """Poisson arrivals, lognormal lengths."""
-    rng = np.random.default_rng(seed)
-    arrival = np.cumsum(rng.exponential(1 / rate_rps, int(rate_rps * seconds * 1.5)))
-    arrival = arrival[arrival < seconds]
-    output, prompt = (
-        np.clip(np.round(rng.lognormal(np.log(median), spread, len(arrival))), 1, LIMIT).astype(
-            np.int64
-        )
-        for median, spread in ((120, 0.75), (400, 1.0))
-    )
-    return Trace(arrival, prompt, output, np.zeros_like(output))
-
-
 def simulated(world: str, rate_rps: float, run: str, seconds: float, seed: int) -> dict[str, float]:
     """The columns of one run."""
     law, capacity = LAWS[world]
     one = World(replace(law, padded=False), ZetaMemory(capacity), WORKERS, LIMIT, seed=seed)
     policy = make_policy(*RUNS[run])
-    metrics = simulate(trace(rate_rps, seconds, seed), policy, one).metrics(SLA)
+    metrics = simulate(trace(rate_rps, seconds, 0.75, seed), policy, one).metrics(SLA)
     return {column: metrics[column] for column in COLUMNS}
 
 
@@ -85,15 +69,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    cells = [(world, rate, run) for world in LAWS for rate in RATES[world] for run in RUNS]
-    jobs = [(*cell, options.seconds, seed) for cell in cells for seed in range(options.seeds)]
-    with ProcessPoolExecutor(options.processes) as pool:
-        results = iter(list(pool.map(simulated, *zip(*jobs, strict=True))))
+    seconds = options.seconds
+    cases = [(world, rate, run, seconds) for world in LAWS for rate in RATES[world] for run in RUNS]
     print("| binds | requests/s | policy | " + " | ".join(COLUMNS.values()) + " |")
     print("|---|---:|---|" + "---:|" * len(COLUMNS))
-    for world, rate, run in cells:
-        found = [next(results) for _ in range(options.seeds)]
-        figures = [f"{np.mean([one[column] for one in found]):.2f}" for column in COLUMNS]
+    results = over_seeds(simulated, cases, options.seeds, options.processes)
+    for (world, rate, run, _), runs in results.items():
+        figures = [f"{np.mean([one[column] for one in runs]):.2f}" for column in COLUMNS]
         print(f"| {world} | {rate:g} | {run} | " + " | ".join(figures) + " |")
 
 

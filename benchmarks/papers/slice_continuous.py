@@ -14,12 +14,11 @@ the times at which the workers finished.
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import make_parser, over_seeds
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
@@ -64,27 +63,21 @@ def trace(rate_rps: float, seconds: float, sigma: float, seed: int) -> Trace:
     arrival = np.cumsum(rng.exponential(1 / rate_rps, int(rate_rps * seconds * 1.5)))
     arrival = arrival[arrival < seconds]
     output, prompt = (
-        np.clip(np.round(rng.lognormal(np.log(median), spread, len(arrival))), 1, LIMIT).astype(
-            np.int64
-        )
+        np.round(rng.lognormal(np.log(median), spread, len(arrival))).clip(1, LIMIT)
         for median, spread in ((120, sigma), (400, 1.0))
     )
-    return Trace(arrival, prompt, output, np.zeros_like(output))
+    none = np.zeros(len(arrival), np.int64)
+    return Trace(arrival, prompt.astype(np.int64), output.astype(np.int64), none)
 
 
 def simulated(
-    run: int, sigma: float, rate_rps: float, seconds: float, seed: int
+    sigma: float, run: int, rate_rps: float, seconds: float, seed: int
 ) -> dict[str, float]:
     """The columns of one run."""
     name, parameters = RUNS[run]
     policy = make_policy(name, parameters)
-    world = World(
-        replace(LAW, padded=not policy.continuous),
-        ZetaMemory(CAPACITY_TOKENS),
-        WORKERS,
-        LIMIT,
-        seed=seed,
-    )
+    law, memory = replace(LAW, padded=not policy.continuous), ZetaMemory(CAPACITY_TOKENS)
+    world = World(law, memory, WORKERS, LIMIT, seed=seed)
     metrics = simulate(trace(rate_rps, seconds, sigma, seed), policy, world).metrics(SLA)
     metrics["least_utilised_percent"] = min(
         metrics[f"utilisation_worker_{k}_percent"] for k in range(WORKERS)
@@ -99,24 +92,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    jobs = [
-        (run, sigma, options.rate, options.seconds, seed)
-        for sigma in SIGMAS
-        for run in range(len(RUNS))
-        for seed in range(options.seeds)
-    ]
-    with ProcessPoolExecutor(options.processes) as pool:
-        results = iter(list(pool.map(simulated, *zip(*jobs, strict=True))))
+    load = options.rate, options.seconds
+    cases = [(sigma, run, *load) for sigma in SIGMAS for run in range(len(RUNS))]
     print("| sigma | policy | " + " | ".join(COLUMNS.values()) + " |")
     print("|---|---|" + "---:|" * len(COLUMNS))
-    for sigma in SIGMAS:
-        for name, parameters in RUNS:
-            found = [next(results) for _ in range(options.seeds)]
-            label = " ".join(
-                [f"`{name}`", *(f"{key}={value}" for key, value in parameters.items())]
-            )
-            figures = [f"{np.mean([one[column] for one in found]):.2f}" for column in COLUMNS]
-            print(f"| {sigma} | {label} | " + " | ".join(figures) + " |")
+    results = over_seeds(simulated, cases, options.seeds, options.processes)
+    for (sigma, run, *_), runs in results.items():
+        name, parameters = RUNS[run]
+        label = " ".join([f"`{name}`", *(f"{key}={value}" for key, value in parameters.items())])
+        figures = [f"{np.mean([one[column] for one in runs]):.2f}" for column in COLUMNS]
+        print(f"| {sigma} | {label} | " + " | ".join(figures) + " |")
 
 
 if __name__ == "__main__":

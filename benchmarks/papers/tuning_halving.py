@@ -22,15 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common.command import make_parser
+from benchmarks.papers.tuning_stops import tuned_recipe
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, read_file
 from toolkit.files.recipe import Recipe
-from toolkit.files.shipped import load_recipe
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import CandidateLimits, Evaluation, Task, make_workload
+from toolkit.tuning.evaluate import Evaluation, Task, make_workload
 from toolkit.tuning.search import search
-from toolkit.tuning.tune import Inputs, settings_of
+from toolkit.tuning.tune import Inputs, best_trial, settings_of
 
 LABEL = "search"
 HELD_OUT = 8
@@ -51,15 +51,14 @@ class Windows:
     def whole(self, task: Task) -> Evaluation:
         """The evaluation on all windows."""
         self.count += len(task.setup.windows)
-        return replace(task, stop_limits=None).run()
+        return replace(task, stops_early=False).run()
 
 
 class Halving(Windows):
     """Simulates the first window of a batch's trials, and the others of the better half only."""
 
-    def __init__(self, limits: CandidateLimits) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._limits = limits
         self._ratio = 0.0  # of the goodput on all windows to that on the first, of trial 0
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
@@ -71,7 +70,7 @@ class Halving(Windows):
         self.count += len(tasks)
         order = sorted(
             range(len(tasks)),
-            key=lambda k: (not first[k].feasible(self._limits), -first[k].score, k),
+            key=lambda k: (not first[k].feasible(tasks[k].setup.limits), -first[k].score, k),
         )
         better = set(order[: (len(tasks) + 1) // 2])
         for index, task in enumerate(tasks):
@@ -96,20 +95,11 @@ def main(args: Sequence[str] | None = None) -> None:
     trace = read_trace(Path(given.trace))[0]
     print("recipe workers seed windows saved_% same all_rps halving_rps keeps", flush=True)
     for named in given.recipes:
-        name, _, workers = named.partition(":")
+        window_s = min(tuned_recipe(named).tune.window_s or WINDOW_S, 2 * WINDOW_S)
         for seed in range(given.seeds):
-            recipe = load_recipe(name)
-            spec = {
-                "trials": given.trials,
-                "seed": seed,
-                "held_out_windows": HELD_OUT,
-                "window_s": min(recipe.tune.window_s or WINDOW_S, 2 * WINDOW_S),
-            }
-            changed = {
-                "tune": recipe.tune.model_copy(update=spec),
-                "workers": int(workers or recipe.workers),
-            }
-            print(_compared(recipe.model_copy(update=changed), trace), flush=True)
+            spec = {"trials": given.trials, "seed": seed, "window_s": window_s}
+            recipe = tuned_recipe(named, held_out_windows=HELD_OUT, **spec)
+            print(_compared(recipe, trace), flush=True)
 
 
 def _compared(recipe: Recipe, trace: Trace) -> str:
@@ -117,23 +107,19 @@ def _compared(recipe: Recipe, trace: Trace) -> str:
     fit = read_file(Fit, fit_path(recipe.name))
     inputs = Inputs(recipe, fit, make_workload(recipe, fit, trace))
     settings = settings_of(recipe, fit)
-    setup = inputs.setup(LABEL, inputs.workload.search)
-    judge = inputs.setup("held out", inputs.workload.held_out)
+    setup = inputs.setup(LABEL, inputs.workload.windows.search)
+    judge = inputs.setup("held out", inputs.workload.windows.held_out)
     counts, chosen, judged = [], [], []
-    for runner in (Windows(), Halving(settings.limits)):
+    for runner in (Windows(), Halving()):
         found = search(setup, runner, settings, lambda _: None)
-        number = found.best(settings.served)
-        assert number is not None, "the recipe's own policy is served and tried first"
         counts.append(runner.count)
-        chosen.append(found.evaluations[number].outcome)
+        chosen.append(best_trial(found, settings.served).outcome)
         judged.append(Task.of(judge, chosen[-1]).run())
     same = "yes" if chosen[0].same_settings(chosen[1]) else "no"
-    keeps = ",".join("yes" if one.feasible(settings.limits) else "no" for one in judged)
-    return (
-        f"{recipe.name} {recipe.workers} {recipe.tune.seed} {counts[0]} "
-        f"{100 * (1 - counts[1] / counts[0]):.0f} {same} {judged[0].goodput_rps:.3f} "
-        f"{judged[1].goodput_rps:.3f} {keeps}"
-    )
+    keeps = ",".join("yes" if one.feasible(judge.limits) else "no" for one in judged)
+    run = f"{recipe.name} {recipe.workers} {recipe.tune.seed} {counts[0]}"
+    goodputs = f"{judged[0].goodput_rps:.3f} {judged[1].goodput_rps:.3f}"
+    return f"{run} {100 * (1 - counts[1] / counts[0]):.0f} {same} {goodputs} {keeps}"
 
 
 if __name__ == "__main__":

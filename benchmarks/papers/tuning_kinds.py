@@ -33,7 +33,7 @@ from toolkit.traces.types import trace_path
 from toolkit.tuning.evaluate import Task, make_workload
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.search import ALIKE, SearchSettings, search
-from toolkit.tuning.tune import Inputs, settings_of
+from toolkit.tuning.tune import Inputs, best_trial
 
 SLA = ["ttft_p99_s=2", "mtpot_p99_s=0.1"]
 WINDOWS = {"windows": 4, "held_out_windows": 4}
@@ -54,14 +54,8 @@ def main(args: Sequence[str] | None = None) -> None:
     kinds = [_kind(named) for named in given.kinds]
     print("seed rate_rps recipes first all alike_first  (held out/search, * keeps)", flush=True)
     for seed in given.seeds:
-        spec = {
-            **WINDOWS,
-            "trials": given.trials,
-            "seed": seed,
-            "window_s": given.window,
-            "load": given.load,
-            "routers": ["own"],
-        }
+        spec = WINDOWS | {"trials": given.trials, "seed": seed}
+        spec |= {"window_s": given.window, "load": given.load, "routers": ["own"]}
         own = kinds[0].recipe
         changed = {
             "sla": parse_sla(given.sla),
@@ -82,18 +76,16 @@ def _kind(named: str) -> Kind:
 
 def _compared(inputs: Inputs) -> str:
     """The line of one seed."""
-    settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
-    setup = inputs.setup("search", inputs.workload.search)
-    judge = inputs.setup("held out", inputs.workload.held_out)
+    settings = inputs.settings
+    setup = inputs.setup("search", inputs.workload.windows.search)
+    judge = inputs.setup("held out", inputs.workload.windows.held_out)
     recipes = settings.spaces[0].task(judge, {}).run()
     cells = [f"{recipes.goodput_rps:.2f}"]
     for alike, ways in ((0, _first_alone(settings)), (0, settings), (ALIKE, settings)):
         found = search(setup, InProcessRunner(), replace(ways, alike=alike), lambda _: None)
-        number = found.best()
-        assert number is not None, "every search has trials"
-        best = found.evaluations[number]
+        best = best_trial(found, settings.served)
         judged = Task.of(judge, best.outcome).run()
-        keeps = "*" * judged.feasible(settings.limits)
+        keeps = "*" * judged.feasible(judge.limits)
         cells.append(f"{judged.goodput_rps:.2f}/{best.goodput_rps:.2f}{keeps}")
     return f"{settings.seed} {inputs.workload.rate_rps:.2f} {' '.join(cells)}"
 

@@ -18,7 +18,9 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.command import make_parser
 from toolkit.files.fit import Fit
@@ -61,6 +63,14 @@ class Counted:
             yield index, task.sum_up(results)
 
 
+def tuned_recipe(named: str, **tune: Any) -> Recipe:
+    """The recipe of RECIPE[:WORKERS], with other settings of its search."""
+    name, _, workers = named.partition(":")
+    recipe = load_recipe(name)
+    changes = {"tune": recipe.tune.model_copy(update=tune)}
+    return recipe.model_copy(update=changes | {"workers": int(workers or recipe.workers)})
+
+
 class Unkept:
     """An `EvaluationStore` that keeps nothing."""
 
@@ -87,17 +97,9 @@ def main(args: Sequence[str] | None = None) -> None:
     trace = read_trace(traffic)[0]
     columns = "recipe workers windows seed simulated saved ended search_s_% others_s_% differs"
     print(columns, flush=True)
-    for named in given.recipes:
-        name, _, workers = named.partition(":")
-        for windows in given.windows:
-            for seed in range(given.seeds):
-                recipe = load_recipe(name)
-                spec = {"trials": given.trials, "seed": seed, "windows": windows, "draws": 0}
-                changed = {
-                    "tune": recipe.tune.model_copy(update=spec),
-                    "workers": int(workers or recipe.workers),
-                }
-                print(_compared(recipe.model_copy(update=changed), traffic, trace), flush=True)
+    for named, windows, seed in product(given.recipes, given.windows, range(given.seeds)):
+        spec = {"trials": given.trials, "seed": seed, "windows": windows, "draws": 0}
+        print(_compared(tuned_recipe(named, **spec), traffic, trace), flush=True)
 
 
 def _compared(recipe: Recipe, traffic: Path, trace: Trace) -> str:
@@ -118,11 +120,9 @@ def _compared(recipe: Recipe, traffic: Path, trace: Trace) -> str:
         100.0 * (1.0 - after.seconds[part] / max(before.seconds[part], 1e-9))
         for part in (SEARCH, REST)
     ]
-    return (
-        f"{recipe.name} {recipe.workers} {recipe.tune.windows} {recipe.tune.seed} {simulated} "
-        f"{simulated - after.windows[SEARCH]} {len(stopped)} {saved[0]:.0f} {saved[1]:.0f} "
-        f"{_differing(results[False], results[True])}"
-    )
+    run = f"{recipe.name} {recipe.workers} {recipe.tune.windows} {recipe.tune.seed} {simulated}"
+    gain = f"{simulated - after.windows[SEARCH]} {len(stopped)} {saved[0]:.0f} {saved[1]:.0f}"
+    return f"{run} {gain} {_differing(results[False], results[True])}"
 
 
 def _differing(whole: Tuning, early: Tuning) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,10 @@ from toolkit.files.io import fit_path, read_file
 from toolkit.files.shipped import load_recipe
 from toolkit.traces.read import read_trace
 from toolkit.traces.windows import prepare, split_windows
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.evaluate import CandidateLimits, EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.search import search
-from toolkit.tuning.tune import settings_of
+from toolkit.tuning.tune import best_trial, settings_of
 
 HELD_OUT = 8
 
@@ -56,39 +57,29 @@ def main(args: Sequence[str] | None = None) -> None:
     for seed in range(given.seeds):
         changed = recipe.tune.model_copy(update={"trials": given.trials, "seed": seed})
         seeded = recipe.model_copy(update={"tune": changed})
-        settings = settings_of(seeded, fit)
         most = max(given.windows)
         seen, others = split_windows(fitted, given.window, most, HELD_OUT, seed)
-        held_out = EvaluationSetup(
-            make_world(seeded, fit), [each.trace for each in others], recipe.sla, "held out"
-        )
+        settings, windows = settings_of(seeded, fit), [window.trace for window in others]
+        world, limits = make_world(seeded, fit), CandidateLimits.of(seeded)
+        held_out = EvaluationSetup(world, windows, recipe.sla, "held out", limits)
         # drawn, since evenly spaced ones would all be earlier than their share of the trace
         drawn = np.random.default_rng(seed).permutation(most)
         lines = []
         for count in given.windows:
             chosen = [seen[k].trace for k in sorted(drawn[:count])]
+            setup = replace(held_out, windows=chosen, label="search")
             start_s = time.process_time()
-            found = search(
-                EvaluationSetup(held_out.world, chosen, recipe.sla),
-                InProcessRunner(),
-                settings,
-                lambda _: None,
-            )
+            found = search(setup, InProcessRunner(), settings, lambda _: None)
             took_s = time.process_time() - start_s
-            number = found.best(settings.served)
-            assert number is not None, "the recipe's own policy is served and tried first"
-            best = found.evaluations[number]
+            best = best_trial(found, settings.served)
             judged = Task.of(held_out, best.outcome).run()
             lines.append((count, best.goodput_rps, judged, took_s))
         top = max(judged.goodput_rps for _, _, judged, _ in lines)
         for count, predicted, judged, took_s in lines:
             got = judged.goodput_rps
-            keeps = "yes" if judged.feasible(settings.limits) else "no"
-            print(
-                f"{seed:4d} {count:7d} {predicted:9.3f} {got:8.3f} {predicted - got:8.3f} "
-                f"{top - got:6.3f} {keeps:5s} {took_s:7.1f}",
-                flush=True,
-            )
+            keeps = "yes" if judged.feasible(limits) else "no"
+            goodputs = f"{predicted:9.3f} {got:8.3f} {predicted - got:8.3f} {top - got:6.3f}"
+            print(f"{seed:4d} {count:7d} {goodputs} {keeps:5s} {took_s:7.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,13 @@ import asyncio
 import json
 import socket
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import httpx
-import psutil
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
-from benchmarks.common.serving import Server, fake_plan
+from benchmarks.common.serving import Server, fake_server, metric
 
 STEP_S, SLICE_TOKENS = 0.004, 32
 
@@ -65,13 +62,6 @@ async def beside(port: int, clients: int, stalled: int) -> float:
     return statistics.median(took)
 
 
-async def running(http: httpx.AsyncClient) -> float:
-    lines = (await http.get("/metrics")).text.splitlines()
-    return next(
-        float(line.split()[-1]) for line in lines if line.startswith("llmctl_requests_running{")
-    )
-
-
 async def leave(port: int, http: httpx.AsyncClient) -> float:
     """Seconds from a client's disconnect until the server runs no request."""
     reader, writer = await send(port, streamed(250))
@@ -79,26 +69,24 @@ async def leave(port: int, http: httpx.AsyncClient) -> float:
         pass
     writer.transport.abort()
     left_s = time.perf_counter()
-    while await running(http):
+    while metric((await http.get("/metrics")).text, "llmctl_requests_running"):
         await asyncio.sleep(0.001)
     return time.perf_counter() - left_s
 
 
-async def measure(
-    url: str, front: psutil.Process, options: argparse.Namespace
-) -> dict[str, object]:
-    port = int(url.rpartition(":")[2])
+async def measure(server: Server, options: argparse.Namespace) -> dict[str, object]:
+    port = server.port
     alone, crowded = [], []
     for _ in range(5):
         alone.append(await beside(port, options.clients, 0))
         crowded.append(await beside(port, options.clients, options.stalled))
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=server.url) as http:
         freed = sorted([await leave(port, http) for _ in range(options.leaving)])
     return {
         "stream_s_alone": round(statistics.median(alone), 3),
         "stream_s_beside_stalled": round(statistics.median(crowded), 3),
         "stalled": options.stalled,
-        "rss_mib": round(front.memory_info().rss / 2**20, 1),
+        "rss_mib": round(server.front.memory_info().rss / 2**20, 1),
         "freed_ms_median": round(1e3 * statistics.median(freed), 1),
         "freed_ms_max": round(1e3 * freed[-1], 1),
         "slice_ms": round(1e3 * STEP_S * SLICE_TOKENS, 1),
@@ -111,16 +99,10 @@ def main() -> None:
     parser.add_argument("--stalled", type=int, default=64)
     parser.add_argument("--leaving", type=int, default=30)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        fake_plan(Path(folder), eos_one_in=0, decode_s=STEP_S)
-        command = ("--admission", "queue", "--set", f"slice_tokens={SLICE_TOKENS}")
-        with Server(Path(folder) / "plan.json", *command) as server:
-            print(
-                json.dumps(
-                    asyncio.run(measure(server.url, psutil.Process(server.process.pid), options))
-                )
-            )
-            server.end()
+    command = ("--admission", "queue", "--set", f"slice_tokens={SLICE_TOKENS}")
+    with fake_server(*command, eos_one_in=0, decode_s=STEP_S) as server:
+        print(json.dumps(asyncio.run(measure(server, options))))
+        server.end()
 
 
 if __name__ == "__main__":

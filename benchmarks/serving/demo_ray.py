@@ -45,14 +45,8 @@ KILL_AT = 0.3  # as a share of the replay
 PATIENCE_S = 120.0
 STORE_BYTES = 80 << 20
 Counts = dict[str, float]  # of /metrics, by series
-SMALL = {
-    "batch_sizes": [1, 8, 24],
-    "input_lengths": [16, 96, 256],
-    "cached_lengths": [16, 160, 448],
-    "memory_lengths": [384],
-    "slices": 6,
-    "repeats": 2,
-}
+SMALL: dict[str, object] = {"batch_sizes": [1, 8, 24], "input_lengths": [16, 96, 256]}
+SMALL |= {"cached_lengths": [16, 160, 448], "memory_lengths": [384], "slices": 6, "repeats": 2}
 
 
 class Nodes:
@@ -166,15 +160,11 @@ class Replay:
         time.sleep(KILL_AT * self._seconds)
         running = counts(target)["llmctl_requests_running"]
         killed = nodes.kill()
-        print(
-            f"  {KILL_AT * self._seconds:.0f} s in: killed a node, {killed} processes;"
-            f" {running:.0f} requests ran"
-        )
+        what = f"killed a node, {killed} processes; {running:.0f} requests ran"
+        print(f"  {KILL_AT * self._seconds:.0f} s in: {what}")
         _wait(lambda: bench.poll() is not None or counts(target)["llmctl_workers_alive"] == 1)
-        print(
-            f"  {time.monotonic() - began_s:.0f} s in: the server has noticed; the lost"
-            " requests run on the other node"
-        )
+        what = "the server has noticed; the lost requests run on the other node"
+        print(f"  {time.monotonic() - began_s:.0f} s in: {what}")
         nodes.join()
         print(f"  {time.monotonic() - began_s:.0f} s in: another node has joined")
 
@@ -196,17 +186,8 @@ def show(results: dict[str, tuple[BenchReport, Counts]]) -> None:
         lost = int(seen["llmctl_worker_restarts_total"])
         measured, failed = report.measured, sum(report.failures.values())
         ratio = measured["throughput_rps"] / base
-        rows.append(
-            [
-                name,
-                report.answered - failed,
-                failed,
-                lost,
-                measured["throughput_rps"],
-                f"{ratio:.2f}x",
-                hop_ms,
-            ]
-        )
+        counts = [report.answered - failed, failed, lost]
+        rows.append([name, *counts, measured["throughput_rps"], f"{ratio:.2f}x", hop_ms])
     table(["workers", "served", "failed", "lost", "requests/s", ">ratio", "hop, ms"], rows)
     print("hop: from the end of a worker's batch to the start of its next, where one was there")
 

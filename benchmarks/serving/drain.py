@@ -74,8 +74,7 @@ async def not_ready_s(port: int, signalled_s: float) -> float:
 
 
 async def one_round(server: Server, rng: random.Random) -> tuple[Counter[str], float, float]:
-    port = int(server.url.rpartition(":")[2])
-    ends: Counter[str] = Counter()
+    port, ends = server.port, Counter[str]()
 
     async def client() -> None:
         while server.process.poll() is None and not ends["no connection"]:
@@ -98,41 +97,31 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
-    ends: Counter[str] = Counter()
-    codes: Counter[int | None] = Counter()
+    rng, ends, codes = random.Random(options.seed), Counter[str](), Counter[int | None]()
     noticed: list[float] = []
     took: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         fake_plan(Path(folder), eos_one_in=0, decode_s=0.004)
         command = ["--admission", "queue", "--set", "slice_tokens=32"]
-        command += [
-            "--shutdown-notice",
-            str(options.notice),
-            "--shutdown-timeout",
-            str(options.timeout),
-        ]
+        command += ["--shutdown-notice", str(options.notice)]
+        command += ["--shutdown-timeout", str(options.timeout)]
         for _ in range(options.rounds):
             with Server(Path(folder) / "plan.json", *command) as server:
-                found, noticed_s, took_s = asyncio.run(one_round(server, rng))
-                ends += found
+                ended, noticed_s, took_s = asyncio.run(one_round(server, rng))
+                ends += ended
                 noticed.append(noticed_s)
                 took.append(took_s)
                 codes[server.process.returncode] += 1
-    print(
-        json.dumps(
-            {
-                "rounds": options.rounds,
-                "requests": dict(ends),
-                "exit_codes": dict(codes),
-                "not_ready_ms_max": round(1e3 * max(noticed), 1),
-                "ended_s_max": round(max(took), 2),
-            }
-        )
-    )
-    allowed = {"complete", "refused", "no connection"} | (
-        {"final error"} if options.timeout < 5 else set()
-    )
+    found = {
+        "rounds": options.rounds,
+        "requests": dict(ends),
+        "exit_codes": dict(codes),
+        "not_ready_ms_max": round(1e3 * max(noticed), 1),
+        "ended_s_max": round(max(took), 2),
+    }
+    print(json.dumps(found))
+    allowed = {"complete", "refused", "no connection"}
+    allowed |= {"final error"} if options.timeout < 5 else set()
     return int(bool(set(ends) - allowed) or set(codes) != {0})
 
 

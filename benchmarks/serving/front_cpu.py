@@ -12,17 +12,10 @@ counted, since their engine computes nothing.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
-import psutil
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
-from benchmarks.common.serving import fake_plan
+from benchmarks.common.serving import fake_server
 
 
 async def stream(port: int, tokens: int) -> int:
@@ -44,26 +37,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=20.0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        fake_plan(Path(folder), eos_one_in=0, decode_s=options.step_ms / 1e3)
-        command = (sys.executable, "-m", "toolkit", "serve", f"{folder}/plan.json", "--json")
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            port = int(json.loads(server.stdout.readline())["url"].rpartition(":")[2])
-            asyncio.run(crowd(port, 4, 8))  # warms up
-            front = psutil.Process(server.pid)
-            before = front.cpu_times()
-            events = asyncio.run(crowd(port, options.clients, options.tokens))
-            after = front.cpu_times()
-            server.terminate()
+    with fake_server(eos_one_in=0, decode_s=options.step_ms / 1e3) as server:
+        asyncio.run(crowd(server.port, 4, 8))  # warms up
+        before = server.front.cpu_times()
+        events = asyncio.run(crowd(server.port, options.clients, options.tokens))
+        after = server.front.cpu_times()
+        server.end()
     used_s = after.user + after.system - before.user - before.system
     total = options.clients * options.tokens
     print(
-        f"{total:,} tokens in {events:,} events: {1e6 * used_s / total:.1f} us of front"
-        " CPU per token, ",
-        end="",
+        f"{total:,} tokens in {events:,} events: {1e6 * used_s / total:.1f} us of front CPU per"
+        f" token, {1e6 * used_s / events:.0f} us per event, {total / used_s:,.0f} tokens per CPU"
+        " second"
     )
-    print(f"{1e6 * used_s / events:.0f} us per event, {total / used_s:,.0f} tokens per CPU second")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import free_port, request, send
+from benchmarks.common.raw_client import free_ports, request, send, wait_for
 from benchmarks.common.serving import fake_plan
+from toolkit.files.io import write_file
 
 BARE = """
 import json
@@ -89,29 +89,15 @@ class Served:
         if not port:
             assert self.process.stdout is not None
             self.port = int(json.loads(self.process.stdout.readline())["url"].rpartition(":")[2])
-        while True:
-            try:
-                httpx.post(
-                    f"http://127.0.0.1:{self.port}/v1/completions",
-                    json={"prompt": "a", "max_tokens": 1},
-                ).read()
-                break
-            except httpx.TransportError:
-                time.sleep(0.1)
+        wait_for(self.port)
 
     def cpu_s(self) -> float:
         """CPU seconds of the serving process, and for granian of its worker. Our workers do not
         count, since their engine is a fake.
         """
-        one = psutil.Process(self.process.pid)
-        parts = [
-            one,
-            *(
-                one.children()
-                if self.name.endswith("on granian") and "ours" not in self.name
-                else ()
-            ),
-        ]
+        parts = [psutil.Process(self.process.pid)]
+        if self.name.endswith("on granian") and "ours" not in self.name:
+            parts += parts[0].children()
         return float(sum(part.cpu_times().user + part.cpu_times().system for part in parts))
 
     def end(self) -> None:
@@ -147,10 +133,8 @@ def write_plan(folder: Path, flush_s: float) -> str:
     folder.mkdir()
     plan = fake_plan(folder, eos_one_in=0)
     engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})
-    text = plan.model_copy(
-        update={"recipe": plan.recipe.model_copy(update={"engine": engine})}
-    ).model_dump_json()
-    (folder / "plan.json").write_text(text)
+    recipe = plan.recipe.model_copy(update={"engine": engine})
+    write_file(plan.model_copy(update={"recipe": recipe}), folder / "plan.json")
     return str(folder / "plan.json")
 
 
@@ -165,23 +149,18 @@ def start_all(folder: str, granian: str | None) -> list[Served]:
             command = [granian, "-m", "benchmarks.serving.front_granian", plan]
             servers.append(Served(f"{name}, on granian", command, ".", 0))
     uvicorn = [sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log"]
+    plain = [*uvicorn, "--loop", "asyncio", "--http", "h11"]
     bare = [
         ("FastAPI on uvicorn", "bare:app", uvicorn),
         ("raw ASGI on uvicorn", "bare:raw", uvicorn),
-        (
-            "FastAPI on asyncio and h11",
-            "bare:app",
-            [*uvicorn, "--loop", "asyncio", "--http", "h11"],
-        ),
+        ("FastAPI on asyncio and h11", "bare:app", plain),
     ]
     if granian:
         command = [granian, "-m", "granian", "--interface", "asgi", "--no-log"]
-        bare += [
-            ("FastAPI on granian", "bare:app", command),
-            ("raw ASGI on granian", "bare:raw", command),
-        ]
+        bare.append(("FastAPI on granian", "bare:app", command))
+        bare.append(("raw ASGI on granian", "bare:raw", command))
     for name, app, command in bare:
-        port = free_port()
+        (port,) = free_ports(1)
         servers.append(Served(name, [*command, "--port", str(port), app], folder, port))
     return servers
 
@@ -206,21 +185,16 @@ def main() -> None:
             server.end()
     bare = [run.tokens_per_s for run in runs["FastAPI on uvicorn"]]
     total = options.clients * options.tokens
-    print(
-        f"{options.clients} clients, {options.tokens} tokens each, medians; % of bare"
-        " FastAPI, paired"
-    )
+    clients = f"{options.clients} clients, {options.tokens} tokens each"
+    print(f"{clients}, medians; % of bare FastAPI, paired")
     for name, found in runs.items():
         shares = [100 * run.tokens_per_s / other for run, other in zip(found, bare, strict=True)]
         events = statistics.median(run.events for run in found)
         cpu_us = 1e6 * statistics.median(run.front_cpu_s for run in found)
         rate = statistics.median(run.tokens_per_s for run in found)
         ours = f"{statistics.median(shares):5.0f} % ({min(shares):.0f} to {max(shares):.0f})"
-        cost = (
-            f"{events:6,.0f} events {cpu_us / events:5.0f} us CPU per event"
-            f" {cpu_us / total:5.1f} per token"
-        )
-        print(f"{name:28} {rate:8,.0f} tokens/s {ours} {cost}")
+        cost = f"{cpu_us / events:5.0f} us CPU per event {cpu_us / total:5.1f} per token"
+        print(f"{name:28} {rate:8,.0f} tokens/s {ours} {events:6,.0f} events {cost}")
 
 
 if __name__ == "__main__":

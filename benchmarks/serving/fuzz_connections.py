@@ -24,7 +24,6 @@ import random
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -36,7 +35,7 @@ import psutil
 
 from benchmarks.common import fuzzing
 from benchmarks.common.command import make_parser
-from benchmarks.common.serving import Server, fake_plan
+from benchmarks.common.serving import fake_server, metric
 from toolkit.serve.http import WireLimits
 
 AT_ONCE = 100
@@ -73,13 +72,12 @@ def good(rng: random.Random) -> bytes:
     kind = rng.randrange(5)
     path = fuzzing.SENT[0]
     if kind == 0:
-        return fuzzing.request("/v1/models", b"", method=b"GET")
+        return fuzzing.MODELS
     if kind == 1:
         return fuzzing.request(path, STREAM)
     if kind == 2:
-        return fuzzing.request(
-            path, chunks(rng, fuzzing.GOOD, rng.choice(TRAILERS)), fuzzing.CHUNKED
-        )
+        body = chunks(rng, fuzzing.GOOD, rng.choice(TRAILERS))
+        return fuzzing.request(path, body, fuzzing.CHUNKED)
     if kind == 3:
         return fuzzing.request(path, fuzzing.GOOD, b"Connection: Upgrade", b"Upgrade: h2c")
     return fuzzing.request(path, fuzzing.GOOD)
@@ -88,19 +86,10 @@ def good(rng: random.Random) -> bytes:
 def large(rng: random.Random) -> bytes:
     """A body that is read outside the event loop."""
     text = b"a" * rng.randint(1 << 15, 1 << 18)
-    body = rng.choice(
-        [
-            b'{"prompt": "%b"}' % text,
-            b'{"prompt": [%b]}' % b",".join([b"1"] * 20_000),
-            b"[" * 40_000,
-        ]
-    )
-    path = rng.choice(fuzzing.SENT)
-    return (
-        fuzzing.request(path, body)
-        if rng.random() < 0.5
-        else fuzzing.request(path, body)[: rng.randint(100, 40_000)]
-    )
+    tokens = b",".join([b"1"] * 20_000)
+    body = rng.choice([b'{"prompt": "%b"}' % text, b'{"prompt": [%b]}' % tokens, b"[" * 40_000])
+    whole = fuzzing.request(rng.choice(fuzzing.SENT), body)
+    return whole if rng.random() < 0.5 else whole[: rng.randint(100, 40_000)]
 
 
 def answers(received: bytes) -> list[tuple[int, str, bytes]]:
@@ -209,9 +198,7 @@ class Crowd:
 
     async def pipelined(self) -> None:
         many = b"".join(good(self.rng) for _ in range(self.rng.randint(1, 6)))
-        await self.talk(
-            "pipelined", many + fuzzing.request("/version", b"", fuzzing.CLOSE, method=b"GET")
-        )
+        await self.talk("pipelined", many + fuzzing.get("/version"))
 
     async def torn_behind_good(self) -> None:
         await self.talk("torn behind good", good(self.rng) + fuzzing.torn(self.rng), patience_s=0.5)
@@ -229,9 +216,8 @@ class Crowd:
         """Disconnect in the middle of the answer, in either way."""
         body = LONG if self.rng.random() < 0.1 else STREAM
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(
-            fuzzing.request(fuzzing.SENT[0], body) + self.rng.choice([b"", good(self.rng)])
-        )
+        behind = self.rng.choice([b"", good(self.rng)])
+        writer.write(fuzzing.request(fuzzing.SENT[0], body) + behind)
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(5.0):
                 await reader.read(self.rng.choice([1, 200, 2000]))
@@ -241,9 +227,8 @@ class Crowd:
         self.statuses.setdefault("left", Counter())[0] += 1
 
     async def unread(self) -> None:
-        await self.fall_silent(
-            "unread", b"".join(good(self.rng) for _ in range(self.rng.randint(1, 8)))
-        )
+        many = b"".join(good(self.rng) for _ in range(self.rng.randint(1, 8)))
+        await self.fall_silent("unread", many)
 
     async def stopped(self) -> None:
         data = good(self.rng)
@@ -278,21 +263,14 @@ class Crowd:
         for start in range(0, count, AT_ONCE):
             await asyncio.gather(*[self.one() for _ in range(min(AT_ONCE, count - start))])
             if start % 2000 == 0:
-                print(
-                    f"{start + AT_ONCE:6,} connections, {time.monotonic() - begin_s:.0f} s",
-                    flush=True,
-                )
+                took_s = time.monotonic() - begin_s
+                print(f"{start + AT_ONCE:6,} connections, {took_s:.0f} s", flush=True)
         self.silent += held
 
 
 def established(front: psutil.Process, port: int) -> int:
     found = front.net_connections(kind="tcp")
     return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in found)
-
-
-def gauge(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
 
 def rss_mib(front: psutil.Process) -> float:
@@ -306,51 +284,42 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="what was counted, as JSON")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        fake_plan(Path(folder))
-        with Server(Path(folder) / "plan.json", "--admission", "queue") as server:
-            front, port = psutil.Process(server.process.pid), int(server.url.rpartition(":")[2])
-            warm = Crowd(port, options.seed + 1)
-            asyncio.run(warm.all_of_them(300, 0))
-            begin_mib = rss_mib(front)
-            crowd = Crowd(port, options.seed)
-            asyncio.run(crowd.all_of_them(options.connections, options.idle))
-            most_mib = rss_mib(front)
-            print(
-                f"silence for {SILENCE_S:g} s, {established(front, port)} connections", flush=True
-            )
-            time.sleep(SILENCE_S)
-            wrong = warm.wrong + crowd.wrong
-            left = established(front, port)
-            if left:
-                wrong.append(f"{left} connections are older than the longest timer")
-            for name in ("llmctl_requests_running", "llmctl_requests_waiting"):
-                if gauge(server.url, name):
-                    wrong.append(f"{name} is {gauge(server.url, name):g}")
-            end_mib = rss_mib(front)
-            if end_mib - begin_mib > MEMORY_MIB:
-                wrong.append(f"memory: {begin_mib:.1f} MiB before, {end_mib:.1f} MiB after")
-            server.process.terminate()
-            lines = server.process.communicate(timeout=60)[1].splitlines()
-            said = "\n".join(line for line in lines if not line.startswith("loading "))
-            if said or server.process.returncode:
-                wrong.append(
-                    f"the server ended with {server.process.returncode} and said: {said[-2000:]}"
-                )
+    with fake_server("--admission", "queue") as server:
+        front, port = server.front, server.port
+        warm = Crowd(port, options.seed + 1)
+        asyncio.run(warm.all_of_them(300, 0))
+        begin_mib = rss_mib(front)
+        crowd = Crowd(port, options.seed)
+        asyncio.run(crowd.all_of_them(options.connections, options.idle))
+        most_mib = rss_mib(front)
+        print(f"silence for {SILENCE_S:g} s, {established(front, port)} connections", flush=True)
+        time.sleep(SILENCE_S)
+        wrong = warm.wrong + crowd.wrong
+        left = established(front, port)
+        if left:
+            wrong.append(f"{left} connections are older than the longest timer")
+        for name in ("llmctl_requests_running", "llmctl_requests_waiting"):
+            if value := metric(httpx.get(f"{server.url}/metrics").text, name):
+                wrong.append(f"{name} is {value:g}")
+        end_mib = rss_mib(front)
+        if end_mib - begin_mib > MEMORY_MIB:
+            wrong.append(f"memory: {begin_mib:.1f} MiB before, {end_mib:.1f} MiB after")
+        server.process.terminate()
+        lines = server.process.communicate(timeout=60)[1].splitlines()
+        said = "\n".join(line for line in lines if not line.startswith("loading "))
+        code = server.process.returncode
+        if said or code:
+            wrong.append(f"the server ended with {code} and said: {said[-2000:]}")
     for kind, counts in sorted(crowd.statuses.items()):
         print(f"{kind:18} {dict(sorted(counts.items()))}")
-    memory = (
-        f"{begin_mib:.1f} MiB before, {most_mib:.1f} at the last connection, {end_mib:.1f} after"
-    )
-    print(
-        f"{options.connections:,} connections, seed {options.seed}: {len(wrong)} things"
-        f" that should not be; {memory}"
-    )
+    most = f"{most_mib:.1f} at the last connection"
+    memory = f"{begin_mib:.1f} MiB before, {most}, {end_mib:.1f} after"
+    connections = f"{options.connections:,} connections, seed {options.seed}"
+    print(f"{connections}: {len(wrong)} things that should not be; {memory}")
     print("\n".join(wrong[:20]))
     if options.out:
-        options.out.write_text(
-            json.dumps({"statuses": crowd.statuses, "wrong": wrong, "memory": memory}, indent=2)
-        )
+        found = {"statuses": crowd.statuses, "wrong": wrong, "memory": memory}
+        options.out.write_text(json.dumps(found, indent=2))
     return bool(wrong)
 
 

@@ -19,7 +19,6 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ from schemathesis import GenerationMode
 
 from benchmarks.common import fuzzing
 from benchmarks.common.command import make_parser
-from benchmarks.common.serving import Client, Server, ToyWorkers, client, fake_plan
+from benchmarks.common.serving import Client, ToyWorkers, client, fake_server
 
 AT_ONCE = 50
 Asked = TypeVar("Asked")
@@ -64,12 +63,10 @@ def generated(
 
     async def one(http: Client, asked: Asked) -> None:
         response = await http.request(**ask(asked))
-        complaint = fuzzing.complaint_of(response)
-        if kind == "valid" and response.status_code != 200 and not fuzzing.beyond_schemas(response):
-            complaint = (
-                complaint or f"a valid request got {response.status_code}: {response.text[:300]}"
-            )
-        tally.count(kind, response.status_code, complaint, ask(asked))
+        complaint, status = fuzzing.complaint_of(response), response.status_code
+        if kind == "valid" and status != 200 and not fuzzing.beyond_schemas(response):
+            complaint = complaint or f"a valid request got {status}: {response.text[:300]}"
+        tally.count(kind, status, complaint, ask(asked))
 
     with asyncio.Runner() as runner:
         holder = client(ToyWorkers())
@@ -108,13 +105,10 @@ def torn(tally: Tally, count: int, seed: int) -> None:
         for start in range(0, count, AT_ONCE):
             await asyncio.gather(*[one(port, data) for data in sent[start : start + AT_ONCE]])
 
-    with tempfile.TemporaryDirectory() as folder:
-        fake_plan(Path(folder))
-        with Server(Path(folder) / "plan.json") as server:
-            asyncio.run(all_of_them(int(server.url.rpartition(":")[2])))
-            code = server.end()
-            if code:
-                tally.wrong.append(f"bytes: the server ended with {code}")
+    with fake_server() as server:
+        asyncio.run(all_of_them(server.port))
+        if code := server.end():
+            tally.wrong.append(f"bytes: the server ended with {code}")
 
 
 def main() -> int:
@@ -124,6 +118,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="what was counted, as JSON")
     options = parser.parse_args()
     tally, share, begin_s = Tally(), options.requests // 4, time.monotonic()
+
+    def show(kind: str) -> None:
+        statuses = dict(sorted(tally.statuses[kind].items()))
+        print(f"{kind:8} {statuses}  {time.monotonic() - begin_s:.0f} s", flush=True)
+
     plain = {"method": "POST", "headers": {"content-type": "application/json"}}
     kinds: dict[str, tuple[SearchStrategy[Any], Callable[[Any], Mapping[str, Any]]]] = {
         "valid": (fuzzing.cases(GenerationMode.POSITIVE), fuzzing.wire),
@@ -132,23 +131,14 @@ def main() -> int:
     }
     for kind, (strategy, ask) in kinds.items():
         generated(kind, strategy, ask, tally, share, options.seed)
-        print(
-            f"{kind:8} {dict(sorted(tally.statuses[kind].items()))} "
-            f" {time.monotonic() - begin_s:.0f} s",
-            flush=True,
-        )
+        show(kind)
     torn(tally, options.requests - 3 * share, options.seed)
-    print(
-        f"{'bytes':8} {dict(sorted(tally.statuses['bytes'].items()))} "
-        f" {time.monotonic() - begin_s:.0f} s"
-    )
+    show("bytes")
     total = sum(map(Counter.total, tally.statuses.values()))
     print(f"{total:,} requests, seed {options.seed}: {len(tally.wrong)} answers that should not be")
     print("\n".join(tally.wrong[:20]))
     if options.out:
-        options.out.write_text(
-            json.dumps({"statuses": tally.statuses, "wrong": tally.wrong}, indent=2)
-        )
+        options.out.write_text(json.dumps(vars(tally), indent=2))
     return bool(tally.wrong)
 
 

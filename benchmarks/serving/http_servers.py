@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +29,8 @@ import psutil
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import free_port
+from benchmarks.common.raw_client import free_ports, listens
+from benchmarks.common.serving import cpu_s
 
 APP = """
 import asyncio, json
@@ -47,9 +47,9 @@ async def app(scope, receive, send):
     if path == "/events":
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        event = b"data: 0123456789\\n\\n"
         for _ in range(64):
-            await send({"type": "http.response.body", "body": b"data:"
-                " 0123456789\\n\\n", "more_body": True})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
     elif path == "/wait":
@@ -93,49 +93,16 @@ async def main():
         await asyncio.Event().wait()
 uvloop.run(main())
 """
-UVICORN = (
-    "-m",
-    "uvicorn",
-    "--log-level",
-    "critical",
-    "--no-access-log",
-    "--timeout-keep-alive",
-    "2",
-)
-H11 = ("--h11-max-incomplete-event-size", "65536")
+UVICORN = "-m uvicorn --log-level critical --no-access-log --timeout-keep-alive 2 --port {port}"
 OTHERS = {
-    "uvicorn, httptools": (*UVICORN, "--http", "httptools", "--port", "{port}", "app:app"),
-    "uvicorn, h11": (*UVICORN, "--http", "h11", *H11, "--port", "{port}", "app:app"),
-    "uvicorn, zttp": (*UVICORN, "--http", "zttp", "--port", "{port}", "app:app"),
-    "granian": (
-        *(
-            "-m",
-            "granian",
-            "--interface",
-            "asgi",
-            "--no-log",
-            "--http1-header-read-timeout",
-            "2000",
-        ),
-        *("--http1-buffer-size", "65536", "--port", "{port}", "app:app"),
-    ),
-    "hypercorn": (
-        *(
-            "-m",
-            "hypercorn",
-            "-k",
-            "uvloop",
-            "--keep-alive",
-            "2",
-            "--read-timeout",
-            "2",
-            "--log-level",
-            "CRITICAL",
-        ),
-        *("-b", "127.0.0.1:{port}", "app:app"),
-    ),
+    "uvicorn, httptools": f"{UVICORN} --http httptools app:app",
+    "uvicorn, h11": f"{UVICORN} --http h11 --h11-max-incomplete-event-size 65536 app:app",
+    "uvicorn, zttp": f"{UVICORN} --http zttp app:app",
+    "granian": "-m granian --interface asgi --no-log --http1-header-read-timeout 2000"
+    " --http1-buffer-size 65536 --port {port} app:app",
+    "hypercorn": "-m hypercorn -k uvloop --keep-alive 2 --read-timeout 2 --log-level CRITICAL"
+    " -b 127.0.0.1:{port} app:app",
 }
-HOST = b"Host: x\r\n"
 UPGRADE = b"GET /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
 ECHO = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -222,10 +189,9 @@ async def post_then_garbage(port: int) -> str:
 
 
 async def trailer(port: int) -> str:
-    head = (
-        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    )
-    await said(port, head + b"3\r\nabc\r\n0\r\nAuthorization: x\r\n\r\n")
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    body = b"Connection: close\r\n\r\n3\r\nabc\r\n0\r\nAuthorization: x\r\n\r\n"
+    await said(port, head + body)
     return "a header" if any("authorization" in one for one in (await log(port))[1]) else "ok"
 
 
@@ -255,33 +221,27 @@ async def unread(port: int) -> str:
 
 
 async def long_head(port: int) -> str:
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (4 << 20)
     try:
-        received, closed = await said(
-            port, b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (4 << 20), seconds=3
-        )
+        received, closed = await said(port, head, seconds=3)
     except ConnectionError:  # while it was sent
         return "ok"
     return "ok" if closed and statuses(received) in ([431], [400], []) else "kept"
 
 
 async def hosts(port: int) -> str:
-    none, _ = await said(port, b"GET /echo HTTP/1.1\r\nConnection: close\r\n\r\n")
-    two, _ = await said(
-        port, b"GET /echo HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n"
-    )
+    first, last = b"GET /echo HTTP/1.1\r\n", b"Connection: close\r\n\r\n"
+    none, _ = await said(port, first + last)
+    two, _ = await said(port, first + b"Host: a\r\nHost: b\r\n" + last)
     found = statuses(none) + statuses(two)
     return "ok" if found == [400, 400] else f"{found}"
 
 
 async def old_stream(port: int) -> str:
     received, _ = await said(port, b"GET /events HTTP/1.0\r\n\r\n")
-    return (
-        "chunks"
-        if b"chunked" in received.lower()
-        else "ok"
-        if b"data:" in received
-        else "no answer"
-    )
+    if b"chunked" in received.lower():
+        return "chunks"
+    return "ok" if b"data:" in received else "no answer"
 
 
 async def half_closed(port: int) -> str:
@@ -290,22 +250,19 @@ async def half_closed(port: int) -> str:
     return "ok" if b"last" in received else "no answer"
 
 
+HEAD = b"GET /echo HTTP/1.1\r\nHost: x\r\nx: "
+BODY = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
+EARLY = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
 CHECKS: dict[str, Callable[[int], Coroutine[None, None, str]]] = {
     "two upgrades behind a request": upgrades,
     "leaves behind a pipelined request": leaves,
     "garbage behind a stream": garbage,
     "garbage behind a whole POST": post_then_garbage,
     "a trailer named authorization": trailer,
-    "a head, a byte a second": lambda port: dripped(
-        port, b"GET /echo HTTP/1.1\r\nHost: x\r\nx: ", b"y"
-    ),
-    "a body, a byte a second": lambda port: dripped(
-        port, b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n", b"y"
-    ),
+    "a head, a byte a second": lambda port: dripped(port, HEAD, b"y"),
+    "a body, a byte a second": lambda port: dripped(port, BODY, b"y"),
     "line ends after an answer": lambda port: dripped(port, ECHO, b"\r\n"),
-    "a body after an early answer": lambda port: dripped(
-        port, b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n", b"y"
-    ),
+    "a body after an early answer": lambda port: dripped(port, EARLY, b"y"),
     "a large answer, unread": unread,
     "a head of 4 MiB": long_head,
     "no Host, two Hosts": hosts,
@@ -330,19 +287,6 @@ async def events(port: int, clients: int) -> int:
     return sum(received.count(b"data:") for received, _ in found)
 
 
-def cpu_s(process: subprocess.Popen[bytes]) -> float:
-    one = psutil.Process(process.pid)
-    return sum(sum(part.cpu_times()[:2]) for part in [one, *one.children(recursive=True)])
-
-
-def wait_for(port: int) -> bool:
-    for _ in range(100):
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
@@ -354,18 +298,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "app.py").write_text(APP)
         for name in ("ours", *OTHERS):
-            port = free_port()
+            (port,) = free_ports(1)
             if name == "ours":
                 command = [sys.executable, "-c", OURS.format(port=port)]
             else:
-                command = [options.python, *(part.format(port=port) for part in OTHERS[name])]
+                command = [options.python, *OTHERS[name].format(port=port).split()]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join((folder, str(ROOT)))}
             null = subprocess.DEVNULL
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=null, stderr=null
-            )
+            process = psutil.Popen(command, cwd=folder, env=environment, stdout=null, stderr=null)
             try:
-                if not wait_for(port):
+                if not listens(port, patience_s=10.0):
                     print(f"{name}: does not start")
                     continue
                 found = asyncio.run(attack(port))
@@ -375,14 +317,10 @@ def main() -> None:
                         begin_s = cpu_s(process)
                     count += asyncio.run(events(port, options.clients)) * (repeat > 0)
                 cost_us = 1e6 * (cpu_s(process) - begin_s) / max(count, 1)
-                well = sum(one == "ok" for one in found.values())
+                wrong = [f"    {check}: {what}" for check, what in found.items() if what != "ok"]
+                well = len(found) - len(wrong)
                 print(f"{name}: {well} of {len(found)} ok, {cost_us:.1f} us of CPU per event")
-                print(
-                    "\n".join(
-                        f"    {check}: {what}" for check, what in found.items() if what != "ok"
-                    ),
-                    flush=True,
-                )
+                print("\n".join(wrong), flush=True)
             finally:
                 process.kill()
                 process.wait()

@@ -36,19 +36,20 @@ import httpx
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.serving import Server, fake_plan
+from benchmarks.common.serving import Server, fake_plan, metric
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
 
 CLIENTS = 16
 PROMPTS = 24
+RESTARTS = "llmctl_worker_restarts_total"
 
 
 class Load:
     """Clients that stream, and the errors that they found."""
 
     def __init__(self, http: httpx.AsyncClient, tokens: int, rng: random.Random) -> None:
-        self._http = http
+        self.http = http
         self._tokens = tokens
         self._rng = rng
         self.expected: dict[str, str] = {}
@@ -58,16 +59,11 @@ class Load:
         self.stopping = self.front_killed = False
         self.hangs: list[asyncio.Task[httpx.Response]] = []
 
-    @property
-    def http(self) -> httpx.AsyncClient:
-        return self._http
-
     async def undisturbed(self) -> None:
         """Record the answer to each prompt."""
         for _ in range(PROMPTS):
-            prompt = "".join(
-                self._rng.choice("abcdefgh ") for _ in range(self._rng.randint(5, 120))
-            )
+            letters = range(self._rng.randint(5, 120))
+            prompt = "".join(self._rng.choice("abcdefgh ") for _ in letters)
             text, _, error = await self._ask(prompt)
             if error:
                 raise RuntimeError(error)
@@ -75,16 +71,10 @@ class Load:
 
     async def _ask(self, prompt: str) -> tuple[str, int, str]:
         """Text, tokens by usage, and the error of one request."""
-        body = {
-            "prompt": prompt,
-            "max_tokens": self._tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body = {"prompt": prompt, "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         text, tokens, last = "", 0, ""
-        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 return "", 0, f"status {response.status_code}: {(await response.aread())[:200]!r}"
             async for line in response.aiter_lines():
@@ -115,9 +105,8 @@ class Load:
                 return
             self.done += 1
             if error or text != self.expected[prompt] or tokens != self._tokens:
-                self.wrong.append(
-                    f"{error or 'another text'}: {tokens} tokens, {len(text)} characters"
-                )
+                got = f"{tokens} tokens, {len(text)} characters"
+                self.wrong.append(f"{error or 'another text'}: {got}")
 
 
 FAULTS = ("kill", "stop", "loading", "engine")
@@ -161,12 +150,12 @@ async def serve_until_front_killed(
         fault = rng.choice(FAULTS)
         found["rounds"] += 1
         found[fault] += 1
-        everything = psutil.Process(server.process.pid).children(recursive=True)
+        everything = server.front.children(recursive=True)
         restarts += await inject_fault(fault, server, http, rng, load)
         if found["rounds"] % 5 == 0:
             found["front"] += 1
             await asyncio.sleep(rng.random() * 2)
-            everything += psutil.Process(server.process.pid).children(recursive=True)
+            everything += server.front.children(recursive=True)
             load.stopping = load.front_killed = True
             server.process.kill()
             killed_s = time.monotonic()
@@ -176,15 +165,11 @@ async def serve_until_front_killed(
             found["gone_ms_max"] = max(found["gone_ms_max"], gone_ms)
             break
         deadline_s = time.monotonic() + ROUND_TIMEOUT_S
-        while (
-            await metric(http, "llmctl_worker_restarts_total") < restarts
-            or await metric(http, "llmctl_workers_alive") < size
-        ):
+        while not await recovered(http, restarts, size):
             if time.monotonic() > deadline_s:
-                load.wrong.append(
-                    f"round {found['rounds']} ({fault}): the workers did not come back"
-                )
-                restarts = await metric(http, "llmctl_worker_restarts_total")
+                which = f"round {found['rounds']} ({fault})"
+                load.wrong.append(f"{which}: the workers did not come back")
+                restarts = await read_metric(http, RESTARTS)
                 break
             await asyncio.sleep(0.05)
     load.stopping = True
@@ -205,10 +190,7 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
         with Server(plan, "--policy", options.policy, *settings, "--port", "0") as server:
 
             async def live(server: Server = server) -> Load:
-                limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-                async with httpx.AsyncClient(
-                    base_url=server.url, timeout=300.0, limits=limits
-                ) as http:
+                async with client_of(server) as http:
                     load = Load(http, options.tokens, rng)
                     load.expected = expected
                     if not expected:
@@ -221,25 +203,29 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
             done += load.done
             found["exit_codes"] += 0 if load.front_killed else server.end()
         print(json.dumps(found), "requests:", done, "wrong:", wrong, file=sys.stderr, flush=True)
-    seconds = round(time.monotonic() - begin_s)
-    return {
-        **found,
-        "requests": done,
-        "wrong": wrong[:5],
-        "wrong_count": len(wrong) + found["left"],
-        "seconds": seconds,
-    }
+    counted = {"requests": done, "wrong": wrong[:5], "wrong_count": len(wrong) + found["left"]}
+    return {**found, **counted, "seconds": round(time.monotonic() - begin_s)}
 
 
-async def metric(http: httpx.AsyncClient, name: str) -> float:
-    lines = (await http.get("/metrics")).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+async def read_metric(http: httpx.AsyncClient, name: str) -> float:
+    return metric((await http.get("/metrics")).text, name)
+
+
+async def recovered(http: httpx.AsyncClient, restarts: float, workers: int) -> bool:
+    """Whether so many workers run, after so many restarts."""
+    text = (await http.get("/metrics")).text
+    return metric(text, RESTARTS) >= restarts and metric(text, "llmctl_workers_alive") >= workers
+
+
+def client_of(server: Server) -> httpx.AsyncClient:
+    """A client with a new connection for each request."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=server.url, timeout=300.0, limits=limits)
 
 
 async def run(server: Server, options: argparse.Namespace, rng: random.Random) -> dict[str, object]:
     number = getattr(signal, f"SIG{options.signal}")
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=server.url, timeout=300.0, limits=limits) as http:
+    async with client_of(server) as http:
         load = Load(http, options.tokens, rng)
         await load.undisturbed()
         clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
@@ -251,9 +237,7 @@ async def run(server: Server, options: argparse.Namespace, rng: random.Random) -
             victim = rng.choice(server.workers())
             victim.send_signal(number)
             killed_s = time.monotonic()
-            while await metric(http, "llmctl_worker_restarts_total") < done + 1 or await metric(
-                http, "llmctl_workers_alive"
-            ) < len(server.workers()):
+            while not await recovered(http, done + 1, len(server.workers())):
                 ill += (await http.get("/health")).status_code != 200
                 await asyncio.sleep(0.05)
             back_s.append(time.monotonic() - killed_s)
@@ -267,7 +251,7 @@ async def run(server: Server, options: argparse.Namespace, rng: random.Random) -
             "requests": load.done,
             "wrong": load.wrong[:5],
             "wrong_count": len(load.wrong),
-            "restarts": await metric(http, "llmctl_worker_restarts_total"),
+            "restarts": await read_metric(http, RESTARTS),
             "worker_back_s_median": round(sorted(back_s)[len(back_s) // 2], 2),
             "worker_back_s_max": round(max(back_s), 2),
             "unhealthy_polls": ill,
@@ -289,17 +273,12 @@ def main() -> int:
     settings = [part for one in options.set for part in ("--set", one)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        plan = (
-            read_file(Plan, options.plan)
-            if options.plan
-            else fake_plan(Path(folder), eos_one_in=0, decode_s=0.004, hang_token=HANG)
-        )
+        fake = {"eos_one_in": 0, "decode_s": 0.004, "hang_token": HANG}
+        plan = read_file(Plan, options.plan) if options.plan else fake_plan(Path(folder), **fake)
         hang_s = 1.0 if options.signal == "STOP" or options.mixed else plan.recipe.serve.hang_s
         served = plan.recipe.serve.model_copy(update={"admission": "queue", "hang_s": hang_s})
-        write_file(
-            plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}),
-            path,
-        )
+        recipe = plan.recipe.model_copy(update={"serve": served})
+        write_file(plan.model_copy(update={"recipe": recipe}), path)
         if options.mixed:
             found = run_mixed(path, settings, options)
             print(json.dumps(found))

@@ -15,17 +15,14 @@ import http.client
 import json
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.serving import Server, fake_plan
+from benchmarks.common.raw_client import post
+from benchmarks.common.serving import fake_server
 
 LARGEST = 8 << 20
 LIMIT_MS = 50.0
@@ -39,7 +36,10 @@ def items(item: bytes, size: int = LARGEST) -> bytes:
 def bodies() -> dict[str, tuple[str, bytes]]:
     completions, chat = "/v1/completions", "/v1/chat/completions"
     keys = b",".join(b'"%x":0' % number for number in range(750_000))
-    tokens = b"[%s]" % items(b"1", 1000)
+    tokens = b",".join([b"[%s]" % items(b"1", 1000)] * 256)
+    part = items(b'{"type":"text","text":"a"}')
+    choices = json.dumps({"prompt": ["a"] * 64, "n": 16, "max_tokens": 1}).encode()
+    surrogates = b"\\ud83d\\ude00" * (LARGEST // 12 - 10)
     return {
         "750,000 keys": (completions, b"{%s}" % keys),
         "750,000 keys, the first one twice": (completions, b'{%s,"0":0}' % keys),
@@ -49,49 +49,28 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "/tokenize: a text": ("/tokenize", b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))),
         "/tokenize: 1 million tokens": ("/tokenize", b'{"prompt":"%s"}' % (b"a" * (1 << 20))),
         "/tokenize: escapes": ("/tokenize", b'{"prompt":"%s"}' % (b"\\n" * (LARGEST // 2 - 50))),
-        "/tokenize: surrogate pairs": (
-            "/tokenize",
-            b'{"prompt":"%s"}' % (b"\\ud83d\\ude00" * (LARGEST // 12 - 10)),
-        ),
+        "/tokenize: surrogate pairs": ("/tokenize", b'{"prompt":"%s"}' % surrogates),
         "brackets": (completions, b"[" * LARGEST),
         "empty lists": (completions, b'{"x":[%s]}' % items(b"[]")),
         "empty objects": (completions, b'{"x":[%s]}' % items(b"{}")),
         "empty messages": (chat, b'{"messages":[%s]}' % items(b"{}")),
         "300,000 parts of a message": (
             chat,
-            b'{"messages":[{"role":"user","content":[%s]}]}' % items(b'{"type":"text","text":"a"}'),
+            b'{"messages":[{"role":"user","content":[%s]}]}' % part,
         ),
         "stop_token_ids": (completions, b'{"prompt":"a","stop_token_ids":[%s]}' % items(b"-1")),
         "30 KiB of wrong tokens": ("/detokenize", b'{"tokens":[%s]}' % items(b"-1", 30_000)),
         "30 KiB of keys": (completions, b"{%s}" % keys[:30_000].rpartition(b",")[0]),
         "30 KiB of messages": (chat, b'{"messages":[%s]}' % items(b"{}", 30_000)),
-        "64 prompts of 16 choices": (
-            completions,
-            json.dumps({"prompt": ["a"] * 64, "n": 16, "max_tokens": 1}).encode(),
-        ),
-        "256 prompts of 450 tokens": (
-            completions,
-            b'{"max_tokens":1,"prompt":[%s]}' % b",".join([tokens] * 256),
-        ),
+        "64 prompts of 16 choices": (completions, choices),
+        "256 prompts of 450 tokens": (completions, b'{"max_tokens":1,"prompt":[%s]}' % tokens),
     }
 
 
-def whole(path: str, body: bytes) -> bytes:
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-        f" application/json\r\nContent-Length: {len(body)}"
-    )
-    return head.encode() + b"\r\nConnection: close\r\n\r\n" + body
-
-
 def in_chunks_of_a_byte() -> bytes:
-    head = (
-        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-        b"application/json\r\nConnection: close\r\n"
-    )
     body = b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))
     chunks = b"".join([b"1\r\n%c\r\n" % byte for byte in body])
-    return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    return post("/tokenize", chunks + b"0\r\n\r\n", chunked=True)
 
 
 def sent(address: tuple[str, int], request: bytes) -> bytes:
@@ -134,44 +113,31 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="only bodies with this in their name")
     options = parser.parse_args()
-    requests = {name: whole(*body) for name, body in bodies().items()}
+    requests = {name: post(*body) for name, body in bodies().items()}
     requests["8 MiB in chunks of a byte"] = in_chunks_of_a_byte()
     slow = 0
-    with tempfile.TemporaryDirectory() as folder:
-        fake_plan(Path(folder))
-        with Server(Path(folder) / "plan.json") as server:
-            host, _, port = server.url.removeprefix("http://").partition(":")
-            address = (host, int(port))
-            processes = [
-                psutil.Process(server.process.pid),
-                *psutil.Process(server.process.pid).children(),
-            ]
-            print(
-                "memory before, front and children:",
-                [one.memory_info().rss >> 20 for one in processes],
-                "MiB",
-            )
-            for name, request in requests.items():
-                if options.only not in name:
-                    continue
-                with health_latencies(address) as took:
-                    time.sleep(1.0)
-                    before_ms = max(took[1:])
-                    took.clear()
-                    begin_s = time.perf_counter()
-                    answer = sent(address, request)
-                    seconds = time.perf_counter() - begin_s
-                    time.sleep(0.1)
-                    slowest_ms = max(took)
-                slow += slowest_ms > LIMIT_MS
-                print(
-                    f"{name:36} {answer[9:12].decode()}  {seconds:5.2f} s  /health"
-                    f" {slowest_ms:5.1f} ms"
-                    f" (before {before_ms:4.1f})",
-                    flush=True,
-                )
-            print("memory after: ", [one.memory_info().rss >> 20 for one in processes], "MiB")
-            slow += bool(server.end())
+    with fake_server() as server:
+        address = ("127.0.0.1", server.port)
+        processes = [server.front, *server.front.children()]
+        memory = [one.memory_info().rss >> 20 for one in processes]
+        print("memory before, front and children:", memory, "MiB")
+        for name, request in requests.items():
+            if options.only not in name:
+                continue
+            with health_latencies(address) as took:
+                time.sleep(1.0)
+                before_ms = max(took[1:])
+                took.clear()
+                begin_s = time.perf_counter()
+                answer = sent(address, request)
+                seconds = time.perf_counter() - begin_s
+                time.sleep(0.1)
+                slowest_ms = max(took)
+            slow += slowest_ms > LIMIT_MS
+            health = f"/health {slowest_ms:5.1f} ms (before {before_ms:4.1f})"
+            print(f"{name:36} {answer[9:12].decode()}  {seconds:5.2f} s  {health}", flush=True)
+        print("memory after: ", [one.memory_info().rss >> 20 for one in processes], "MiB")
+        slow += bool(server.end())
     return bool(slow)
 
 

@@ -40,8 +40,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser
-from benchmarks.common.results_file import put_section
+from benchmarks.common.command import add_markdown, make_parser, publish
 from benchmarks.serving.online_table import Outcome, goodput, medians, table, verdict
 from benchmarks.serving.round_times import dropped, first_after, read_events
 from toolkit.cli.demo import Stages
@@ -95,11 +94,7 @@ class Lab:
 
     def fit_engine(self) -> None:
         """Profile and fit, where these are missing."""
-        recipe, profile, fit = (
-            self.file("recipe.yaml"),
-            self.file("profile.json"),
-            self.file("fit.json"),
-        )
+        recipe, profile, fit = map(self.file, ("recipe.yaml", "profile.json", "fit.json"))
         if not fit.exists():
             self.stages.llmctl("profile", recipe, "--out", profile)
             self.stages.llmctl("fit", profile, "--out", fit)
@@ -108,21 +103,17 @@ class Lab:
         """The policy's plan, with its parameters' defaults."""
         path = self.file(f"plan-{policy}.json")
         if not path.exists():
-            fit = self.file("fit.json")
-            self.stages.llmctl(
-                "render", self.file("recipe.yaml"), "--fit", fit, "--policy", policy, "--out", path
-            )
+            recipe, fit = self.file("recipe.yaml"), self.file("fit.json")
+            words = ["--fit", fit, "--policy", policy, "--out", path]
+            self.stages.llmctl("render", recipe, *words)
         return path
 
     def trace(self, rate_rps: float, seconds: float) -> Trace:
         """Requests of these lengths, repeated as needed, as a Poisson process of `seconds`."""
         count = int(rate_rps * seconds) + 1
-        rows = np.arange(count) % len(self.lengths)
-        own = self.lengths
-        trace = Trace(
-            np.zeros(count), own.prompt_tokens[rows], own.output_tokens[rows], own.max_tokens[rows]
-        )
-        return draw_arrivals(trace, Arrivals(rate_rps), SEED)
+        rows, own = np.arange(count) % len(self.lengths), self.lengths
+        lengths = (own.prompt_tokens[rows], own.output_tokens[rows], own.max_tokens[rows])
+        return draw_arrivals(Trace(np.zeros(count), *lengths), Arrivals(rate_rps), SEED)
 
     def replay(self, name: str, policy: str, trace: Trace, seconds: float) -> None:
         """Serve `trace` live: name.json is the report, name.events.jsonl and name.requests.jsonl
@@ -137,35 +128,17 @@ class Lab:
         events = self.file(f"{name}.events.jsonl")
         targets = [word for target in self.sla for word in ("--sla", target)]
         with self.stages.server(plan, "--event-log", events) as url:
-            words = [
-                "bench",
-                "--url",
-                url,
-                "--plan",
-                plan,
-                "--trace",
-                requests,
-                "--duration",
-                seconds,
-            ]
-            words += [
-                "--warmup",
-                self.warmup,
-                "--save-requests",
-                self.file(f"{name}.requests.jsonl"),
-                *targets,
-            ]
-            self.stages.llmctl(*words, "--out", self.file(f"{name}.disturbed.json"))
+            words = ["--url", url, "--plan", plan, "--trace", requests, "--duration", seconds]
+            words += ["--save-requests", self.file(f"{name}.requests.jsonl"), *targets]
+            words += ["--warmup", self.warmup, "--out", self.file(f"{name}.disturbed.json")]
+            self.stages.llmctl("bench", *words)
         percent = load.percent()
         write_text(self.file(f"{name}.others"), f"{percent:.1f}\n")
         if percent <= self.quiet:
             self.file(f"{name}.disturbed.json").rename(self.file(f"{name}.json"))
         else:
-            print(
-                f"disturbed: others used {percent:.0f} % of the CPUs during {name}",
-                file=sys.stderr,
-                flush=True,
-            )
+            others = f"others used {percent:.0f} % of the CPUs during {name}"
+            print(f"disturbed: {others}", file=sys.stderr, flush=True)
 
     def capacity(self, policy: str) -> float:
         """Requests per second that `policy` completes while all workers are busy."""
@@ -176,13 +149,11 @@ class Lab:
             count = int(expected_rps * BACKLOG_S)
             burst_s = 1.0  # all come within a second
             warming = self.warmup * expected_rps / count
-            self.replay(
-                name, policy, self.trace(count / burst_s, burst_s * (1.1 + warming)), burst_s
-            )
+            trace = self.trace(count / burst_s, burst_s * (1.1 + warming))
+            self.replay(name, policy, trace, burst_s)
             if not self.file(f"{name}.json").exists():
-                raise SystemExit(
-                    "the capacity was measured beside other programs; run the command again"
-                )
+                disturbed = "the capacity was measured beside other programs"
+                raise SystemExit(f"{disturbed}; run the command again")
         return steady_rps(self.file(f"{name}.requests.jsonl"))
 
     def recipe(self) -> Recipe:
@@ -201,13 +172,11 @@ class Lab:
             return None
         found = read_file(BenchReport, path)
         events = read_events(self.file(f"{case.name}.events.jsonl"))
-        before = 1 + (
-            found.warmup.requests if found.warmup else 0
-        )  # the first one tries the server out
+        # the first one tries the server out
+        before = 1 + (found.warmup.requests if found.warmup else 0)
         other = float(self.file(f"{case.name}.others").read_text(encoding="utf-8"))
-        return Outcome(
-            case.policy, case.load, found, dropped(events, first_after(events, before)), other
-        )
+        counts = dropped(events, first_after(events, before))
+        return Outcome(case.policy, case.load, found, counts, other)
 
 
 def steady_rps(requests: Path) -> float:
@@ -239,55 +208,30 @@ def open_lab(options: argparse.Namespace) -> Lab:
     if not path.exists():
         recipe = load_recipe(options.recipe)
         engine = recipe.engine.model_copy(update={"kv_cache_memory_mib": options.kv_mib})
-        changed = recipe.model_copy(
-            update={"engine": engine, "workers": options.workers or recipe.workers}
-        )
-        write_text(path, changed.model_dump_json(indent=1))  # YAML, too
+        changes = {"engine": engine, "workers": options.workers or recipe.workers}
+        write_text(path, recipe.model_copy(update=changes).model_dump_json(indent=1))  # YAML, too
     lengths = prepare(read_trace(trace_path(options.trace))[0], load_recipe(path))
-    return Lab(
-        folder,
-        Stages(sys.stderr),
-        lengths,
-        options.seconds,
-        options.warmup,
-        options.sla,
-        options.quiet,
-    )
+    limits = options.seconds, options.warmup, options.sla, options.quiet
+    return Lab(folder, Stages(sys.stderr), lengths, *limits)
 
 
 def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -> str:
     """The section: the setting, all runs, and the errors of the predictions."""
     recipe, engine, lengths = lab.recipe(), read_file(Fit, lab.file("fit.json")).engine, lab.lengths
     prompt, output = lengths.prompt_tokens.mean(), lengths.output_tokens.mean()
-    about = [
-        f"`{command}`",
-        "",
-        f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each"
-        f" worker ({recipe.workers}); "
-        f"lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens on"
-        f" average, outputs of {output:.0f}; "
-        f"{lab.seconds:g} s of Poisson arrivals after {lab.warmup:g} s of warm-up; the capacity is "
-        f"{rate_rps:.2f} requests/s. Good: {', '.join(lab.sla)}",
-        "Measured / predicted (the prediction's error; its error in hindsight, at the"
-        " replay's own speed):",
-        "",
-    ]
-    parts = [
-        about,
-        table(found),
-        [
-            "",
-            "The prediction's errors, medians of the repeats and each run; bold: beyond"
-            " the target:",
-            "",
-        ],
-        medians(found),
-        [""],
-        verdict(found),
-        ["", "Goodput, requests/s, measured / predicted:", ""],
-        goodput(found),
-    ]
-    return "\n".join(line for part in parts for line in part) + "\n"
+    setting = (
+        f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each worker"
+        f" ({recipe.workers}); lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens"
+        f" on average, outputs of {output:.0f}; {lab.seconds:g} s of Poisson arrivals after"
+        f" {lab.warmup:g} s of warm-up; the capacity is {rate_rps:.2f} requests/s. Good:"
+        f" {', '.join(lab.sla)}"
+    )
+    errors = "the prediction's error; its error in hindsight, at the replay's own speed"
+    lines = [f"`{command}`", "", setting, f"Measured / predicted ({errors}):", "", *table(found)]
+    errors = "The prediction's errors, medians of the repeats and each run; bold: beyond the target"
+    lines += ["", f"{errors}:", "", *medians(found), "", *verdict(found)]
+    lines += ["", "Goodput, requests/s, measured / predicted:", "", *goodput(found)]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -331,20 +275,10 @@ def main() -> None:
         for case in sorted(todo, key=order(options.policies))
         if (one := lab.outcome(case)) is not None
     ]
-    text = text_of(
-        lab,
-        found,
-        rate_rps,
-        f"python -m benchmarks.serving.online_rebatch --trace {Path(options.trace).name}",
-    )
-    if options.markdown:
-        put_section(
-            options.markdown,
-            "online_rebatch",
-            "Continuous re-batching online: predicted beside measured",
-            text,
-        )
-    print(text)
+    trace = Path(options.trace).name
+    command = f"python -m benchmarks.serving.online_rebatch --trace {trace}"
+    title = "Continuous re-batching online: predicted beside measured"
+    publish(text_of(lab, found, rate_rps, command), options.markdown, "online_rebatch", title)
 
 
 def order(policies: Sequence[str]) -> Callable[[Case], tuple[int, int, int]]:

@@ -12,11 +12,8 @@ from statistics import fmean, median
 
 from toolkit.files.bench import BenchReport
 
-TARGETS = {
-    "throughput_rps": 8.0,
-    "ttft_mean_s": 15.0,
-    "e2e_mean_s": 15.0,
-}  # percent, for the recipe's own policy
+# percent, for the recipe's own policy
+TARGETS = {"throughput_rps": 8.0, "ttft_mean_s": 15.0, "e2e_mean_s": 15.0}
 COLUMNS = (
     ("throughput_rps", "throughput, requests/s", 1.0, ".2f"),
     ("ttft_mean_s", "mean TTFT, ms", 1e3, ".0f"),
@@ -45,10 +42,8 @@ class Outcome:
 
     def hindsight_percent(self, metric: str) -> float | None:
         """The error of the prediction at the replay's own speed; None where that is unknown."""
-        measured, predicted = (
-            self.found.measured[metric],
-            self.found.predicted_in_hindsight.get(metric),
-        )
+        measured = self.found.measured[metric]
+        predicted = self.found.predicted_in_hindsight.get(metric)
         return None if predicted is None or not measured else 100.0 * (predicted / measured - 1.0)
 
     @property
@@ -61,11 +56,8 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     """A line per run."""
     heads = [f"{title}" for _, title, _, _ in COLUMNS]
     heads += ["evictions", "swaps out", "speed: warm-up, replay", "others' CPU %", "failed"]
-    lines = [
-        f"| policy | load % | requests | {' | '.join(heads)} |",
-        "|---|---:|---:|" + "---|" * len(heads),
-    ]
-    return lines + [_line(one) for one in outcomes]
+    head = f"| policy | load % | requests | {' | '.join(heads)} |"
+    return [head, "|---|---:|---:|" + "---|" * len(heads), *map(_line, outcomes)]
 
 
 def _line(one: Outcome) -> str:
@@ -112,19 +104,14 @@ def medians(outcomes: Sequence[Outcome]) -> list[str]:
 def _spread(errors: Sequence[float], limit: float) -> str:
     middle = median(errors)
     text = f"{middle:+.1f} %" if abs(middle) <= limit else f"**{middle:+.1f} %**"
-    return (
-        text if len(errors) == 1 else f"{text} ({', '.join(f'{error:+.1f}' for error in errors)})"
-    )
+    each = ", ".join(f"{error:+.1f}" for error in errors)
+    return text if len(errors) == 1 else f"{text} ({each})"
 
 
 def verdict(outcomes: Sequence[Outcome]) -> list[str]:
     """How often the aims were met, and the worst miss, per policy."""
-    lines = [
-        "| policy | runs | "
-        + " | ".join(f"{metric} within {limit:g} %" for metric, limit in TARGETS.items())
-        + " |"
-    ]
-    lines.append("|---|---:|" + "---|" * len(TARGETS))
+    heads = " | ".join(f"{metric} within {limit:g} %" for metric, limit in TARGETS.items())
+    lines = [f"| policy | runs | {heads} |", "|---|---:|" + "---|" * len(TARGETS)]
     for policy in dict.fromkeys(one.policy for one in outcomes):
         own = [one for one in outcomes if one.policy == policy]
         cells = [
@@ -135,12 +122,9 @@ def verdict(outcomes: Sequence[Outcome]) -> list[str]:
         later = [[one.hindsight_percent(metric) for one in own] for metric in TARGETS]
         known = [[error for error in errors if error is not None] for errors in later]
         if all(known):
-            cells = [
-                _met(errors, limit) for errors, limit in zip(known, TARGETS.values(), strict=True)
-            ]
-            lines.append(
-                f"| {policy}, had it known the replay's speed | {len(own)} | {' | '.join(cells)} |"
-            )
+            cells = [_met(*pair) for pair in zip(known, TARGETS.values(), strict=True)]
+            label = f"{policy}, had it known the replay's speed"
+            lines.append(f"| {label} | {len(own)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -157,10 +141,8 @@ def goodput(outcomes: Sequence[Outcome]) -> list[str]:
         cells = []
         for policy in policies:
             own = [one.found for one in outcomes if (one.policy, one.load) == (policy, load)]
-            sides = (
-                [one.measured["goodput_rps"] for one in own],
-                [one.predicted["goodput_rps"] for one in own],
-            )
-            cells.append(" / ".join(f"{fmean(side):.2f}" for side in sides) if own else "")
+            sides = ([one.measured for one in own], [one.predicted for one in own])
+            means = (fmean(one["goodput_rps"] for one in side) for side in sides)
+            cells.append(" / ".join(f"{mean:.2f}" for mean in means) if own else "")
         lines.append(f"| {load} | {' | '.join(cells)} |")
     return lines

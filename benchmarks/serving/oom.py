@@ -37,7 +37,7 @@ import httpx
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
-from benchmarks.common.serving import Server
+from benchmarks.common.serving import Server, metric
 from toolkit.engines.loading import load_model
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.io import read_file
@@ -80,46 +80,29 @@ async def replay(url: str, asks: list[Ask], errors: Callable[[], int]) -> Run:
     async def one(http: httpx.AsyncClient) -> None:
         nonlocal failed
         for index, ask in queue:
-            body = {
-                "prompt": ask.prompt,
-                "max_tokens": ask.tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
+            body = {"prompt": ask.prompt, "max_tokens": ask.tokens}
+            body |= {"temperature": 0, "ignore_eos": True}
             answer = await http.post("/v1/completions", json=body)
-            failed += answer.status_code != 200
-            texts[index] = (
-                answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
-            )
+            ok = answer.status_code == 200
+            failed += not ok
+            texts[index] = answer.json()["choices"][0]["text"] if ok else answer.text
 
-    async with httpx.AsyncClient(
-        base_url=url, timeout=300.0, limits=httpx.Limits(max_connections=None)
-    ) as http:
-        await asyncio.gather(
-            *[
-                http.post("/v1/completions", json={"prompt": "warm", "max_tokens": 8})
-                for _ in range(8)
-            ]
-        )
+    limits, warm = httpx.Limits(max_connections=None), {"prompt": "warm", "max_tokens": 8}
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as http:
+        await asyncio.gather(*[http.post("/v1/completions", json=warm) for _ in range(8)])
         before, errors_before = await metrics(http), errors()
         begin_s = time.perf_counter()
         await asyncio.gather(*[one(http) for _ in range(CLIENTS)])
         took_s = time.perf_counter() - begin_s
         after = await metrics(http)
     done = sum(ask.tokens for ask in asks)
-    ooms, batches = (
-        after[name] - before[name] for name in ("llmctl_oom_events_total", "llmctl_batches_total")
-    )
+    names = ("llmctl_oom_events_total", "llmctl_batches_total")
+    ooms, batches = (metric(after, name) - metric(before, name) for name in names)
     return Run(texts, failed, done / took_s, ooms, batches, errors() - errors_before)
 
 
-async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
-    lines = (await http.get("/metrics")).text.splitlines()
-    return {
-        line.partition("{")[0]: float(line.split()[-1])
-        for line in lines
-        if not line.startswith("#")
-    }
+async def metrics(http: httpx.AsyncClient) -> str:
+    return (await http.get("/metrics")).text
 
 
 def differences(
@@ -132,9 +115,8 @@ def differences(
             if wanted != got:
                 alike = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, got, strict=False))
                 position = sum(1 for _ in alike)
-                found.append(
-                    Difference(request, position, logits_apart(plan, asks[request], position))
-                )
+                apart = logits_apart(plan, asks[request], position)
+                found.append(Difference(request, position, apart))
     return found
 
 
@@ -144,10 +126,8 @@ def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
     """
     import torch
 
-    model, tokenizer = (
-        load_model(plan.recipe.model, plan.recipe.hardware),
-        load_tokenizer(plan.recipe.model),
-    )
+    model = load_model(plan.recipe.model, plan.recipe.hardware)
+    tokenizer = load_tokenizer(plan.recipe.model)
     ids, cache, said = torch.tensor([tokenizer.encode(ask.prompt)]), None, tokenizer.detokenizer()
     length, least = 0, math.inf
     with torch.inference_mode():
@@ -210,6 +190,7 @@ def main() -> int:
         for good, bad in zip(without, with_errors, strict=True)
     ]
     others = differences(plan, asks, without[0].texts, (*without, *with_errors))
+    rates = [[run.tokens_per_s for run in part] for part in (without, with_errors)]
     found = {
         "engine": plan.recipe.engine.name,
         "policy": options.policy or plan.policy.name,
@@ -218,10 +199,7 @@ def main() -> int:
         "failures_in_a_row": options.failures,
         "same_texts": not others,
         "other_texts": [one._asdict() for one in others],
-        "tokens_per_s": [
-            round(statistics.median(run.tokens_per_s for run in part))
-            for part in (without, with_errors)
-        ],
+        "tokens_per_s": [round(statistics.median(part)) for part in rates],
         "loss_percent": [round(loss, 1) for loss in losses],
         "loss_percent_median": round(statistics.median(losses), 1),
         "errors": sum(run.errors for run in with_errors),

@@ -155,14 +155,6 @@ async def open_loop(
     return phase
 
 
-def serve(plan: Path, policy: list[str], admission: str) -> Server:
-    return Server(plan, *policy, "--admission", admission)
-
-
-def port_of(server: Server) -> int:
-    return int(server.url.rpartition(":")[2])
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--plan", type=Path)
@@ -183,8 +175,8 @@ def main() -> None:
         limits = LatencyLimits.of(read_file(Plan, path).recipe.sla)
         capacity, phases = options.rate, [("overload", "targets", 1.0)]
         if not options.rate:
-            with serve(path, policy, "queue") as server:
-                capacity = asyncio.run(closed_loop(port_of(server), options.seconds / 2, rng))
+            with Server(path, *policy, "--admission", "queue") as server:
+                capacity = asyncio.run(closed_loop(server.port, options.seconds / 2, rng))
                 print(f"capacity {capacity:.1f} requests/s; targets {limits}", flush=True)
                 server.end()
             phases = [
@@ -193,25 +185,21 @@ def main() -> None:
                 ("overload, all admitted", "queue", options.times),
             ]
         for name, admission, load in phases:
-            with serve(path, policy, admission) as server:
-                front = psutil.Process(server.process.pid)
-                asyncio.run(closed_loop(port_of(server), 3.0, rng))  # warms up
+            with Server(path, *policy, "--admission", admission) as server:
+                port, front = server.port, server.front
+                asyncio.run(closed_loop(port, 3.0, rng))  # warms up
                 seconds = options.seconds if admission == "targets" else options.seconds / 3
-                phase = asyncio.run(
-                    open_loop(port_of(server), load * capacity, seconds, rng, front)
-                )
+                phase = asyncio.run(open_loop(port, load * capacity, seconds, rng, front))
                 lines[name] = phase.line(limits)
                 print(name, json.dumps(lines[name]), flush=True)
                 server.end()
     if "half" in lines:
         share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
         print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
-    print(
-        "front's RSS over the overload:"
-        f" {statistics.mean(lines['overload']['rss_mib'][-3:]):.1f} MiB at its end, ",
-        end="",
-    )
-    print(f"{statistics.mean(lines['overload']['rss_mib'][1:4]):.1f} MiB near its begin")
+    rss_mib = lines["overload"]["rss_mib"]
+    end_mib, begin_mib = statistics.mean(rss_mib[-3:]), statistics.mean(rss_mib[1:4])
+    print(f"front's RSS over the overload: {end_mib:.1f} MiB at its end, ", end="")
+    print(f"{begin_mib:.1f} MiB near its begin")
     if options.out:
         options.out.write_text(json.dumps({"capacity_rps": capacity, **lines}, indent=2))
 

@@ -54,15 +54,8 @@ def prepare(stages: Stages, work: Path, shape: str, azure: str) -> tuple[Path, s
         stages.llmctl("fit", work / "profile.json", "--out", fit)
     trace = {"chat": "chat-small", "azure": azure}.get(shape, str(work / f"{shape}.jsonl"))
     if shape in GENERATED and not Path(trace).exists():
-        stages.llmctl(
-            "trace",
-            "generate",
-            "--out",
-            trace,
-            *GENERATED[shape].split(),
-            "--longest",
-            LONGEST[shape],
-        )
+        words = [*GENERATED[shape].split(), "--longest", LONGEST[shape]]
+        stages.llmctl("trace", "generate", "--out", trace, *words)
     tuning, plan = work / f"tuning-{shape}.json", work / f"plan-{shape}.json"
     if not plan.exists():
         stages.llmctl("tune", RECIPE, "--fit", fit, "--trace", trace, "--out", tuning)
@@ -76,11 +69,8 @@ def without_arrivals(
     """The prediction of a replay by the warm-up's mean slowdown alone."""
     options = dict(zip(excerpt[::2], excerpt[1::2], strict=True))
     whole = read_trace(trace_path(trace))[0]
-    part = cut(
-        fitted(whole, limits_of(plan, NO_SERVER), float(options["--rate"])),
-        0.0,
-        float(options["--duration"]),
-    )
+    whole = fitted(whole, limits_of(plan, NO_SERVER), float(options["--rate"]))
+    part = cut(whole, 0.0, float(options["--duration"]))
     warm = report.warmup
     assert warm is not None
     front = FrontDelay(warm.front.first_s, warm.front.last_s) if warm.front else None
@@ -100,11 +90,8 @@ def row(name: str, before: dict[str, float], report: BenchReport) -> list[object
     ]
     warm = report.warmup
     assert warm is not None
-    return [
-        name,
-        f"{ratio(warm):.2f} -> {warm.slowdown:.2f} + {1e3 * warm.arrival_cost_s:.2f} ms",
-        *errors,
-    ]
+    speed = f"{ratio(warm):.2f} -> {warm.slowdown:.2f} + {1e3 * warm.arrival_cost_s:.2f} ms"
+    return [name, speed, *errors]
 
 
 def main() -> None:
@@ -126,13 +113,8 @@ def main() -> None:
             with stages.server(path) as url:
                 stages.bench(url, path, trace, excerpt, out)
             report = read_file(BenchReport, out)
-            rows.append(
-                row(
-                    f"{shape} {excerpt[1]}/s",
-                    without_arrivals(plan, trace, excerpt, report),
-                    report,
-                )
-            )
+            before = without_arrivals(plan, trace, excerpt, report)
+            rows.append(row(f"{shape} {excerpt[1]}/s", before, report))
     if rows:
         table(["replay", "warm-up", *METRICS], rows)
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import free_port, request, send
+from benchmarks.common.raw_client import free_ports, request, send, wait_for
 
 STAND_IN = """
 import json
@@ -104,9 +104,8 @@ def throughput(ports: dict[str, int], options: argparse.Namespace, recorder: psu
         for repeat in range(options.repeats + 1):  # the first warms up
             for name in sorted(ports, reverse=bool(repeat % 2)):
                 before = recorder.cpu_times()
-                took_s = asyncio.run(
-                    crowd(ports[name], options.clients, options.tokens, stream=stream)
-                )
+                crowded = crowd(ports[name], options.clients, options.tokens, stream=stream)
+                took_s = asyncio.run(crowded)
                 after = recorder.cpu_times()
                 through += options.clients if name == "recorder" else 0
                 if repeat:
@@ -115,11 +114,8 @@ def throughput(ports: dict[str, int], options: argparse.Namespace, recorder: psu
         shares = [100 * a / b for a, b in zip(rates["recorder"], rates["direct"], strict=True)]
         direct, proxied = (statistics.median(rates[name]) for name in ("direct", "recorder"))
         cpu_us = 1e6 * cpu_s / options.repeats / options.clients
-        what = (
-            f"streams of {options.tokens}"
-            if stream
-            else f"whole answers of {options.tokens} tokens"
-        )
+        what = f"whole answers of {options.tokens} tokens"
+        what = f"streams of {options.tokens}" if stream else what
         print(
             f"{what}: {direct:,.0f} requests/s directly, {proxied:,.0f} through the recorder;"
             f" paired {statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f});"
@@ -142,22 +138,13 @@ def latency(ports: dict[str, int], count: int, tokens: int) -> int:
         times = {name: [1e3 * getattr(one, part) for one in all_] for name, all_ in found.items()}
         added = [b - a for a, b in zip(times["direct"], times["recorder"], strict=True)]
         direct, proxied = (statistics.median(times[name]) for name in ("direct", "recorder"))
+        which = "first" if part == "first_s" else "last"
+        p50, p99 = statistics.median(added), quantile(added, 0.99)
         print(
-            f"alone, to the {'first' if part == 'first_s' else 'last'} byte:"
-            f" {direct:.2f} ms directly, {proxied:.2f} ms"
-            f" through; added p50 {statistics.median(added):.2f}, p99"
-            f" {quantile(added, 0.99):.2f} ms"
+            f"alone, to the {which} byte: {direct:.2f} ms directly, {proxied:.2f} ms through;"
+            f" added p50 {p50:.2f}, p99 {p99:.2f} ms"
         )
     return count
-
-
-def wait_for(port: int) -> None:
-    while True:
-        try:
-            asyncio.run(ask(port, 1, stream=False))
-            return
-        except OSError:
-            time.sleep(0.1)
 
 
 def main() -> None:
@@ -169,44 +156,35 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "stand_in.py").write_text(STAND_IN)
-        ports, trace = {"direct": free_port(), "recorder": free_port()}, Path(folder, "trace.jsonl")
-        uvicorn = (
-            sys.executable,
+        ports = dict(zip(("direct", "recorder"), free_ports(2), strict=True))
+        trace = Path(folder, "trace.jsonl")
+        uvicorn = [
             "-m",
             "uvicorn",
             "--log-level",
             "critical",
             "--no-access-log",
+            "stand_in:app",
             "--port",
-        )
-        record = (
-            sys.executable,
-            "-m",
-            "toolkit",
-            "trace",
-            "record",
-            "--upstream",
-            f"http://127.0.0.1:{ports['direct']}",
-        )
-        stand_in = subprocess.Popen([*uvicorn, str(ports["direct"]), "stand_in:app"], cwd=folder)
+        ]
+        words = [sys.executable, *uvicorn, str(ports["direct"])]
+        stand_in = subprocess.Popen(words, cwd=folder)
         wait_for(ports["direct"])
-        recorder = subprocess.Popen(
-            [*record, "--listen", f"127.0.0.1:{ports['recorder']}", "--out", str(trace)]
-        )
+        words = [sys.executable, *["-m", "toolkit", "trace", "record", "--out"], str(trace)]
+        words += ["--upstream", f"http://127.0.0.1:{ports['direct']}"]
+        words += ["--listen", f"127.0.0.1:{ports['recorder']}"]
+        recorder = subprocess.Popen(words)
         wait_for(ports["recorder"])
-        asked = 1 + throughput(ports, options, psutil.Process(recorder.pid))
+        asked = throughput(ports, options, psutil.Process(recorder.pid))
         asked += latency(ports, options.alone, options.tokens)
         for process in (recorder, stand_in):
             process.terminate()
             process.wait(60)
         lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    whole = sum(
-        line["status"] == "ok" and line["output_length"] in (1, options.tokens) for line in lines
-    )
-    print(
-        f"{asked:,} requests went through the recorder; {len(lines):,} lines in its"
-        f" trace, {whole:,} of them counted"
-    )
+    ok = [line for line in lines if line["status"] == "ok"]
+    whole = sum(line["output_length"] == options.tokens for line in ok)
+    through = f"{asked:,} requests went through the recorder"
+    print(f"{through}; {len(lines):,} lines in its trace, {whole:,} of them counted")
 
 
 if __name__ == "__main__":

@@ -58,29 +58,19 @@ def round_times(plan: Plan, events: Iterable[Event]) -> Iterator[RoundTime]:
     stats = make_stats(plan)
     for event in events:
         if isinstance(event, CompleteRound) and not event.result.failure:
-            yield from _held_against(
-                scheduler.workers[event.result.worker], stats, event.result.reported(), event.now_s
-            )
+            worker = scheduler.workers[event.result.worker]
+            yield _held_against(worker, stats, event.result.reported(), event.now_s)
         for difference in replay([event], scheduler):
             raise ValueError(difference)
 
 
-def _held_against(
-    worker: Worker, stats: Stats, result: RoundResult, now_s: float
-) -> Iterator[RoundTime]:
+def _held_against(worker: Worker, stats: Stats, result: RoundResult, now_s: float) -> RoundTime:
     batch = worker.running
     assert batch is not None
     before_s = stats.predicted_batch_s
     stats.count_round(batch, result, now_s, worker)
-    expected_s = stats.predicted_batch_s - before_s
-    yield RoundTime(
-        batch.started_s,
-        now_s - batch.started_s,
-        expected_s,
-        len(worker.residents),
-        batch.size,
-        result.steps,
-    )
+    times_s = batch.started_s, now_s - batch.started_s, stats.predicted_batch_s - before_s
+    return RoundTime(*times_s, len(worker.residents), batch.size, result.steps)
 
 
 def dropped(events: Iterable[Event], since_s: float) -> dict[str, int]:
@@ -110,11 +100,9 @@ def table(rounds: Iterable[RoundTime]) -> str:
     for (joins, least), found in sorted(groups.items()):
         took_s, expected_s = sum(one.took_s for one in found), sum(one.expected_s for one in found)
         entered, steps = sum(one.entered for one in found), sum(one.steps for one in found)
-        lines.append(
-            f"| {'with a prefill' if joins else 'steps only'} | {least}.. |"
-            f" {len(found)} | {entered} | {steps} "
-            f"| {took_s:.2f} | {expected_s:.2f} | {took_s / expected_s:.2f} |"
-        )
+        kind = f"{'with a prefill' if joins else 'steps only'} | {least}.. | {len(found)}"
+        times = f"{took_s:.2f} | {expected_s:.2f} | {took_s / expected_s:.2f}"
+        lines.append(f"| {kind} | {entered} | {steps} | {times} |")
     return "\n".join(lines) + "\n"
 
 

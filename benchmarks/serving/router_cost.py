@@ -16,12 +16,10 @@ killed while the streams run: an answer is failed that is no 200, breaks off, or
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +35,8 @@ import psutil
 import uvloop
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.serving import fake_plan
+from benchmarks.common.raw_client import free_ports, wait_for
+from benchmarks.common.serving import cpu_s, fake_plan
 from benchmarks.common.standin import MODEL, StandIn
 
 CONNECTIONS = 32
@@ -87,16 +86,6 @@ def replicas(ports: Sequence[int], token_s: float) -> Iterator[list[BaseProcess]
             process.join()
 
 
-def wait_for(port: int) -> None:
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                return
-        time.sleep(0.05)
-    raise SystemExit(f"nothing listens on port {port}")
-
-
 async def wait_served(port: int, model: str) -> None:
     """Wait until the front has found its replicas."""
     for _ in range(300):
@@ -107,16 +96,6 @@ async def wait_served(port: int, model: str) -> None:
             return
         await asyncio.sleep(0.2)
     raise SystemExit("the front finds no replicas")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Client:
@@ -201,12 +180,6 @@ def bodies(count: int, **more: Any) -> list[bytes]:
     ]  # fmt: skip
 
 
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process and of its children."""
-    all_times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(times.user + times.system for times in all_times)
-
-
 def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: int) -> Cost:
     """The cost of one front."""
     (port,) = free_ports(1)
@@ -226,16 +199,9 @@ def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: 
         streamed_s = cpu_s(process) - before_s
     with replicas(ports, EVENT_S) as made, open_front(words, port) as process:
         failed = uvloop.run(count_failed(port, asked, made[0]))
-    added = [1000 * (through[int(p * ALONE)] - direct[int(p * ALONE)]) for p in (0.5, 0.99)]
-    return Cost(
-        front,
-        requests / took_s,
-        requests / used_s,
-        STREAMS * EVENTS / streamed_s,
-        (added[0], added[1]),
-        rss,
-        failed,
-    )
+    p50, p99 = (1000 * (through[int(p * ALONE)] - direct[int(p * ALONE)]) for p in (0.5, 0.99))
+    rates = requests / took_s, requests / used_s, STREAMS * EVENTS / streamed_s
+    return Cost(front, *rates, (p50, p99), rss, failed)
 
 
 @contextmanager
@@ -256,10 +222,7 @@ def commands(
     """The fronts that are there."""
     ours = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", "PORT"]
     ours += ["--served-model-name", model, *(word for url in urls for word in ("--replica", url))]
-    found = {
-        "llmctl, round-robin": ours,
-        "llmctl, sglang": [*ours, "--router", "sglang"],
-    }
+    found = {"llmctl, round-robin": ours, "llmctl, sglang": [*ours, "--router", "sglang"]}
     where = ["--host", "127.0.0.1", "--port", "PORT", "--worker-urls", *urls]
     if (folder / "sglang-router").is_file():
         words = [str(folder / "sglang-router"), "launch", *where, "--policy", "cache_aware"]
@@ -270,15 +233,11 @@ def commands(
     return found
 
 
-def read_arguments() -> argparse.Namespace:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--bin", type=Path, default=Path(sys.executable).parent)
     parser.add_argument("--requests", type=int, default=3000)
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = read_arguments()
+    given = parser.parse_args()
     ports = free_ports(2)
     with tempfile.TemporaryDirectory() as name:
         fake_plan(Path(name))

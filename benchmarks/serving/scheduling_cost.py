@@ -104,9 +104,8 @@ class Server:
             name = str(self._count)
             self._count += 1
             self._left[name] = self._rng.randint(5, 200)
-            self._scheduler.submit(
-                Request(name, self._now_s, self._rng.randint(20, 300), 256), self._now_s
-            )
+            request = Request(name, self._now_s, self._rng.randint(20, 300), 256)
+            self._scheduler.submit(request, self._now_s)
 
     def turn(self) -> None:
         """One batch, from the tick to its end; each request that ends is replaced by a new one."""
@@ -127,9 +126,8 @@ class Server:
         steps = min([batch.steps, *(self._left[name] for name in names)])
         for name in names:
             self._left[name] -= steps
-        return RoundResult(
-            batch.batch_id, 0, steps, tuple(name for name in names if not self._left[name])
-        )
+        ended = tuple(name for name in names if not self._left[name])
+        return RoundResult(batch.batch_id, 0, steps, ended)
 
     def _slice(self, batch: Batch) -> BatchResult:
         names = [job.request_id for job in batch.jobs]
@@ -151,10 +149,8 @@ def main() -> None:
         server = Server(policy)
         while len(server.deciding_us) < BATCHES:
             server.turn()
-        print(
-            f"| deciding, {policy}, {WAITING} requests here |"
-            f" {statistics.median(server.deciding_us):.0f} |"
-        )
+        us = statistics.median(server.deciding_us)
+        print(f"| deciding, {policy}, {WAITING} requests here | {us:.0f} |")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ import httpx
 from safetensors.numpy import load_file
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import make_parser, publish
 from benchmarks.common.gguf_file import write_llama
-from benchmarks.common.results_file import put_section
 from benchmarks.serving.servers_outside_table import about, between, table
 from toolkit.endpoints.target import WORDS
 from toolkit.files.bench import Validation
@@ -45,6 +44,19 @@ STAGES = ("prepare", "profile", "validate", "report")
 OURS = ROOT / "recipes" / "tiny-llama-cpu-rebatch.yaml"
 BLOCKS, BLOCK_TOKENS, PASS_TOKENS = 512, 32, 512
 SLOTS = 16  # of llama.cpp: requests at once
+TRANSFORMERS = (
+    "--continuous-batching --device cpu --dtype float32 --attn-implementation sdpa"
+    f" --cb-block-size {BLOCK_TOKENS} --cb-num-blocks {BLOCKS} --cb-max-batch-tokens {PASS_TOKENS}"
+    " --no-cb-use-cuda-graph --log-level warning"
+)
+LLAMA_CPP = (
+    f"-t 1 -tb 1 -np {SLOTS} -ctk f32 -ctv f32 -c {BLOCKS * BLOCK_TOKENS} -ub {PASS_TOKENS}"
+    " --no-kv-unified --no-webui"
+)
+OWN_SERVER = (
+    "serve server.yaml --fit server-fit.json --port 0 --json --allow-end-after --force"
+    " --shutdown-timeout 1"
+)
 VOCABULARY = 512
 START_S = 120.0
 Arguments = argparse.Namespace
@@ -58,25 +70,16 @@ def run(folder: Path, *words: str) -> None:
 
 @contextmanager
 def process(
-    command: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str] = {},
-    *,
-    piped: bool = False,
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}, piped: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     """A server until the block ends, with its output in serve.log, except stdout if `piped`.
 
     An unread pipe is full after 64 KiB of a request log, and then the server stalls.
     """
     with (folder / "serve.log").open("a") as log:
-        stdout = subprocess.PIPE if piped else log
+        stdout, env = subprocess.PIPE if piped else log, {**os.environ, **environment}
         server = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **environment},
-            stdout=stdout,
-            stderr=log,
-            text=True,
+            command, cwd=folder, env=env, stdout=stdout, stderr=log, text=True
         )
         try:
             yield server
@@ -91,36 +94,10 @@ def transformers(arguments: Arguments) -> Iterator[str]:
     folder = arguments.work / "transformers"
     url = f"http://127.0.0.1:{arguments.port}"
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(folder / "model")]
-    command += [
-        "--continuous-batching",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--attn-implementation",
-        "sdpa",
-    ]
-    command += [
-        "--cb-block-size",
-        str(BLOCK_TOKENS),
-        "--cb-num-blocks",
-        str(BLOCKS),
-        "--no-cb-use-cuda-graph",
-    ]
-    command += [
-        "--cb-max-batch-tokens",
-        str(PASS_TOKENS),
-        "--port",
-        str(arguments.port),
-        "--log-level",
-        "warning",
-    ]
+    command += [*TRANSFORMERS.split(), "--port", str(arguments.port)]
     (folder / "hf" / "hub").mkdir(parents=True, exist_ok=True)
-    environment = {
-        "PYTHONPATH": str(arguments.accelerate),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "hf"),
-    }
+    environment = {"PYTHONPATH": str(arguments.accelerate), "HF_HUB_OFFLINE": "1"}
+    environment["HF_HOME"] = str(folder / "hf")
     with process(command, folder, environment) as server:
         _wait(f"{url}/health", server)
         yield url
@@ -130,19 +107,7 @@ def transformers(arguments: Arguments) -> Iterator[str]:
 def llmctl(arguments: Arguments) -> Iterator[str]:
     """`llmctl serve` with the engine `rebatch`, under Past-Future; its URL."""
     folder = arguments.work / "llmctl"
-    words = [
-        "serve",
-        "server.yaml",
-        "--fit",
-        "server-fit.json",
-        "--port",
-        "0",
-        "--json",
-        "--allow-end-after",
-    ]
-    with process(
-        [*LLMCTL, *words, "--force", "--shutdown-timeout", "1"], folder, piped=True
-    ) as server:
+    with process([*LLMCTL, *OWN_SERVER.split()], folder, piped=True) as server:
         assert server.stdout is not None
         url = str(json.loads(server.stdout.readline())["url"])
         _wait(f"{url}/ready", server)
@@ -155,28 +120,7 @@ def llama_cpp(arguments: Arguments) -> Iterator[str]:
     folder = arguments.work / "llama.cpp"
     url = f"http://127.0.0.1:{arguments.port}"
     command = [str(arguments.llama_server), "-m", str(folder / "model.gguf"), "--host", "127.0.0.1"]
-    command += [
-        "--port",
-        str(arguments.port),
-        "-t",
-        "1",
-        "-tb",
-        "1",
-        "-np",
-        str(SLOTS),
-        "-ctk",
-        "f32",
-        "-ctv",
-        "f32",
-    ]
-    command += [
-        "-c",
-        str(BLOCKS * BLOCK_TOKENS),
-        "-ub",
-        str(PASS_TOKENS),
-        "--no-kv-unified",
-        "--no-webui",
-    ]
+    command += ["--port", str(arguments.port), *LLAMA_CPP.split()]
     with process(command, folder) as server:
         _wait(f"{url}/health", server)
         yield url
@@ -209,12 +153,9 @@ def prepare(arguments: Arguments, server: str) -> None:
         recipe = load_recipe(OURS).model_dump(mode="json", exclude_unset=True)
         recipe |= {"name": "server", "workers": 1}
         recipe["engine"].pop("flush_s")
-        recipe["profile"] |= {
-            "batch_sizes": [1, 4, 16],
-            "input_lengths": [16, 128, 448],
-            "repeats": 1,
-        }
+        recipe["profile"] |= {"batch_sizes": [1, 4, 16], "input_lengths": [16, 128, 448]}
         recipe["profile"] |= {"cached_lengths": [16, 128, 448], "slices": 6, "sequences": 6}
+        recipe["profile"]["repeats"] = 1
         (folder / "server.yaml").write_text(json.dumps(recipe, indent=1))
         run(folder, "profile", "server.yaml", "--out", "server-profile.json", "--fresh")
         run(folder, "fit", "server-profile.json", "--out", "server-fit.json")
@@ -222,9 +163,8 @@ def prepare(arguments: Arguments, server: str) -> None:
         save_model(folder / "model")
     if server == "llama.cpp" and not (folder / "model.gguf").exists():
         config = json.loads((folder / "model" / "config.json").read_text())
-        write_llama(
-            folder / "model.gguf", config, load_file(folder / "model" / "model.safetensors")
-        )
+        weights = load_file(folder / "model" / "model.safetensors")
+        write_llama(folder / "model.gguf", config, weights)
 
 
 def recipe_of(arguments: Arguments, server: str, url: str) -> str:
@@ -239,27 +179,12 @@ def recipe_of(arguments: Arguments, server: str, url: str) -> str:
         policy = {"name": "aggressive", "parameters": parameters}
     if server == "transformers":
         engine["served_model"] = str(arguments.work / server / "model")
-    recipe = {
-        "schema_version": 1,
-        "name": f"{server}-from-outside",
-        "model": base["model"],
-        "hardware": base["hardware"],
-        "engine": engine,
-        "profile": {
-            "batch_sizes": [1, 2, 3, 4, 6, 8],
-            "input_lengths": [32, 128, 384],
-            "cached_lengths": [64, 192, 320],
-            "memory_lengths": [64],
-            "slice_tokens": [16, 64],
-            "slices": 6,
-            "repeats": arguments.repeats,
-            "warmups": 1,
-            "clock": "wall",
-        },
-        "sla": base["sla"],
-        "policy": policy,
-        "serve": {"max_new_tokens": 128},
-    }
+    grid = {"batch_sizes": [1, 2, 3, 4, 6, 8], "input_lengths": [32, 128, 384]}
+    grid |= {"cached_lengths": [64, 192, 320], "memory_lengths": [64], "slice_tokens": [16, 64]}
+    how = {"slices": 6, "repeats": arguments.repeats, "warmups": 1, "clock": "wall"}
+    recipe = {key: base[key] for key in ("model", "hardware", "sla")}
+    recipe |= {"schema_version": 1, "name": f"{server}-from-outside", "engine": engine}
+    recipe |= {"profile": grid | how, "policy": policy, "serve": {"max_new_tokens": 128}}
     return json.dumps(recipe, indent=1)
 
 
@@ -302,11 +227,8 @@ def save_model(folder: Path) -> None:
         tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", bos_token="<s>"
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    special = {
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }  # no end: outputs are as long as asked for
+    # no end: outputs have the requested length
+    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     made = AutoConfig.for_model(**{"model_type": "llama"} | config | special)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
@@ -316,23 +238,16 @@ def save_model(folder: Path) -> None:
 
 def report(arguments: Arguments) -> str:
     """The tables as markdown."""
-    lines = [
-        f"Windows of {arguments.window:g} s at {arguments.rate:g} requests/s, each"
-        f" after {arguments.warmup:g} s of"
-        " other requests. Cells are measured / predicted: the prediction's error; TTFT,"
-        " TPOT and E2E are means in ms.",
-        "",
-    ]
+    windows = f"Windows of {arguments.window:g} s at {arguments.rate:g} requests/s"
+    cells = "measured / predicted: the prediction's error; TTFT, TPOT and E2E are means in ms"
+    warm_up = f"each after {arguments.warmup:g} s of other requests"
+    lines = [f"{windows}, {warm_up}. Cells are {cells}.", ""]
     for server in arguments.servers:
         folder = arguments.work / server
         found = read_file(Validation, folder / f"validation-{arguments.seed}.json")
         facts = read_file(Profile, folder / "profile.json")
-        lines += [
-            about(server, facts, found),
-            "",
-            *table(found, between(folder, found, arguments.seed)),
-            "",
-        ]
+        sides = between(folder, found, arguments.seed)
+        lines += [about(server, facts, found), "", *table(found, sides), ""]
     return "\n".join(lines)
 
 
@@ -391,9 +306,7 @@ def main() -> None:
                 validate(arguments, server, url)
     if "report" in arguments.stages:
         text = report(arguments)
-        print(text)
-        if arguments.write:
-            put_section(arguments.write, "servers_outside", "Servers from outside", text)
+        publish(text, arguments.write, "servers_outside", "Servers from outside")
 
 
 if __name__ == "__main__":

@@ -17,17 +17,11 @@ from toolkit.files.profile import Profile
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
-TITLES = {
-    "throughput_rps": "throughput",
-    "ttft_mean_s": "TTFT",
-    "tpot_mean_s": "TPOT",
-    "e2e_mean_s": "E2E",
-}
-UNITS = {
-    "throughput_rps": (1.0, ".2f"),
-    "ttft_mean_s": (1e3, ".1f"),
-    "tpot_mean_s": (1e3, ".2f"),
-    "e2e_mean_s": (1e3, ".0f"),
+SHOWN = {  # title, factor, format
+    "throughput_rps": ("throughput", 1.0, ".2f"),
+    "ttft_mean_s": ("TTFT", 1e3, ".1f"),
+    "tpot_mean_s": ("TPOT", 1e3, ".2f"),
+    "e2e_mean_s": ("E2E", 1e3, ".0f"),
 }
 LIMIT_PERCENT = 15.0
 
@@ -39,18 +33,15 @@ def between(folder: Path, found: Validation, seed: int) -> list[dict[str, float]
     and its window. The last window has only the warm-up before it.
     """
     plan = read_file(Plan, folder / "plan.json")
-    lines = [
-        json.loads(line) for line in (folder / f"validation-{seed}.jsonl").read_text().splitlines()
-    ]
+    text = (folder / f"validation-{seed}.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     predictions = []
     for number in range(1, len(found.windows) + 1):
         rows = [line for line in lines if line["part"] == "window" and line["window"] == number]
         first = lines.index(rows[0])
-        columns = [
-            np.array([row[key] for row in rows])
-            for key in ("timestamp", "input_length", "output_length")
-        ]
-        trace = Trace(columns[0] / 1e3, columns[1], columns[2], np.zeros(len(rows), dtype=np.int64))
+        keys = ("timestamp", "input_length", "output_length")
+        at_ms, prompts, outputs = (np.array([row[key] for row in rows]) for key in keys)
+        trace = Trace(at_ms / 1e3, prompts, outputs, np.zeros(len(rows), dtype=np.int64))
         sides = found.windows[number - 1 : number + 1]
         front_s = float(np.mean([side.front_first_s for side in sides]))
         slowdown = float(np.exp(np.mean([np.log(side.slowdown) for side in sides])))
@@ -69,26 +60,22 @@ def about(server: str, profiled: Profile, found: Validation) -> str:
 
 
 def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
-    titles = " | ".join(f"{TITLES[name]}" for name in HELD_TO)
-    lines = [
-        f"| window | requests | slowdown, front | {titles} |",
-        "|" + "---|" * (3 + len(HELD_TO)),
-    ]
+    titles = " | ".join(SHOWN[name][0] for name in HELD_TO)
+    lines = [f"| window | requests | slowdown, front | {titles} |"]
+    lines.append("|" + "---|" * (3 + len(HELD_TO)))
     errors: dict[str, list[float]] = {name: [] for name in HELD_TO}
     for number, window in enumerate(found.windows, start=1):
         cells = []
         for name in HELD_TO:
             measured, predicted = window.measured[name], window.predicted[name]
             errors[name].append(100.0 * (predicted / measured - 1.0))
-            scale, spec = UNITS[name]
+            _, scale, spec = SHOWN[name]
             cells.append(
                 f"{measured * scale:{spec}} / {predicted * scale:{spec}}: {errors[name][-1]:+.1f} %"
             )
         shown = f"{window.slowdown:.2f}, {1e3 * window.front_first_s:.1f} ms"
-        lines.append(
-            f"| {number}, {window.start_s:.0f} s | {window.requests} | {shown} |"
-            f" {' | '.join(cells)} |"
-        )
+        start = f"{number}, {window.start_s:.0f} s"
+        lines.append(f"| {start} | {window.requests} | {shown} | {' | '.join(cells)} |")
     medians = " | ".join(f"**{np.median(errors[name]):+.1f} %**" for name in HELD_TO)
     both = {
         name: [
@@ -98,13 +85,12 @@ def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
         for name in HELD_TO
     }
     later = " | ".join(f"{np.median(both[name]):+.1f} %, {_within(both[name])}" for name in HELD_TO)
-    lines += [f"| with the speed of both sides: median, within | | | {later} |"]
     within = " | ".join(_within(errors[name]) for name in HELD_TO)
     return [
-        *lines[:-1],
+        *lines,
         f"| median | | | {medians} |",
         f"| within {LIMIT_PERCENT:g} % | | | {within} |",
-        lines[-1],
+        f"| with the speed of both sides: median, within | | | {later} |",
     ]
 
 

@@ -2,9 +2,9 @@
 
 Requests are sent at the trace's times whatever the server does, and latencies count from these
 times, so that a server cannot hide a stall by slowing the client down. In a trace with sessions
-that is so for first turns. A later turn is sent when the turn before has ended and its client has
-thought about it; its latency counts from then. Prompts share what the trace says they share, and
-nothing else (`Prompts`). `try_out` and `limits_of` find which requests a server takes.
+this holds for first turns. A later turn is sent when the turn before has ended and the client's
+think time is over; its latency counts from then. `try_out` and `limits_of` find which requests a
+server takes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,9 @@ from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn
 from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
+from toolkit.metrics import Served
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_lengths, scale_rate
-
-# The prompts of a replay: random tokens that share what the trace says they share.
-#
-# A block's tokens follow from its id and the seed alone, so prompts with the same leading ids
-# begin with the same tokens, in every run and for every tokenizer. A prompt without blocks has
-# tokens of its own. In a closed loop a turn's prompt is the prompt that was sent before, the
-# answer that the server gave, and new tokens.
 
 Hashes = NDArray[np.uint64]
 
@@ -50,41 +44,44 @@ STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's, between the numbers that a
 
 
 class Prompts:
-    """Makes the prompts of `trace` in a server's dialect.
+    """Makes the prompts of `trace`: random tokens, in a server's dialect.
 
-    Token ids are from 0 to below `vocab_size`, and a prompt has exactly its tokens. Without token
-    ids it has words, about as many tokens, and shares the words of leading blocks.
+    A block's tokens follow from its id and the seed alone, so prompts with the same leading block
+    ids begin with the same tokens, in every run and for every tokenizer. Prompts share nothing
+    else. In a closed loop, a turn's prompt is the prompt before, its answer, and new tokens.
+
+    Token ids are from 0 to below `vocab_size`, and a prompt has exactly as many tokens as in the
+    trace. A dialect without token ids has words instead, with about as many tokens.
     """
 
     def __init__(self, trace: Trace, dialect: Dialect, vocab_size: int, seed: int) -> None:
         self._trace, self._dialect = trace, dialect
         self._vocab_size, self._seed = vocab_size, seed
-        # Of the blocks of this seed; the ids of another seed's have other tokens.
+        # With another seed, the same block ids have other tokens.
         self._salt = mixed(np.array([seed + 1], dtype=np.uint64) * STEP)
 
     def prompt(self, row: int) -> Prompt:
-        """The prompt of a request that continues none."""
-        tokens = int(self._trace.prompt_tokens[row])
+        """The prompt of a first turn."""
+        tokens, dialect = int(self._trace.prompt_tokens[row]), self._dialect
         shared = self._trace.shared
         ids = shared.of(row) if shared else np.empty(0, dtype=np.int64)
         if shared is None or not len(ids):
-            return self._dialect.prompt(self._rng(row), tokens, self._vocab_size)
+            return dialect.prompt(self._rng(row), tokens, self._vocab_size)
         block = shared.block_tokens
-        if self._dialect.token_ids:
-            found = self._hashes(ids, np.arange(block))[:tokens]
-            return [int(one) for one in found % np.uint64(self._vocab_size)]
-        dialect = self._dialect
+        if dialect.token_ids:
+            hashes = self._hashes(ids[:, None], np.arange(block)).reshape(-1)[:tokens]
+            return [int(one) for one in hashes % np.uint64(self._vocab_size)]
         count = max(round((tokens - dialect.flat_tokens) / dialect.tokens_per_word), 1)
         words = np.arange(count)
         place = np.minimum((words * dialect.tokens_per_word) // block, len(ids) - 1)
-        hashes = self._hashes(ids[place.astype(np.int64)], words, each=True)
+        hashes = self._hashes(ids[place.astype(np.int64)], words)
         return " ".join(WORDS[int(one)] for one in hashes % np.uint64(len(WORDS)))
 
     def next_prompt(self, row: int, before: Prompt, answered: Sample) -> Prompt:
-        """The prompt of a turn: `before`, which was sent, its answer, and new tokens up to the
+        """The prompt of a later turn: the prompt `before`, its answer, and new tokens up to the
         trace's length (none if the two are longer).
 
-        Where the server gave no token ids of its answer, other tokens stand for these.
+        Random tokens stand for an answer without token ids.
         """
         dialect, rng = self._dialect, self._rng(row)
         wanted = int(self._trace.prompt_tokens[row])
@@ -95,31 +92,22 @@ class Prompts:
             return " ".join([before + "".join(answered.answer_text), *new])
         answer = answered.answer_ids
         if len(answer) != answered.output_tokens:
-            answer = self._drawn(rng, answered.output_tokens)
-        new_ids = self._drawn(rng, max(wanted - len(before) - len(answer), 0))
-        return [*before, *answer, *new_ids]
-
-    def _drawn(self, rng: np.random.Generator, count: int) -> list[int]:
-        return [int(token) for token in rng.integers(0, self._vocab_size, count)]
+            answer = rng.integers(0, self._vocab_size, answered.output_tokens).tolist()
+        left = max(wanted - len(before) - len(answer), 0)
+        return [*before, *answer, *rng.integers(0, self._vocab_size, left).tolist()]
 
     def _rng(self, row: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, row])
 
-    def _hashes(
-        self, ids: NDArray[np.int64], places: NDArray[np.int64], *, each: bool = False
-    ) -> Hashes:
-        """The hashes of all places in each block, one block after another; with `each` of one place
-        in each.
-        """
+    def _hashes(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> Hashes:
+        """The hashes of places in blocks; the shapes of both broadcast."""
         of_block = mixed(ids.astype(np.uint64) * STEP + self._salt)
-        steps = (places.astype(np.uint64) + np.uint64(1)) * STEP
-        return mixed(of_block + steps) if each else mixed(of_block[:, None] + steps).reshape(-1)
+        return mixed(of_block + (places.astype(np.uint64) + np.uint64(1)) * STEP)
 
 
 DEFAULT_LIMIT = 256  # output tokens, as in recipes
 END_AFTER = b"llmctl_end_after"  # part of the refusal of a server that rejects this field
-# requests made before the clock starts, since making them takes CPU of the measured machine
-PREPARED = 2000
+PREPARED = 2000  # requests made before the clock starts: making them takes the machine's CPU
 
 Lengths = Literal["hidden", "given"]
 # called with a title and a count; gives advance()
@@ -130,9 +118,9 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
 class LoadSpec:
     """How a trace becomes requests.
 
-    With `lengths` 'hidden' a request's max_tokens is its client's limit (`max_new_tokens` where the
-    trace has none), and only the engine gets the length in the trace. With 'given' max_tokens is
-    that length, so that the scheduler knows it as the request's limit.
+    With `lengths` 'hidden', a request's max_tokens is its client's limit (`max_new_tokens` where
+    the trace has none), and only the engine gets the output length. With 'given', max_tokens is
+    the output length, so the scheduler knows it.
     """
 
     lengths: Lengths
@@ -149,6 +137,10 @@ class Replay:
 
     samples: list[Sample]
     interrupted: bool
+
+
+class InterruptedReplayError(Exception):
+    """Ctrl-C ended a warm-up or a window early."""
 
 
 def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[Lengths, Dialect]:
@@ -208,14 +200,35 @@ def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None
         return runner.run(replay(target, trace, load, on_done))
 
 
+def run_whole(
+    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
+) -> list[Sample]:
+    """As `run`; raises `InterruptedReplayError` where Ctrl-C ended it early."""
+    whole = run(target, trace, load, on_done)
+    if whole.interrupted:
+        raise InterruptedReplayError
+    return whole.samples
+
+
+def served(samples: Sequence[Sample]) -> Served:
+    """The samples as arrays for `toolkit.metrics`."""
+    return Served(
+        arrival_s=np.array([one.scheduled_s for one in samples]),
+        first_token_s=np.array([one.first_token_s for one in samples]),
+        finish_s=np.array([one.last_token_s for one in samples]),
+        output_tokens=np.array([one.output_tokens for one in samples], dtype=np.int64),
+        max_gap_s=np.array([one.max_gap_s for one in samples]),
+        ok=np.array([not one.failure for one in samples], dtype=np.bool_),
+    )
+
+
 @contextmanager
 def before_others() -> Iterator[None]:
-    """Run this thread before all ordinary ones of the machine, where the system lets it (Linux, as
-    root); elsewhere nothing changes.
+    """Give this thread priority over ordinary ones, where the system allows it (Linux, as root).
 
     The client mostly sleeps. Where it shares a core with a server that polls, Linux may let it wait
-    for hundreds of milliseconds once its session has used its share. Requests and readings would be
-    late by as much, now and then, which no warm-up foresees.
+    for hundreds of milliseconds once its session has used its share. Now and then, requests and
+    readings would be late by as much, which no warm-up foresees.
     """
     try:
         usual = os.sched_getscheduler(0), os.sched_getparam(0)
@@ -234,9 +247,7 @@ async def replay(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
 ) -> Replay:
     """`run` on the caller's event loop; cancelling the task interrupts it."""
-    samples = [
-        Sample(arrival_s, prompt, output) for arrival_s, prompt, output, _, _ in trace.rows()
-    ]
+    samples = [Sample(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
     sender = _Sender(target, trace, load, samples)
     firsts = list(range(len(samples)))
     if trace.sessions is not None:
@@ -319,9 +330,7 @@ class _Sender:
     async def session(
         self, row: int, prompt: Prompt, request: bytes, on_done: Callable[[], None]
     ) -> None:
-        """Send a request, then the later turns of its session one after another. Where one fails,
-        the rest is not sent.
-        """
+        """Send a request, then the later turns of its session in order, until one fails."""
         while True:
             sample = self._samples[row]
             await self._connection.send(request, sample, self.clock, self._load.timeout_s)
@@ -350,7 +359,5 @@ class _Sender:
 
 def send_lag_s(samples: list[Sample]) -> float:
     """The 99th percentile of how late requests left the client; large where it lacked CPU."""
-    lags = [
-        sample.sent_s - sample.scheduled_s for sample in samples if not math.isnan(sample.sent_s)
-    ]
+    lags = [one.sent_s - one.scheduled_s for one in samples if not math.isnan(one.sent_s)]
     return float(np.percentile(lags, 99)) if lags else 0.0

@@ -1,23 +1,26 @@
 """The simulator's prediction for the requests of a replay, under the server's plan.
 
 A shared machine is not as fast as it was while it was profiled. So a warm-up, other requests before
-the replay, shows how fast it is today. The server knows how long its batches took and how long its
-laws predict; the ratio, over requests that are not replayed, corrects the prediction before
-anything is measured. Where workers compute on the front's cores, an arriving request takes time
-from the batches that run; the server counts the arrivals during each batch, which separates the two
-effects. The server also knows when it had each token. Clients see it later, by the time of HTTP,
-tokenizing and streams, which is in no law. A server that has just started is slow at first, so the
-first requests are not counted.
+the replay, shows how fast it is today, and corrects the prediction before anything is measured:
 
-In order: `predict`, under the conditions that a warm-up shows (`ServerConditions`); these
-conditions read off what clients saw (`seen_by_clients`), for servers without counters; the counters
-of llmctl's own servers (`counts`, `scheduling`); the warm-up (`warm_up`) and what the counters tell
-about it (`times_between`); and whether the server runs the plan's engine (`check_server`).
+- Slowdown: the server counts how long its batches took, and how long its laws predict.
+- Cost of arrivals: where workers compute on the front's cores, an arriving request takes time from
+  the batches that run. The server counts the arrivals during each batch.
+- Delay of the front: clients see a token later than the server, by the time of HTTP, tokenizing and
+  streams, which is in no law.
+
+A server that has just started is slow, so its first requests are not counted.
+
+In order: `predict`, under such conditions (`ServerConditions`); conditions from what clients saw
+(`seen_by_clients`), for servers without counters; the counters of llmctl's own servers (`counts`,
+`scheduling`); the warm-up (`warm_up`) and its counters (`times_between`); and whether the server
+runs the plan's engine (`check_server`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,8 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.bench.client import LoadSpec, run
-from toolkit.bench.report import served
+from toolkit.bench.client import LoadSpec, run_whole, served
 from toolkit.endpoints.target import Target, front_state, scrape, version
 from toolkit.endpoints.wire import Sample
 from toolkit.engine_traits import traits_of
@@ -54,9 +56,9 @@ class ServerConditions:
     """What a fit cannot know of a running server; a warm-up shows it.
 
     Every batch takes `slowdown` times the time that the scheduler believes. Clients see tokens
-    later by the delay of the `front` (None: what the fit knows of it). `finished` are the output
-    lengths that the scheduler has seen before: Past-Future admits by them. `arrival_cost_s` is what
-    each arriving request adds to every static batch that runs then.
+    later by the delay of the `front` (None: that of the fit). `finished` are the output lengths of
+    earlier requests: Past-Future admits by them. Each arriving request adds `arrival_cost_s` to
+    every static batch that runs then.
     """
 
     slowdown: float = 1.0
@@ -83,16 +85,11 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
     world = fleet([_slowed(kind, conditions) for kind in world.under(policy).kinds])
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front)
-    if isinstance(policy, VllmPolicy) and routes(plan):
+    if isinstance(policy, VllmPolicy) and plan.workers > 1 and traits_of(recipe.engine.name).server:
         refuses = recipe.serve.admission == "targets"
         limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED
         world = replace(world, routing=Routing.of_front(router_of_plan(plan), limits))
     return simulate(trace, policy, world)
-
-
-def routes(plan: Plan) -> bool:
-    """Whether the plan's workers are replicas behind our front."""
-    return plan.workers > 1 and traits_of(plan.recipe.engine.name).server
 
 
 def router_of_plan(plan: Plan) -> Router:
@@ -117,19 +114,16 @@ FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
 # rows that last longer run beside other rows, so seconds are not linear in the slowdown.
 HALVINGS = 12
 
-Chosen = NDArray[np.bool_]
-
 
 def seen_by_clients(
     plan: Plan, trace: Trace, samples: Sequence[Sample], finished: Sequence[int]
 ) -> Warmup | None:
     """What `samples`, the requests of `trace` as they were served, show of a server under `plan`.
 
-    The result has two numbers, found in this order. The slowdown is the one at which the simulated
-    requests take as long from their first to their last tokens as the measured ones, in total: it
-    is of steps, and of the prefills of other requests between them. The front's delay is the rest
-    of the mean time to first token: HTTP and text on a busy machine, while a profile sends one
-    request at a time. Both are taken as constant over a minute.
+    At the slowdown, the simulated requests take as long in total from their first to their last
+    tokens (steps, and the prefills of other requests between them) as the measured ones. The
+    front's delay is the rest of the mean time to first token: HTTP and text on a busy machine,
+    while a profile sends one request at a time. Both are taken as constant over a minute.
 
     `finished` are the output lengths of earlier requests. None where no request had two tokens.
     """
@@ -161,11 +155,11 @@ def seen_by_clients(
     )
 
 
-def _streamed_s(requests: Served, chosen: Chosen) -> float:
+def _streamed_s(requests: Served, chosen: NDArray[np.bool_]) -> float:
     return float((requests.finish_s - requests.first_token_s)[chosen].sum())
 
 
-COUNTED = {  # field of `Scheduling`: the growth of this series (docs/how-to/serve.md)
+COUNTED = {  # field of `Scheduling`: the counter that it is the growth of (docs/how-to/serve.md)
     "batches": "llmctl_batches_total",
     "steps": "llmctl_engine_steps_total",
     "engine_s": "llmctl_engine_seconds_total",
@@ -181,11 +175,10 @@ def counts(target: Target) -> dict[str, float]:
 
     `InputError` where it does not answer.
     """
-    found: dict[str, float] = {}
+    sums: defaultdict[str, float] = defaultdict(float)  # over the replicas of a front
     for name, labels, value in scrape(target):
-        key = f"{name}:{labels['of']}" if "of" in labels else name
-        found[key] = found.get(key, 0.0) + value  # over the replicas of a front
-    return found
+        sums[f"{name}:{labels['of']}" if "of" in labels else name] += value
+    return dict(sums)
 
 
 def counts_or_none(target: Target) -> dict[str, float]:
@@ -197,9 +190,7 @@ def counts_or_none(target: Target) -> dict[str, float]:
 
 
 def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling | None:
-    """The scheduling cost between two readings; None where nothing ran, or the server does not
-    count it.
-    """
+    """The scheduling cost between two readings; None where nothing ran or counted it."""
     if not set(COUNTED.values()) <= before.keys() & after.keys():
         return None
     grown = {field: after[series] - before[series] for field, series in COUNTED.items()}
@@ -212,9 +203,8 @@ MIN_BATCHES = 40  # over fewer batches the machine's own drift looks like the co
 ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a difference of equals
 SURE = 2.0  # a cost must be above 0 by so many standard errors
 MAX_ARRIVAL_SHARE = 0.9  # of the batches' time; arrivals cost no more
-SETTLING = 0.25  # of the requests; they meet shapes, memory and code for the first time
-# from submission until the driver has the token
-TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"
+SETTLING = 0.25  # of a warm-up's requests, which the server runs slowly (new shapes, memory, code)
+TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # until the driver has the token
 
 
 def other_requests(trace: Trace, after_s: float, count: int) -> Trace:
@@ -230,9 +220,7 @@ def other_requests(trace: Trace, after_s: float, count: int) -> Trace:
 
 
 class ArrivalCost(NamedTuple):
-    """What each arriving request adds to the batches that run then, and how many arrivals met a
-    batch.
-    """
+    """Seconds that each arriving request adds to running batches, and how many arrived then."""
 
     cost_s: float = 0.0
     arrived: float = 0.0
@@ -246,16 +234,14 @@ class ServerTimes:
     """What a server of llmctl's counted between two readings of its metrics, in seconds."""
 
     batch_s: float
-    predicted_batch_s: float  # what its laws say of the same batches
+    predicted_batch_s: float  # by its laws, for the same batches
     front: Front | None  # None: it counted other requests than the clients did
     arrivals: ArrivalCost = NO_COST
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long as predicted batches took, without the time of requests that
-        arrived meanwhile.
-
-        None where no comparable batch ended.
+        """The batches' time over the predicted time, without the cost of requests that arrived
+        meanwhile; None where no comparable batch ended.
         """
         if self.predicted_batch_s <= 0.0:
             return None
@@ -264,14 +250,14 @@ class ServerTimes:
 
 
 def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
-    """The cost per arrival that a server's `llmctl_slice_sums` over some batches show.
+    """The cost per arrival, from a server's `llmctl_slice_sums` over some batches.
 
     The model: a batch takes `slowdown` times the law's time, plus `cost_s` for each request that
-    arrives meanwhile. The first equation is that these add up to the time of all batches. The
-    second weighs each batch by the arrivals that were due in the law's time. Plain least squares
-    would be biased: a batch that is late for another reason meets more arrivals, which would then
-    seem to cost that. Where the cost is below `SURE` standard errors, as where requests arrive so
-    evenly that the two cannot be separated, it is 0, and the slowdown covers everything.
+    arrives meanwhile. By the first equation, these add up to the time of all batches. The second
+    weighs each batch by the arrivals that were due in the law's time. Plain least squares would be
+    biased: a batch that is late for another reason meets more arrivals, which would seem to be the
+    reason. A cost below `SURE` standard errors (as where requests arrive so evenly that the two
+    effects cannot be separated) is 0, and the slowdown covers everything.
     """
     count, took = sums["batches"], sums["took"]
     expected, arrived = sums["expected"], sums["arrived"]
@@ -314,8 +300,8 @@ def _front_delay(
 ) -> Front | None:
     """Mean latencies at the clients minus those at the server's driver, of the same requests.
 
-    Refused requests never reach the driver. Where it counted other requests than those that were
-    served, the delay is unknown.
+    Refused requests never reach the driver. None where the driver counted other requests than those
+    that were served.
     """
     served = [one for one in samples if not one.failure]
     clients = [
@@ -349,41 +335,35 @@ def counts_of_times(target: Target) -> dict[str, float]:
 SEEDS = 3  # of prompts: of a replay's, its warm-up's, and those that settle
 
 
-def settle(
-    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
-) -> tuple[Trace, bool]:
-    """Serve the first requests of `trace`, to their end; the others, and whether it was
-    interrupted.
+def settle(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]) -> Trace:
+    """Serve the first requests of `trace`, to their end, and return the others.
+
+    Raises `InterruptedReplayError`.
     """
     count = int(SETTLING * len(trace))
     if not count:
-        return trace, False
+        return trace
     first, rest = trace.take(np.arange(count)), trace.take(np.arange(count, len(trace)))
-    replay = run(target, first, replace(load, seed=load.seed + 2), on_done)
-    return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0]), replay.interrupted
+    run_whole(target, first, replace(load, seed=load.seed + 2), on_done)
+    return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0])
 
 
 def warm_up(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
-) -> tuple[Warmup | None, bool]:
-    """Serve `trace`, with other prompts than the replay's; what it shows once the server has
-    settled, and whether it was interrupted.
+) -> Warmup | None:
+    """Serve `trace`, with other prompts than the replay's, and measure once the server has settled.
 
-    None where no batch ended that the laws can be compared with.
+    None where no batch ended that the laws can be compared with. Raises `InterruptedReplayError`.
     """
     requests = len(trace)
     counts_of_times(target)  # a server without counters is named before the load
-    trace, interrupted = settle(target, trace, load, on_done)
-    if interrupted:
-        return None, True
+    trace = settle(target, trace, load, on_done)
     before = counts_of_times(target)
-    replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
-    if replay.interrupted:
-        return None, True
-    times = times_between(before, counts_of_times(target), replay.samples)
+    samples = run_whole(target, trace, replace(load, seed=load.seed + 1), on_done)
+    times = times_between(before, counts_of_times(target), samples)
     if times is None or times.slowdown is None:
-        return None, False
-    warm = Warmup(
+        return None
+    return Warmup(
         requests=requests,
         batch_s=times.batch_s,
         predicted_batch_s=times.predicted_batch_s,
@@ -391,27 +371,36 @@ def warm_up(
         arrival_cost_s=times.arrivals.cost_s,
         front=times.front,
     )
-    return warm, False
 
 
 def conditions(
     slowdown: float, front: Front | None, finished: Sequence[int], arrival_cost_s: float = 0.0
 ) -> ServerConditions:
-    """The conditions of a prediction; without a `front` the delay is what the fit knows."""
+    """The conditions of a prediction; without a `front` its delay is that of the fit."""
     delay = FrontDelay(front.first_s, front.last_s) if front else None
     return ServerConditions(slowdown, delay, tuple(finished), arrival_cost_s)
 
 
-ENGINE_INFO = "llmctl_engine_info"
+def in_hindsight(
+    plan: Plan | None,
+    trace: Trace,
+    sla: Mapping[str, float],
+    times: ServerTimes | None,
+    finished: Sequence[int],
+) -> dict[str, float]:
+    """As `predict`, with the server's `times` during the replay; empty where they are unknown."""
+    if plan is None or times is None or not times.slowdown:
+        return {}
+    meanwhile = conditions(times.slowdown, times.front, finished, times.arrivals.cost_s)
+    return predict(plan, trace, sla, meanwhile)
 
 
 def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None) -> None:
     """`ForeignError` where the plan's fit is of another engine, model or device than `target`'s;
     see `refuse_foreign`.
 
-    llmctl's own servers name all of these in /metrics; of other servers, /version and the model's
-    name are compared. Of a front, the versions of its replicas, and also their number and its
-    router.
+    Compared are: of llmctl's own servers, what they name in /metrics; of other servers, /version
+    and the model's name; of a front, its router, and the number and versions of its replicas.
     """
     if not target.front:
         refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
@@ -449,10 +438,7 @@ def _refuse(message: str, on_foreign: OnForeign | None) -> None:
 
 
 def reports_batch_times(plan: Plan, target: Target) -> bool:
-    """Whether the server reports batch times, which the plan's laws predict.
-
-    Servers of llmctl's and vLLM started by it do. A server that was fitted from outside does not.
-    """
+    """Whether the server reports batch times: llmctl's own, and vLLM started by it."""
     if not traits_of(plan.fit.engine.engine).started:
         return False
     return target.own or PREDICTED in counts_or_none(target)
@@ -465,4 +451,4 @@ def _served(plan: Plan, target: Target) -> Identity:
         return {"engine": f"{engine} {version(target)}".strip(), "model": target.model}
     if not target.own:
         return {"engine": f"{engine} {version(target)}".strip()}
-    return next((labels for name, labels, _ in scrape(target) if name == ENGINE_INFO), {})
+    return next((labels for name, labels, _ in scrape(target) if name == "llmctl_engine_info"), {})

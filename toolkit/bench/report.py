@@ -7,20 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from toolkit.bench.client import Lengths, Replay, send_lag_s
+from toolkit.bench.client import Lengths, Replay, send_lag_s, served
+from toolkit.bench.predict import ServerTimes
 from toolkit.endpoints.target import CacheCounts
 from toolkit.endpoints.wire import INTERRUPTED, Sample
-from toolkit.files.bench import (
-    BenchReport,
-    CacheUse,
-    Compared,
-    Front,
-    Scheduling,
-    TargetResult,
-    Warmup,
-)
+from toolkit.files.bench import BenchReport, CacheUse, Compared, Scheduling, TargetResult, Warmup
 from toolkit.files.io import EnvelopeFields
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.traces.types import Trace
@@ -37,26 +28,12 @@ NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 @dataclass(slots=True, frozen=True)
 class Prediction:
-    """The prediction made before the replay, at the warm-up's speed and as fitted; empty without a
-    plan.
-    """
+    """A prediction at the warm-up's speed and as fitted; empty without a plan."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     as_fitted: Mapping[str, float] = field(default_factory=dict)
     warmup: Warmup | None = None
     targets: Mapping[str, float] = field(default_factory=dict)  # each target's value in seconds
-
-
-def served(samples: Sequence[Sample]) -> Served:
-    """The samples as arrays for `toolkit.metrics`."""
-    return Served(
-        arrival_s=np.array([one.scheduled_s for one in samples]),
-        first_token_s=np.array([one.first_token_s for one in samples]),
-        finish_s=np.array([one.last_token_s for one in samples]),
-        output_tokens=np.array([one.output_tokens for one in samples], dtype=np.int64),
-        max_gap_s=np.array([one.max_gap_s for one in samples]),
-        ok=np.array([not one.failure for one in samples], dtype=np.bool_),
-    )
 
 
 def report(
@@ -68,18 +45,16 @@ def report(
     trace_notes: Sequence[str],
     sla: Mapping[str, float],
     predicted: Prediction,
-    replay_slowdown: float | None = None,
-    replay_arrival_cost_s: float = 0.0,
-    replay_front: Front | None = None,
+    times: ServerTimes | None = None,
     in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
     cache: CacheUse | None = None,
     policy: str | None = None,
     request_rate_rps: float | None = None,
 ) -> BenchReport:
-    """The report of a replay.
+    """The report of a replay; `times` are the server's during it.
 
-    An interrupted replay is not compared, since the prediction is about all of it.
+    An interrupted replay is not compared, since the prediction is of all requests.
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
     seen = served(answered)
@@ -104,9 +79,9 @@ def report(
         send_lag_p99_s=send_lag_s(replay.samples),
         sla=dict(sla),
         warmup=predicted.warmup,
-        replay_slowdown=replay_slowdown,
-        replay_arrival_cost_s=replay_arrival_cost_s,
-        replay_front=replay_front,
+        replay_slowdown=times.slowdown if times else None,
+        replay_arrival_cost_s=times.arrivals.cost_s if times else 0.0,
+        replay_front=times.front if times else None,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
         scheduling=scheduling,
         cache=cache,
@@ -126,8 +101,8 @@ def cache_use(
 ) -> CacheUse | None:
     """What the server took from its prefix cache; `counted` are its counters before and after.
 
-    An answer without `cached_tokens` hit nothing if another one has them: vLLM leaves out a 0. None
-    where neither the server nor the prediction speaks of a cache.
+    An answer without `cached_tokens` hit nothing if another one has them: vLLM omits a 0. None
+    where neither the server nor the prediction has a cache.
     """
     ok = [one for one in samples if not one.failure]
     said = any(one.cached_tokens is not None for one in ok)
@@ -169,8 +144,8 @@ def _targets(
 
 
 def _failures(reasons: Iterable[str]) -> dict[str, int]:
-    """Reason to count. Reasons that differ only in numbers, such as forecast seconds, are counted
-    together, with dots for the numbers.
+    """The number of each reason. Reasons that differ only in numbers, such as forecast seconds,
+    count together, with dots for the numbers.
     """
     by_form: defaultdict[str, list[str]] = defaultdict(list)
     for reason in reasons:
@@ -183,7 +158,7 @@ def _failures(reasons: Iterable[str]) -> dict[str, int]:
 def compare(
     measured: Mapping[str, float], predicted: Mapping[str, float], as_fitted: Mapping[str, float]
 ) -> list[Compared]:
-    """The metrics that tell how well a server does, if either side has them."""
+    """Each of `COMPARED` that was measured or predicted."""
     return [
         Compared(
             metric=metric,
@@ -203,9 +178,7 @@ def _error_percent(measured: float | None, predicted: float | None) -> float | N
 
 
 def request_lines(samples: Sequence[Sample]) -> list[TraceLine]:
-    """The requests as a canonical trace with the measured latencies; `status` has the reason of a
-    failure.
-    """
+    """A canonical trace with the measured latencies; `status` has the reason of a failure."""
     return [
         TraceLine(
             timestamp=to_ms(one.scheduled_s),

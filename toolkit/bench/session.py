@@ -2,8 +2,8 @@
 
 In order: the server and the requests for it (`look_at` makes a `Subject`); `Measurement`, one part
 of a trace (`llmctl bench`); `Session`, several windows (`llmctl validate`); and the errors over
-windows and requests. Each replay is predicted before it starts, with what the warm-up just before
-it showed. Progress is reported through a `Progress` and `note`; nothing is printed or written here.
+windows and requests. Each replay is predicted before it starts, under the conditions of the warm-up
+just before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.bench.client import (
+    InterruptedReplayError,
     Lengths,
     LoadSpec,
     Progress,
@@ -25,14 +26,18 @@ from toolkit.bench.client import (
     fitted,
     limits_of,
     run,
+    run_whole,
+    served,
     try_out,
 )
 from toolkit.bench.predict import (
     SEEDS,
     ServerConditions,
+    ServerTimes,
     check_server,
     conditions,
     counts_or_none,
+    in_hindsight,
     other_requests,
     predict,
     predicted,
@@ -43,7 +48,7 @@ from toolkit.bench.predict import (
     times_between,
     warm_up,
 )
-from toolkit.bench.report import Prediction, cache_use, report, served, values_of
+from toolkit.bench.report import Prediction, cache_use, report, values_of
 from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.bench import (
@@ -63,13 +68,12 @@ from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.traces.write import to_ms
 from toolkit.units import seconds
 
-METRICS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p95_s")
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # by --max-error
+METRICS = (*HELD_TO, "e2e_p95_s")
 
 Floats = NDArray[np.float64]
 Loop = Literal["open", "closed"]
 
-# Notes on the requests: of lengths that are given or hidden, and of answers without ids.
 GIVEN = "each request's limit is exactly its output, so the scheduler knows the lengths"
 HIDDEN = "the scheduler knows each request's limit; only the engine knows the lengths"
 NO_ANSWER_IDS = (
@@ -83,8 +87,8 @@ class RequestSettings:
     """What the user sets for the requests; None: the plan's value, else one that any server
     accepts.
 
-    `rate` is in requests per second. `lengths` are hidden by default from a server that allows it
-    (llmctl's with `--allow-end-after`), and given to others.
+    `rate` is in requests per second. By default, `lengths` are hidden from a server that allows
+    this (llmctl's with `--allow-end-after`), and given to others.
     """
 
     rate: float | None = None
@@ -93,7 +97,7 @@ class RequestSettings:
     vocab_size: int | None = None
     timeout_s: float = 600.0
     seed: int = 0
-    # closed: a later turn follows the end of the turn before; None: closed in a trace of sessions
+    # closed: a later turn follows the end of the turn before (None: if the trace has sessions)
     loop: Loop | None = None
 
 
@@ -102,7 +106,7 @@ class Subject:
     """A server, the trace with lengths that it accepts and the rate of the replay, and how the
     trace becomes requests.
 
-    The trace's limits are those that the requests name: where lengths are given, each limit is the
+    The trace's limits are those in the requests: where lengths are given, each limit is the
     request's output, so that a prediction simulates what is sent.
     """
 
@@ -114,22 +118,19 @@ class Subject:
     def notes(self) -> list[str]:
         """What a reader must know of the requests."""
         sessions, dialect = self.trace.sessions, self.load.dialect
-        found = [
+        notes = [
             f"the server does not take {lacking}: lengths may differ from the trace's"
             for lacking in dialect.lacks
         ]
-        found.append(f"replay: {GIVEN if self.load.lengths == 'given' else HIDDEN}")
+        notes.append(f"replay: {GIVEN if self.load.lengths == 'given' else HIDDEN}")
         if sessions is not None:
-            later = int((sessions.previous >= 0).sum())
-            found.append(
-                f"closed loop: {later:,} of {len(self.trace):,} requests are sent when the turn "
-                "before has ended"
-            )
+            later = f"{int((sessions.previous >= 0).sum()):,} of {len(self.trace):,} requests"
+            notes.append(f"closed loop: {later} are sent when the turn before has ended")
             if dialect.token_ids and not dialect.answer_ids:
-                found.append(NO_ANSWER_IDS)
+                notes.append(NO_ANSWER_IDS)
         if self.trace.shared is not None and not dialect.token_ids:
-            found.append("prompts share words, so the tokens that they share are approximate")
-        return found
+            notes.append("prompts share words, so the tokens that they share are approximate")
+        return notes
 
 
 def look_at(
@@ -167,6 +168,35 @@ def look_at(
     return Subject(target, whole, load)
 
 
+@dataclass(slots=True, frozen=True)
+class Watched:
+    """A replay, and the server's counters before and after it: of batches (empty: not read), and
+    of the prefix cache (None: the server has none).
+    """
+
+    replay: Replay
+    before: dict[str, float]
+    after: dict[str, float]
+    cached: tuple[CacheCounts | None, CacheCounts | None]
+
+    @property
+    def times(self) -> ServerTimes | None:
+        """See `times_between`."""
+        return times_between(self.before, self.after, self.replay.samples)
+
+
+def watch(
+    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None], *, counters: bool
+) -> Watched:
+    """`run`, reading the server's counters of batches if `counters`, and those of its cache."""
+    before = counts_or_none(target) if counters else {}
+    cached = cache_counts(target)
+    replay = run(target, trace, load, on_done)
+    cached_after = cache_counts(target) if cached else None
+    after = counts_or_none(target) if before else {}
+    return Watched(replay, before, after, (cached, cached_after))
+
+
 class Measurement:
     """One part of a subject's trace.
 
@@ -191,39 +221,34 @@ class Measurement:
         self._note, self._progress = note, progress
         self._predicted = Prediction()
         self._finished: list[int] = []  # output lengths that the server's scheduler has seen
-        self._counted: dict[str, float] = {}  # by the server, before and after the replay
-        self._counted_later: dict[str, float] = {}
-        self._cached: tuple[CacheCounts | None, CacheCounts | None] = (None, None)
 
-    def warm_up(self, about_s: float, after_s: float) -> bool:
-        """Serve the requests behind `after_s` of the trace for `about_s` seconds, and predict;
-        False: interrupted.
+    def warm_up(self, about_s: float, after_s: float) -> None:
+        """Serve the requests behind `after_s` of the trace for `about_s` seconds, and predict.
+
+        Raises `InterruptedReplayError`.
         """
         if self._plan is None:
-            return True
-        found = predicted(self._plan, self._part)
-        as_fitted = found.metrics(self._sla)
+            return
+        result = predicted(self._plan, self._part)
+        as_fitted = result.metrics(self._sla)
         count = 0
         if reports_batch_times(self._plan, self._target):
             count = round(about_s * as_fitted["throughput_rps"])
         trace = other_requests(self._whole, after_s, count)
-        warm, interrupted = self._warm_up(trace, about_s) if count else (None, False)
-        if interrupted:
-            return False
+        warm = self._warm_up(trace, about_s) if count else None
         self._finished = trace.output_tokens.tolist()
         if warm:
             current = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
-            found = predicted(self._plan, self._part, current)
-        metrics = found.metrics(self._sla)
-        targets = values_of(found.sla_ratios(self._sla), self._sla) if found.served.ok.any() else {}
-        self._predicted = Prediction(metrics, as_fitted, warm, targets)
-        return True
+            result = predicted(self._plan, self._part, current)
+        ratios = result.sla_ratios(self._sla) if result.served.ok.any() else {}
+        targets = values_of(ratios, self._sla)
+        self._predicted = Prediction(result.metrics(self._sla), as_fitted, warm, targets)
 
-    def _warm_up(self, trace: Trace, about_s: float) -> tuple[Warmup | None, bool]:
+    def _warm_up(self, trace: Trace, about_s: float) -> Warmup | None:
         """`warm_up`, with notes for the user."""
         self._note(f"warming up with {len(trace):,} other requests: about {seconds(about_s)}")
         with self._progress("warming up", len(trace)) as advance:
-            warm, interrupted = warm_up(self._target, trace, self._load, advance)
+            warm = warm_up(self._target, trace, self._load, advance)
         if warm:
             shown = f"batches take {warm.slowdown:.2f} times as long as fitted"
             if warm.arrival_cost_s:
@@ -234,35 +259,23 @@ class Measurement:
             first, last = seconds(warm.front.first_s), seconds(warm.front.last_s)
             delays = f"{first} to first tokens and {last} to last ones"
             self._note(f"warm-up: HTTP and the front add {delays}; the prediction includes that")
-        return warm, interrupted
+        return warm
 
-    def replay(self) -> Replay:
+    def replay(self) -> Watched:
         """Replay the part."""
         expected_s = self._predicted.metrics.get("makespan_s", float(self._part.arrival_s[-1]))
         self._note(
             f"replaying {len(self._part):,} requests against {self._target.model}:"
             f" about {seconds(expected_s)}"
         )
-        self._counted = counts_or_none(self._target) if self._target.own else {}
-        cached = cache_counts(self._target)
+        own = self._target.own
         with self._progress("replaying", len(self._part)) as advance:
-            replay = run(self._target, self._part, self._load, advance)
-        self._cached = cached, cache_counts(self._target) if cached else None
-        self._counted_later = counts_or_none(self._target) if self._counted else {}
-        return replay
+            return watch(self._target, self._part, self._load, advance, counters=own)
 
-    def report(self, replay: Replay, inputs: Mapping[str, Path]) -> BenchReport:
-        """What `replay` measured beside the prediction; `inputs` are the files that this was made
-        from.
-        """
-        counted, later = self._counted, self._counted_later
-        times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
-        slowdown, front = (times.slowdown, times.front) if times else (None, None)
-        cost_s = times.arrivals.cost_s if times else 0.0
-        hindsight: dict[str, float] = {}
-        if self._plan and slowdown:
-            during_replay = conditions(slowdown, front, self._finished, cost_s)
-            hindsight = predict(self._plan, self._part, self._sla, during_replay)
+    def report(self, watched: Watched, inputs: Mapping[str, Path]) -> BenchReport:
+        """The measured values beside the prediction, made from the files `inputs`."""
+        replay = watched.replay
+        times = watched.times if self._predicted.warmup else None
         return report(
             replay,
             head(dict(inputs)),
@@ -271,12 +284,10 @@ class Measurement:
             trace_notes=self._part.notes,
             sla=self._sla,
             predicted=self._predicted,
-            replay_slowdown=slowdown,
-            replay_arrival_cost_s=cost_s,
-            replay_front=front,
-            in_hindsight=hindsight,
-            scheduling=scheduling(counted, later) if counted else None,
-            cache=cache_use(replay.samples, self._part, self._cached, self._predicted.metrics),
+            times=times,
+            in_hindsight=in_hindsight(self._plan, self._part, self._sla, times, self._finished),
+            scheduling=scheduling(watched.before, watched.after),
+            cache=cache_use(replay.samples, self._part, watched.cached, self._predicted.metrics),
             policy=self._plan.policy.name if self._plan else None,
             request_rate_rps=mean_rate(self._whole) or None,
         )
@@ -304,10 +315,11 @@ class Session:
 
     def run(self, windows: Sequence[TraceWindow]) -> bool:
         """Replay the windows; whether that was interrupted."""
-        for number, window in enumerate(windows, start=1):
-            current = self._warm_up(number, window)
-            if current is None or self._replay(number, len(windows), window, current):
-                return True
+        try:
+            for number, window in enumerate(windows, start=1):
+                self._replay(number, len(windows), window, self._warm_up(number, window))
+        except InterruptedReplayError:
+            return True
         return False
 
     def validation(self, trace: Path, plan: Path) -> Validation:
@@ -322,19 +334,17 @@ class Session:
             requests=request_errors(self._pairs),
         )
 
-    def _warm_up(self, number: int, window: TraceWindow) -> ServerConditions | None:
-        """What other requests show of the server now; None: interrupted."""
+    def _warm_up(self, number: int, window: TraceWindow) -> ServerConditions:
+        """The server's conditions now, as other requests show them."""
         count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
         if not count:
             return self._unwarmed()
         trace = other_requests(self._whole, window.end_s, count)
         with self._progress("warming up", count) as advance:
             if self._reports_batches:
-                warm, interrupted = warm_up(self._target, trace, self._load_of(number), advance)
+                warm = warm_up(self._target, trace, self._load_of(number), advance)
             else:
-                warm, interrupted = self._warm_up_unreported(number, trace, advance)
-        if interrupted:
-            return None
+                warm = self._warm_up_unreported(number, trace, advance)
         self._finished += trace.output_tokens.tolist()
         if warm is None:
             return self._unwarmed()
@@ -345,70 +355,55 @@ class Session:
 
     def _warm_up_unreported(
         self, number: int, trace: Trace, advance: Callable[..., None]
-    ) -> tuple[Warmup | None, bool]:
+    ) -> Warmup | None:
         """`warm_up` of a server that does not report its batches."""
         load = self._load_of(number)
-        trace, interrupted = settle(self._target, trace, load, advance)
-        if interrupted:
-            return None, True
+        trace = settle(self._target, trace, load, advance)
         expected = predicted(self._plan, trace, self._unwarmed()).served
-        replay = run(self._target, trace, replace(load, seed=load.seed + 1), advance)
-        if replay.interrupted:
-            return None, True
-        self.lines += request_lines(
-            number, "warm-up", trace, Pair(served(replay.samples), expected)
-        )
-        return seen_by_clients(self._plan, trace, replay.samples, self._finished), False
+        samples = run_whole(self._target, trace, replace(load, seed=load.seed + 1), advance)
+        self.lines += request_lines(number, "warm-up", trace, Pair(served(samples), expected))
+        return seen_by_clients(self._plan, trace, samples, self._finished)
 
     def _replay(
         self, number: int, count: int, window: TraceWindow, current: ServerConditions
-    ) -> bool:
-        """Replay one window of `count`; whether that was interrupted."""
+    ) -> None:
+        """Replay one window of `count`. Raises `InterruptedReplayError`."""
         trace, sla = window.trace, self._plan.recipe.sla
         simulated = predicted(self._plan, trace, current)
-        before = counts_or_none(self._target) if self._reports_batches else {}
-        cached = cache_counts(self._target)
+        load, counters = self._load_of(number), self._reports_batches
         with self._progress(f"window {number} of {count}", len(trace)) as advance:
-            replay = run(self._target, trace, self._load_of(number), advance)
-        if replay.interrupted:
-            return True
-        after = counts_or_none(self._target) if before else {}
-        times = times_between(before, after, replay.samples)
-        pair = Pair(served(replay.samples), simulated.served)
+            watched = watch(self._target, trace, load, advance, counters=counters)
+        if watched.replay.interrupted:
+            raise InterruptedReplayError
+        samples, times = watched.replay.samples, watched.times
+        pair = Pair(served(samples), simulated.served)
         self._finished += trace.output_tokens.tolist()
         self._pairs.append(pair)
         self.lines += request_lines(number, "window", trace, pair)
-        counted = cached, cache_counts(self._target) if cached else None
-        slowdown = times.slowdown if times else None
-        hindsight: dict[str, float] = {}
-        if times and slowdown:
-            during_replay = conditions(
-                slowdown, times.front, current.finished, times.arrivals.cost_s
-            )
-            hindsight = predicted(self._plan, trace, during_replay).metrics(sla)
         self.results.append(
             WindowResult(
                 start_s=window.start_s,
                 end_s=window.end_s,
-                requests=len(replay.samples),
-                failed=sum(bool(sample.failure) for sample in replay.samples),
-                refused=sum(sample.refused for sample in replay.samples),
+                requests=len(samples),
+                failed=sum(bool(sample.failure) for sample in samples),
+                refused=sum(sample.refused for sample in samples),
                 slowdown=current.slowdown,
                 arrival_cost_s=current.arrival_cost_s,
                 front_first_s=current.front.first_s if current.front else 0.0,
                 front_last_s=current.front.last_s if current.front else 0.0,
                 measured=summarize(pair.measured, sla),
                 predicted=simulated.metrics(sla),
-                slowdown_meanwhile=slowdown,
-                cache=cache_use(replay.samples, trace, counted, simulated.metrics({})),
-                predicted_in_hindsight=hindsight,
+                slowdown_meanwhile=times.slowdown if times else None,
+                cache=cache_use(samples, trace, watched.cached, simulated.metrics({})),
+                predicted_in_hindsight=in_hindsight(
+                    self._plan, trace, sla, times, current.finished
+                ),
             )
         )
-        return False
 
     def _load_of(self, number: int) -> LoadSpec:
-        """The load of a window. Each window has prompts of its own, as has each warm-up: otherwise
-        the server's cache would hold what the windows before have in common with it.
+        """The load of a window. Each window and each warm-up has prompts of its own: otherwise the
+        server's prefix cache would hold blocks of earlier windows.
         """
         return replace(self._load, seed=self._load.seed + SEEDS * (number - 1))
 
@@ -423,14 +418,14 @@ class Pair:
 
 def metric_errors(windows: Sequence[WindowResult]) -> list[MetricError]:
     """The errors of each of `METRICS` over the windows, except metrics without a measurement."""
-    found = []
+    errors_of = []
     for name in METRICS:
         measured = np.array([window.measured.get(name, 0.0) for window in windows])
         predicted = np.array([window.predicted.get(name, 0.0) for window in windows])
         if not measured.size or (measured <= 0.0).any():
             continue
         errors = 100.0 * (predicted / measured - 1.0)
-        found.append(
+        errors_of.append(
             MetricError(
                 metric=name,
                 measured=float(measured.mean()),
@@ -439,7 +434,7 @@ def metric_errors(windows: Sequence[WindowResult]) -> list[MetricError]:
                 worst_percent=float(errors[np.abs(errors).argmax()]),
             )
         )
-    return found
+    return errors_of
 
 
 def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
@@ -470,9 +465,7 @@ def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
 
 
 class RequestLine(msgspec.Struct, frozen=True):
-    """A request of a validation, as measured and as predicted. The prediction of a warm-up does not
-    know today's conditions.
-    """
+    """A request of a validation, as measured and predicted; a warm-up is predicted as fitted."""
 
     window: int
     part: str  # warm-up or window
@@ -486,9 +479,7 @@ class RequestLine(msgspec.Struct, frozen=True):
 
 
 def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]:
-    """The requests of window `number`'s `part`, a line of JSON each; None for a request that was
-    not served.
-    """
+    """The requests of a window, a line of JSON each; None for a request that was not served."""
     latencies = [
         [
             to_ms(value) if ok else None
@@ -511,9 +502,7 @@ def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]
 
 
 def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:
-    """`TargetMissedError` where a prediction of `HELD_TO` is off by more than the limit; None
-    stands for no prediction.
-    """
+    """`TargetMissedError` where a prediction (not None) of `HELD_TO` is off by more than this."""
     known = [(metric, error) for metric, error in errors if metric in HELD_TO and error is not None]
     wrong = [f"{metric} {error:+.1f} %" for metric, error in known if abs(error) > limit_percent]
     if wrong:

@@ -99,6 +99,7 @@ def bench(args: BenchOptions) -> None:
     Requests are sent at the trace's times, whatever the server does, and latencies count from these
     times. Ctrl-C ends the replay early and reports the requests that were answered.
     """
+    from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold
     from toolkit.traces.types import trace_path
@@ -117,19 +118,21 @@ def bench(args: BenchOptions) -> None:
     note_trace(part)
     note(*subject.notes, *_rate_notes(planned, subject.trace))
     measurement = Measurement(subject, part, planned, targets, note, progress)
-    if not measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1])):
+    try:
+        measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1]))
+    except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
-        raise typer.Exit(130)
-    replay = measurement.replay()
+        raise typer.Exit(130) from None
+    watched = measurement.replay()
     made_from = {"trace": path} | ({"plan": args.plan} if args.plan else {})
-    result = measurement.report(replay, made_from)
+    result = measurement.report(watched, made_from)
     if args.save_requests:
-        write_lines(request_lines(replay.samples), args.save_requests)
+        write_lines(request_lines(watched.replay.samples), args.save_requests)
     if args.out:
         write_file(result, args.out)
     emit(args.as_json, result, lambda: _show(result))
     _print_notes(result)
-    if replay.interrupted:
+    if result.interrupted:
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
         raise LlmctlError(

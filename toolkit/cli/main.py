@@ -23,14 +23,8 @@ from toolkit.cli.output import note, show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-NAMED_BY_OPTION = (
-    "fleet",
-    "fit",
-    "policy",
-    "policies",
-    "trace",
-    "url",
-)  # often given as arguments by mistake
+# often given as arguments by mistake
+NAMED_BY_OPTION = ("fleet", "fit", "policy", "policies", "trace", "url")
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,12 +207,12 @@ def command(args: TuneOptions) -> None:
     settings = settings_of(spec, fit, others)
     siblings = [] if others else shipped_siblings(spec)
     profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else args.fit)
-    note_trace(workload.trace)
+    note_trace(workload.windows.trace)
     check_writable(args.out)
     files = fleet.inputs if fleet else {"recipe": args.recipe, "fit": args.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total, workload.trace, spec.name, others)
+    _note_search(settings, total, workload.windows.trace, spec.name, others)
     store = _store(args, made_from, spec, siblings, with_profile=profile is not None)
     with _runner(args) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)

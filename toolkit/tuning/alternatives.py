@@ -1,21 +1,20 @@
 """Other ways to serve this traffic: the fewest workers, another policy or engine, another rate.
 
-First comes the search for the fewest workers: doubling, then bisection. A count is judged on all
-windows, those of the search and those held out, so that a count that is too small cannot pass by
-the luck of one window. More workers need not be better (a router may distribute badly), so nothing
-is inferred: the answer was simulated and keeps the limits, the count below it was simulated and
-breaks one, and the count above it is tried too.
+The search for the fewest workers comes first: doubling, then bisection. A count is judged on all
+windows, those of the search and those held out, so that the luck of one window cannot pass a count
+that is too small. More workers need not be better (a router may distribute badly), so nothing is
+inferred: the answer, the count below it and the count above it are all simulated.
 
-Then come the alternatives to a result, each simulated on windows that the search did not see, in
-the order of their price. A policy costs a line of the recipe, an engine a package, and more workers
-cost GPUs, so more workers are tried only where nothing cheaper keeps the limits.
+Then come the alternatives to a result, by rising price, simulated on held-out windows. A policy
+costs a line of the recipe, an engine a package, and more workers cost GPUs; so more workers are
+tried only where nothing cheaper keeps the limits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,15 +28,8 @@ from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import (
-    ATTAINMENT,
-    CandidateLimits,
-    Evaluation,
-    EvaluationSetup,
-    Task,
-    capacity_rps,
-)
-from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.evaluate import ATTAINMENT, Evaluation, EvaluationSetup, Task, capacity_rps
+from toolkit.tuning.executor import Evaluate
 
 WORKERS_MAX = 256  # the greatest number of workers that is tried
 RECIPE = "recipe"  # the name of the recipe's own settings
@@ -51,37 +43,30 @@ class WorkerCounts:
     """Tried numbers of workers; each pair of settings and number is simulated once."""
 
     setup: EvaluationSetup
-    runner: Runner
-    limits: CandidateLimits
-    tick: Callable[[], None]
-    rows: list[SizingRow]
+    evaluate: Evaluate
+    rows: dict[tuple[str, int], SizingRow] = field(default_factory=dict)
 
     def keeps(self, settings: str, outcome: Outcome, workers: int) -> bool:
         """Whether the policy and parameters of `outcome` keep every limit with `workers`."""
-        for row in self.rows:
-            if (row.settings, row.workers) == (settings, workers):
-                return row.feasible
-        task = Task.of(at_size(self.setup, workers), outcome)
-        [done] = collect(self.runner, [task], self.tick)
-        self.rows.append(sizing_row(settings, done, self.limits, workers))
-        return self.rows[-1].feasible
+        key = settings, workers
+        if key not in self.rows:
+            setup = at_size(self.setup, workers)
+            self.rows[key] = sizing_row(self.evaluate, settings, Task.of(setup, outcome))
+        return self.rows[key].feasible
 
 
 def sizing_row(
-    settings: str,
-    done: Evaluation,
-    limits: CandidateLimits,
-    workers: int,
-    counts: Sequence[int] = (),
+    evaluate: Evaluate, settings: str, task: Task, counts: Sequence[int] = ()
 ) -> SizingRow:
-    """How named settings do with so many workers; `counts`: of each kind of a fleet."""
-    usage = done.usage(limits)
+    """How named settings do on the task's workers; `counts`: of each kind of a fleet."""
+    [done] = evaluate([task])
+    usage = done.usage(task.setup.limits)
     binding = max(usage, key=lambda key: usage[key])
     return SizingRow(
         settings=settings,
-        workers=workers,
+        workers=task.setup.world.size,
         counts=list(counts),
-        feasible=done.feasible(limits),
+        feasible=done.feasible(task.setup.limits),
         goodput_rps=done.goodput_rps,
         attainment_percent=done.outcome.metrics.get(ATTAINMENT, 0.0),
         binding=binding,
@@ -96,11 +81,10 @@ def at_size(setup: EvaluationSetup, workers: int) -> EvaluationSetup:
 
 
 def fewest(keeps: Callable[[int], bool], known: int | None = None) -> int | None:
-    """The least number found that `keeps` while the number below it does not.
+    """A number that `keeps` while the number below it does not: doubling, then bisection.
 
-    The number is doubled until it keeps, then the gap is halved. `known` is a number that keeps.
-    Where more workers are not always better, a smaller number may exist. None where no power of two
-    up to `WORKERS_MAX` keeps.
+    `known` is a number that keeps. Where more workers are not always better, a smaller number may
+    exist. None where no power of two up to `WORKERS_MAX` keeps.
     """
     low, high = 0, 1
     while high != known and not keeps(high):
@@ -116,15 +100,14 @@ def fewest(keeps: Callable[[int], bool], known: int | None = None) -> int | None
     return high
 
 
-def answer(
-    sizes: WorkerCounts, settings: str, workers: int, one_more: Callable[[], bool] | None
-) -> Sizing:
+def answer(sizes: WorkerCounts, settings: str, workers: int, one_more_keeps: bool | None) -> Sizing:
     """The answer with the table of all tried numbers.
 
-    `one_more` says whether one more worker keeps the limits too; None where there cannot be one.
+    `one_more_keeps`: whether one more worker keeps the limits too; None where there cannot be one.
     """
-    one_more_keeps = one_more() if one_more else None
-    rows = sorted(sizes.rows, key=lambda row: (row.settings != RECIPE, row.settings, row.workers))
+    rows = sorted(
+        sizes.rows.values(), key=lambda row: (row.settings != RECIPE, row.settings, row.workers)
+    )
     return Sizing(workers=workers, settings=settings, one_more_keeps=one_more_keeps, rows=rows)
 
 
@@ -135,7 +118,7 @@ def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> L
     keeps the limits, if any does.
     """
     able = next((sibling for sibling in siblings if sibling.feasible), None)
-    last = max(sizes.rows, key=lambda row: row.workers)
+    last = max(sizes.rows.values(), key=lambda row: row.workers)
     return LimitsBrokenError(
         f"no number of workers up to {last.workers} keeps all limits: {last.binding} is "
         f"{share_used(last.binding_ratio)} even with {last.workers}",
@@ -147,20 +130,17 @@ def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> L
 
 @dataclass(slots=True, frozen=True)
 class AlternativeRuns:
-    """The recipe's own setup, its limits, and how to simulate alternatives to it."""
+    """The recipe's own setup, and how to simulate alternatives to it."""
 
     recipe: Recipe
     setup: EvaluationSetup
     rate_rps: float
-    runner: Runner
-    limits: CandidateLimits
-    tick: Callable[[], None]
+    evaluate: Evaluate
 
     def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
         """Whether the policy and parameters of `outcome` keep every limit on `setup`."""
-        task = replace(Task.of(setup, outcome), stop_limits=self.limits)
-        [done] = collect(self.runner, [task], self.tick)
-        return done.feasible(self.limits)
+        [done] = self.evaluate([replace(Task.of(setup, outcome), stops_early=True)])
+        return done.feasible(setup.limits)
 
     def fewest_workers(self, setup: EvaluationSetup, outcome: Outcome) -> int | None:
         """The fewest workers found with which `outcome` keeps every limit on `setup`, or None."""
@@ -171,8 +151,8 @@ class AlternativeRuns:
     ) -> float | None:
         """The highest rate found at which `outcome` keeps every limit, or None.
 
-        `feasible` says whether it does at its own rate. The rate is at most what it serves of a
-        backlog, because a short window at a higher rate ends before its queue has grown.
+        `feasible` says whether it does at its own rate. The rate is at most the rate at which a
+        backlog is served, since a short window at a higher rate ends before its queue has grown.
         """
         most = self.rate_rps
         if feasible:
@@ -199,9 +179,8 @@ class AlternativeRuns:
 def highest_rate(
     keeps: Callable[[float], bool], start: float, most: float, start_keeps: bool
 ) -> float | None:
-    """The highest rate found that `keeps`, at most `most`: doubled from `start`, then bisected.
-
-    None where not even the lowest tried rate keeps.
+    """The highest rate found that `keeps`: doubled from `start` up to `most`, or halved, then
+    bisected. None where not even the lowest tried rate keeps.
     """
     low, high = start, start
     if start_keeps:
@@ -226,11 +205,6 @@ def highest_rate(
     return low
 
 
-def max_evaluations(siblings: Sequence[Kind]) -> int:
-    """About the greatest number of evaluations that `alternatives` takes."""
-    return (1 + len(siblings)) * (1 + HALVINGS + BISECTIONS)
-
-
 def alternatives(
     runs: AlternativeRuns,
     fit: Fit,
@@ -244,7 +218,8 @@ def alternatives(
         searched: the best evaluation of each searched policy on the setup of `runs`.
         siblings: as `try_siblings` found them.
     """
-    engine, feasible = runs.recipe.engine.name, chosen.feasible(runs.limits)
+    limits, engine = runs.setup.limits, runs.recipe.engine.name
+    feasible = chosen.feasible(limits)
     policies: list[Outcome] = []
     workers = None
     if not feasible:
@@ -255,17 +230,16 @@ def alternatives(
             for name in usual_policies(fit)
             if name not in known and refusal(name, [engine]) is None and not routed
         ]
-        done = collect(runs.runner, tasks, runs.tick)
-        policies = [candidate.outcome for candidate in done if candidate.feasible(runs.limits)]
+        done = runs.evaluate(tasks)
+        policies = [candidate.outcome for candidate in done if candidate.feasible(limits)]
         sibling_keeps = any(sibling.feasible for sibling in siblings)
         several = not traits_of(engine).server or chosen.outcome.policy in BUILT_IN
         if several and not policies and not sibling_keeps:
             workers = runs.fewest_workers(runs.setup, chosen.outcome)
     # The best searched policy is worth naming where the engine cannot run it and it is better.
-    best = max(searched, key=lambda candidate: (candidate.feasible(runs.limits), candidate.score))
-    better = (
-        best.feasible(runs.limits) and not feasible
-    ) or best.goodput_rps > NOTABLE_GAIN * chosen.goodput_rps
+    best = max(searched, key=lambda candidate: candidate.rank(limits))
+    better = best.goodput_rps > NOTABLE_GAIN * chosen.goodput_rps
+    better = better or (best.feasible(limits) and not feasible)
     not_served = refusal(best.outcome.policy, [engine]) is not None
     return Alternatives(
         feasible=feasible,
@@ -281,7 +255,7 @@ def try_siblings(
     runs: AlternativeRuns, siblings: Sequence[Kind], *, sized: bool = False
 ) -> list[Sibling]:
     """Simulate each sibling with its own policy, on the same windows and as many workers; if
-    `sized`, with the fewest that keep all limits, where any number does.
+    `sized`, on the fewest workers that keep all limits, where any number does.
     """
     found = []
     for kind in siblings:
@@ -298,8 +272,8 @@ def try_siblings(
             setup = at_size(setup, runs.fewest_workers(setup, outcome) or workers)
             world = setup.world
         price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
-        [done] = collect(runs.runner, [Task.of(setup, outcome)], runs.tick)
-        feasible = done.feasible(runs.limits)
+        [done] = runs.evaluate([Task.of(setup, outcome)])
+        feasible = done.feasible(setup.limits)
         found.append(
             Sibling(
                 recipe=spec.name,
@@ -307,7 +281,7 @@ def try_siblings(
                 analytic=bool(kind.fit.engine.analytic),
                 workers=world.size,
                 held_out=done.outcome,
-                usage=done.usage(runs.limits),
+                usage=done.usage(setup.limits),
                 feasible=feasible,
                 up_to_rps=runs.up_to_rps(spec, setup, done.outcome, feasible),
                 usd_per_hour=price and price * world.size,

@@ -1,24 +1,24 @@
-"""Evaluating a policy on trace windows in the simulator: metrics for the search and the verdict.
+"""Simulating candidates (policies with parameters) on windows of a trace, and judging them.
 
-The parts, in order: a workload and a machine from a recipe; a candidate's evaluation (`Task`); and
-the lower confidence bound of the attainment. Every candidate gets the same windows and the same
-draws (common random numbers), so differences come from the candidates.
+The parts, in order: a workload and a machine from a recipe; a candidate's evaluation (`Task`); the
+screen that drops hopeless candidates early; and the lower confidence bound of the attainment. All
+candidates get the same windows and the same draws (common random numbers), so differences come from
+the candidates.
 
-The confidence bound knows that the fates of neighbouring requests are correlated: requests that
-wait in one queue are late together, so n of them say less than n independent requests. Each window
-is cut into blocks of consecutive requests (batch means, as in simulation studies). The variance
-between the blocks over the variance of independent requests is the design effect. Wilson's
-interval is taken with the effective number of requests, n / design effect, as surveys with
-clusters do, and reduced further because few blocks estimate that effect (Korn and Graubard 1998;
-Franco et al. 2019, *Comparative study of confidence intervals for proportions in complex sample
-surveys*). A bootstrap over windows would not do: there are two windows by default, and a bootstrap
-of two, or of shares that all are 100 %, says that nothing is uncertain.
+The confidence bound allows for correlation: requests that wait in one queue are late together, so
+n of them say less than n independent ones. Each window is cut into blocks of consecutive requests
+(batch means, as in simulation studies). The design effect is the variance between the blocks over
+the variance of independent requests. Wilson's interval is taken with n / design effect requests, as
+in surveys with clusters, and a lower number still because few blocks estimate that effect (Korn and
+Graubard 1998; Franco et al. 2019, *Comparative study of confidence intervals for proportions in
+complex sample surveys*). A bootstrap over windows would not do: of two windows (the default), or of
+shares that all are 100 %, it says that nothing is uncertain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 
 import numpy as np
@@ -40,15 +40,7 @@ from toolkit.sim.api import simulate
 from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, reflagged, world_of
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import (
-    TraceWindow,
-    Windows,
-    cut,
-    fit_windows,
-    mean_rate,
-    prepare,
-    scale_rate,
-)
+from toolkit.traces.windows import Windows, cut, fit_windows, mean_rate, prepare, scale_rate
 
 # Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.
 BLOCKS = 5
@@ -71,21 +63,6 @@ class Workload:
 
     windows: Windows
     rate_rps: float
-
-    @property
-    def trace(self) -> Trace:
-        """The whole trace."""
-        return self.windows.trace
-
-    @property
-    def search(self) -> list[TraceWindow]:
-        """The windows for the search."""
-        return self.windows.search
-
-    @property
-    def held_out(self) -> list[TraceWindow]:
-        """The windows for the verdict, which the search does not see."""
-        return self.windows.held_out
 
 
 def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
@@ -116,7 +93,7 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind]
 
 def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
     """The simulated machine of a recipe; `others` are a fleet's further kinds of workers."""
-    kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
+    kinds = all_kinds(recipe, fit, others)
     world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     router = router_of(recipe, workers=world.size)
     if router is None:
@@ -127,10 +104,9 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
     return replace(world, routing=Routing.of_front(chosen, limits))
 
 
-def routed(world: World, router: RouterSpec) -> World:
-    """The world with our front before its replicas, and another router in it."""
-    chosen = make_router(router.name, router.parameters)
-    return replace(world, routing=replace(world.routing or Routing.of_front(chosen), router=chosen))
+def all_kinds(recipe: Recipe, fit: Fit, others: Sequence[Kind]) -> list[Kind]:
+    """The recipe's own workers, then a fleet's further kinds."""
+    return [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
@@ -138,7 +114,7 @@ def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
     count = min(len(fitted), CAPACITY_SAMPLE)
     rows = np.linspace(0, len(fitted) - 1, count).astype(int)
     if fitted.shared is not None or fitted.sessions is not None:
-        # what prompts share, they share with their neighbours
+        # prompts share blocks with their neighbours
         rows = np.arange(count) + (len(fitted) - count) // 2
     sample = fitted.take(rows)
     backlog = replace(sample, arrival_s=np.zeros(count), priority=None)
@@ -152,19 +128,23 @@ def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
 class CandidateLimits:
     """Limits of a candidate besides the latency targets; None: no such limit."""
 
-    max_oom_percent: float
+    max_oom_percent: float | None = None
     max_evicted_percent: float | None = None
     min_attainment_percent: float | None = None
     max_refused_percent: float | None = None
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> CandidateLimits:
+        """The recipe's limits."""
+        return cls(**{limit.name: getattr(recipe.tune, limit.name) for limit in fields(cls)})
+
 
 @dataclass(slots=True, frozen=True)
 class Evaluation:
-    """An outcome, and each latency target's value over its limit.
+    """An outcome, and each latency target's value over its limit, of what was simulated.
 
-    `screened_out`: only the first part of each window was simulated, where a limit was already
-    broken (`Screen`). `stopped_after`: only so many whole windows were simulated (`Task.hopeless`);
-    None: all. The values are those of what was simulated.
+    `screened_out`: that was only the first part of each window, which broke a limit (`Screen`).
+    `stopped_after`: that was only the first so many windows (`Task.hopeless`); None: all.
     """
 
     outcome: Outcome
@@ -217,15 +197,23 @@ class Evaluation:
         """Whether every limit is kept."""
         return all(share <= 1.0 for share in self.usage(limits).values())
 
+    def rank(self, limits: CandidateLimits) -> tuple[bool, bool, float]:
+        """A greater rank is better: limits kept, then simulated whole, then the score."""
+        return self.feasible(limits), self.whole, self.score
+
 
 @dataclass(slots=True, frozen=True)
 class EvaluationSetup:
-    """Where candidates are tried: machine, windows and targets. `label` is unique in a tuning."""
+    """Where candidates are tried: machine, windows, latency targets (`sla`) and further limits.
+
+    `label` is unique in a tuning.
+    """
 
     world: World
     windows: Sequence[Trace]
     sla: Mapping[str, float]
     label: str = "search"
+    limits: CandidateLimits = CandidateLimits()
 
 
 @dataclass(slots=True, frozen=True)
@@ -240,8 +228,8 @@ class SimulatedWindow:
 class Task:
     """A candidate on a setup. Windows are simulated one by one, in any order, then summed up.
 
-    `router` is before several replicas of a server; None: as the setup's world says. A candidate
-    with `stop_limits` ends after the first windows that break one of them whatever the others give.
+    `router` is before several replicas of a server; None: as the setup's world says. A task that
+    `stops_early` ends once it breaks a limit whatever the other windows give (`hopeless`).
     `kind_parameters`: see `Outcome`; kinds without any have those of the setup's world.
     """
 
@@ -249,7 +237,7 @@ class Task:
     policy: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     router: RouterSpec | None = None
-    stop_limits: CandidateLimits | None = None
+    stops_early: bool = False
     kind_parameters: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
 
     @classmethod
@@ -274,20 +262,25 @@ class Task:
 
     def simulate(self, window: int) -> SimulatedWindow:
         """Simulate one window of the setup."""
-        world = self._world if self.router is None else routed(self._world, self.router)
+        world = self._world
+        if self.router is not None:
+            router = make_router(self.router.name, self.router.parameters)
+            routing = world.routing or Routing.of_front(router)
+            world = replace(world, routing=replace(routing, router=router))
         result = simulate(self.setup.windows[window], self._candidate(), world)
         return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
     def hopeless(self, results: Sequence[SimulatedWindow]) -> bool:
-        """Whether the first windows' `results` break one of `stop_limits` whatever the others give.
+        """Whether the first windows' `results` break a limit whatever the others give; False for a
+        task that does not stop early.
 
         The others are taken as served perfectly: every request at once, none refused or evicted, no
-        batch out of memory. No share of a limit can be lower: a request more that is in time lowers
-        a mean and a percentile, or leaves it. The attainment's confidence bound is below the share.
+        batch out of memory. No share of a limit can be lower: one more request in time cannot raise
+        a mean or a percentile. The attainment's confidence bound is below the attainment itself.
         """
-        windows, sla, limits = self.setup.windows, self.setup.sla, self.stop_limits
+        windows, sla = self.setup.windows, self.setup.sla
         rest = sum(map(len, windows[len(results) :]))
-        if limits is None or not results or not rest:
+        if not self.stops_early or not results or not rest:
             return False
         # The others are served at once; fewer than 2 tokens have no time per output token.
         none, two = np.zeros(rest), np.full(rest, 2)
@@ -303,7 +296,7 @@ class Task:
             refused = sum(result.metrics["refused"] for result in results)
             metrics[REFUSED] = 100.0 * refused / len(served)
         outcome = Outcome(policy=self.policy, parameters={}, metrics=metrics)
-        return not Evaluation(outcome, sla_ratios(served, sla)).feasible(limits)
+        return not Evaluation(outcome, sla_ratios(served, sla)).feasible(self.setup.limits)
 
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
         """The evaluation of all windows, or of the first ones for a task that was stopped there.
@@ -361,11 +354,11 @@ def _joined(parts: Sequence[Served]) -> Served:
 
 @dataclass(slots=True, frozen=True)
 class Screen:
-    """A cheap first look at candidates: the first part of each window, and what is hopeless there.
+    """A cheap first look at candidates, on the first part of each window.
 
     A candidate is hopeless if so many requests of that part miss a target that the percentile of
     all requests would miss it even if no other request were late, `SCREEN_MARGIN` times over. The
-    margin is for schedulers under which a request would be served earlier, if more arrived later.
+    margin is for schedulers that would serve a request earlier if more requests arrived later.
     """
 
     setup: EvaluationSetup
@@ -403,7 +396,7 @@ def make_screen(setup: EvaluationSetup) -> Screen | None:
 
 
 def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:
-    """The share of good requests that is exceeded with 95 % confidence, in percent.
+    """The lower 95 % confidence bound of the share of good requests, in percent.
 
     Args:
         windows: for each window, whether each request was good, in the order of arrival.
@@ -425,9 +418,7 @@ def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:
 
 
 def wilson_lower(share: float, count: float) -> float:
-    """The lower end of Wilson's score interval (one-sided, 95 %) of a share of `count` independent
-    requests.
-    """
+    """The lower end (one-sided, 95 %) of Wilson's interval, for `count` independent requests."""
     square = Z * Z / count
     spread = np.sqrt(share * (1.0 - share) / count * Z * Z + square * square / 4.0)
     return float(max((share + square / 2.0 - spread) / (1.0 + square), 0.0))

@@ -3,8 +3,8 @@
 A child process gets one window of a task at a time and sends back the result. It ends with its
 parent, also where that is killed. All runners give the same results, in different orders.
 
-The second half keeps evaluations so that an interrupted search can go on: the search is
-deterministic, so it asks for the same evaluations again. They are kept in a journal file beside the
+The second half keeps evaluations, so that an interrupted search can be resumed: the search is
+deterministic, so it needs the same evaluations again. They are kept in a journal file beside the
 result, or in a database (`toolkit.tuning.studies`), which processes that simulate do not import.
 """
 
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -29,11 +30,11 @@ from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
 
+Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
+
 _FINGERPRINT = TypeAdapter(str)
 _LINE = TypeAdapter(tuple[str, object, object] | tuple[str, object, object, int])
-_OUTCOME = TypeAdapter(Outcome)
-_RATIOS = TypeAdapter(dict[str, float])
-_STOPPED = TypeAdapter(Annotated[int, Field(gt=0)] | None)
+_KEPT = TypeAdapter(tuple[Outcome, dict[str, float], Annotated[int, Field(gt=0)] | None])
 
 
 class Runner(Protocol):
@@ -64,7 +65,7 @@ class InProcessRunner:
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """One window of a task. Tasks differ in length; small pieces keep all processes busy."""
+    """One window of a task. Tasks differ in length, so small pieces keep all processes busy."""
 
     index: int
     window: int
@@ -74,8 +75,8 @@ class Piece:
 class Pieces:
     """Tasks cut into pieces, and assembled from the results of the pieces in any order.
 
-    Whether a task ends early is asked of its first window, then of its first two, and so on. Other
-    results that came sooner wait, so the order in which they come changes nothing.
+    Whether a task ends early is judged by its first window, then by its first two, and so on.
+    Results of later windows wait, so the order of the results changes nothing.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -85,22 +86,22 @@ class Pieces:
         self._ended: set[int] = set()
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces, less those of tasks that have ended. Of tasks that may end early, the first
-        windows come first.
+        """The pieces, less those of tasks that have ended. Of tasks that may stop early, all first
+        windows come first, then all second ones; the other tasks follow one by one.
         """
-        early = [index for index, task in enumerate(self._tasks) if task.stop_limits]
-        most = max((len(self._tasks[index].setup.windows) for index in early), default=0)
-        order = [(index, window) for window in range(most) for index in early]
-        order += [
+        order = [
             (index, window)
             for index, task in enumerate(self._tasks)
-            if not task.stop_limits
             for window in range(len(task.setup.windows))
         ]
-        for index, window in order:
-            task = self._tasks[index]
-            if window < len(task.setup.windows) and index not in self._ended:
-                yield Piece(index, window, task.on(window))
+        for index, window in sorted(order, key=self._place):
+            if index not in self._ended:
+                yield Piece(index, window, self._tasks[index].on(window))
+
+    def _place(self, piece: tuple[int, int]) -> tuple[bool, int]:
+        index, window = piece
+        early = self._tasks[index].stops_early
+        return not early, window if early else 0
 
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
         """Yield the task's index and evaluation if it ends with this piece."""
@@ -239,9 +240,9 @@ class EvaluationStore(Protocol):
 class Remembering:
     """A runner that keeps every evaluation and runs only tasks without a kept one.
 
-    A task that may end early has a key of its own, so that its evaluation is never taken for one of
-    all windows. Where this run already has that of all windows, it gets that. What an earlier run
-    kept does not decide it, since then a resumed search would differ.
+    A task that may stop early has a key of its own, so that its evaluation is never taken for one
+    of all windows. It gets the evaluation of all windows where this run already has that. One that
+    an earlier run kept does not count, since then a resumed search would differ.
     """
 
     def __init__(self, runner: Runner, store: EvaluationStore) -> None:
@@ -253,10 +254,10 @@ class Remembering:
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """As `Runner.run`; equal tasks run once."""
-        wanted: dict[str, list[int]] = {}
+        wanted: defaultdict[str, list[int]] = defaultdict(list)
         for index, task in enumerate(tasks):
-            early = task.stop_limits is not None and _key(task) not in self._whole
-            wanted.setdefault(_key(task, early=early), []).append(index)
+            early = task.stops_early and _key(task) not in self._whole
+            wanted[_key(task, early=early)].append(index)
         known = {key: self._whole.get(key) or self._known.get(key) for key in wanted}
         for key, evaluation in known.items():
             if evaluation is not None:
@@ -341,11 +342,7 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
 
 def evaluation_of(outcome: object, ratios: object, stopped_after: object = None) -> Evaluation:
     """A kept evaluation. Raises `ValueError` for damaged data."""
-    found = Evaluation(
-        _OUTCOME.validate_python(outcome),
-        _RATIOS.validate_python(ratios),
-        stopped_after=_STOPPED.validate_python(stopped_after),
-    )
-    if "goodput_rps" not in found.outcome.metrics:
+    kept, ratios_kept, windows = _KEPT.validate_python((outcome, ratios, stopped_after))
+    if "goodput_rps" not in kept.metrics:
         raise ValueError("an evaluation without goodput_rps")
-    return found
+    return Evaluation(kept, ratios_kept, stopped_after=windows)

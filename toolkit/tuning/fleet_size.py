@@ -1,23 +1,19 @@
-"""How many servers of each kind a fleet needs: the cheapest that keep all limits.
+"""How many servers of each kind a fleet needs: the cheapest counts that keep all limits.
 
-Without prices every server costs the same. Counts of equal cost come in this order: fewer servers,
-then more of the kinds that the fleet names first. Counts are tried in the order of their cost, and
-the first that keep the limits are the answer. More servers of another kind need not be better: the
-slow kind may miss a target that the fast one keeps. So nothing is inferred from one simulated count
-for another, and only counts that cannot do the work at all are left out (`LeastWork`).
+Counts are tried in the order of their cost (`Mixes`), and the first that keep the limits are the
+answer. More servers of another kind need not be better: a slow kind may miss a target that a fast
+one keeps. So nothing is inferred from one simulated count for another, and only counts that cannot
+do the work at all are left out (`LeastWork`).
 
-The order is endless where nothing keeps. So some counts that keep come first: of each kind with the
-fewest of the others, and of all kinds in the fleet's own proportion, doubled and then bisected as
-for one kind. They bound the cost, and with it the number of simulations.
-
-`tune_fleet_to_size` is the entry; `Mixes` is the order, `FleetCounts` judges counts, and
-`LeastWork` excludes some without a simulation.
+Where nothing keeps the limits, this order is endless. So some counts that keep them are found
+first: of each kind with the fewest of the others, and of all kinds in the fleet's own proportion,
+by doubling and bisection. They bound the cost, and so the number of simulations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -31,25 +27,16 @@ from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.fleet import CountRange
 from toolkit.files.io import EnvelopeFields
-from toolkit.files.plan import Kind
 from toolkit.files.tuning import Outcome, SizedKind, Sizing, SizingRow, Tuning, share_used
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import flags_of, reflagged
 from toolkit.traces.types import Trace
 from toolkit.tuning.alternatives import RECIPE, WORKERS_MAX, fewest, sizing_row
-from toolkit.tuning.evaluate import CandidateLimits, EvaluationSetup, Task
-from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.evaluate import EvaluationSetup, Task
+from toolkit.tuning.executor import Evaluate, Runner, collect
 from toolkit.tuning.search import Found, Progress
-from toolkit.tuning.tune import (
-    Inputs,
-    best_trial,
-    limits_of,
-    reported,
-    search_of,
-    settings_name,
-    settings_of,
-)
+from toolkit.tuning.tune import Inputs, best_trial, reported, search_of, settings_name
 
 ALL_AT_MOST = 64  # counts that are all tried where none of the first ones keeps
 COUNTED_AT_MOST = 20_000  # counts, for the estimate
@@ -68,9 +55,11 @@ Expect = Callable[[int], None]
 class Mixes:
     """The counts that may be tried, in the order of their cost.
 
+    Counts of equal cost: fewer servers first, then more of the kinds that the fleet names first.
+
     Attributes:
         ranges: of each kind.
-        prices: of one server of each kind, in any unit, above 0.
+        prices: of one server of each kind, in any unit, above 0; equal without prices.
         most: servers of all kinds together.
     """
 
@@ -79,15 +68,15 @@ class Mixes:
     most: int = WORKERS_MAX
 
     def rank(self, counts: Counts) -> Rank:
-        """Cost, then servers, then more of the kinds that come first: less is earlier."""
+        """The place in the order: a lower rank is earlier."""
         cost = sum((n * price for n, price in zip(counts, self.prices, strict=True)), Fraction(0))
         return cost, sum(counts), tuple(-count for count in counts)
 
     def in_order(self, below: Counts | None = None) -> Iterator[Counts]:
-        """All counts by rank, as far as they are asked for; only those before `below`."""
+        """All counts by rank, made one by one; only those before `below`."""
         end = self.rank(below) if below else None
-        first = tuple(each.least for each in self.ranges)
-        # each is made once: by one more of a kind that is not before the last one that grew
+        first = tuple(kind.least for kind in self.ranges)
+        # Counts grow only in the kind that grew last and those after it, so each is made once.
         heap = [(self.rank(first), first, 0)] if self._has(first) else []
         while heap:
             rank, counts, grew = heappop(heap)
@@ -95,60 +84,51 @@ class Mixes:
                 return
             yield counts
             for number in range(grew, len(counts)):
-                more = _more(counts, number)
-                if self._has(more):
+                if more := self.more(counts, number):
                     heappush(heap, (self.rank(more), more, number))
 
     def rays(self, own: Counts) -> Iterator[list[Counts]]:
-        """Lines of growing counts: of each kind with the fewest of the others, then multiples of
-        the fleet's `own` counts.
-        """
-        least = tuple(each.least for each in self.ranges)
-        for number, each in enumerate(self.ranges):
-            alone = range(max(each.least, int(sum(least) == 0)), each.most + 1)
-            yield self._within(_with(least, number, count) for count in alone)
-        yield self._within(
+        """Growing counts: of each kind with the fewest of the others, then multiples of `own`."""
+        least = tuple(kind.least for kind in self.ranges)
+        for number, kind in enumerate(self.ranges):
+            alone = [_more(least, number, by) for by in range(kind.most - kind.least + 1)]
+            yield list(filter(self._has, alone))
+        multiples = [
             tuple(
-                min(max(each.least, times * count), each.most)
-                for count, each in zip(own, self.ranges, strict=True)
+                min(max(kind.least, times * count), kind.most)
+                for count, kind in zip(own, self.ranges, strict=True)
             )
             for times in range(1, self.most + 1)
-        )
+        ]
+        yield list(filter(self._has, dict.fromkeys(multiples)))
 
     def near(self, counts: Counts) -> list[Counts]:
         """Cheaper counts by rank, with one less of a kind and perhaps one more of another."""
         fewer = [_more(counts, number, -1) for number in range(len(counts))]
-        found = {*fewer, *(_more(each, to) for each in fewer for to in range(len(counts)))}
+        near = {*fewer, *(_more(less, to) for less in fewer for to in range(len(counts)))}
         rank = self.rank(counts)
-        cheaper = [each for each in found if self._has(each) and self.rank(each) < rank]
+        cheaper = [one for one in near if self._has(one) and self.rank(one) < rank]
         return sorted(cheaper, key=self.rank)
-
-    def _within(self, counts: Iterator[Counts]) -> list[Counts]:
-        return list(dict.fromkeys(each for each in counts if self._has(each)))
-
-    def _has(self, counts: Counts) -> bool:
-        within = all(
-            each.least <= n <= each.most for n, each in zip(counts, self.ranges, strict=True)
-        )
-        return within and 0 < sum(counts) <= self.most
 
     def more(self, counts: Counts, number: int) -> Counts | None:
         """One more of a kind; None where that is out of range."""
-        found = _more(counts, number)
-        return found if self._has(found) else None
+        more = _more(counts, number)
+        return more if self._has(more) else None
 
-
-def _with(counts: Counts, number: int, count: int) -> Counts:
-    return (*counts[:number], count, *counts[number + 1 :])
+    def _has(self, counts: Counts) -> bool:
+        within = all(
+            kind.least <= n <= kind.most for n, kind in zip(counts, self.ranges, strict=True)
+        )
+        return within and 0 < sum(counts) <= self.most
 
 
 def _more(counts: Counts, number: int, by: int = 1) -> Counts:
-    return _with(counts, number, counts[number] + by)
+    return (*counts[:number], counts[number] + by, *counts[number + 1 :])
 
 
 @dataclass(slots=True)
 class JudgedSettings:
-    """Settings with a name, and what the laws exclude with them."""
+    """Settings with a name, and the counts that the laws exclude for them."""
 
     name: str
     outcome: Outcome
@@ -159,14 +139,12 @@ class JudgedSettings:
 class FleetCounts:
     """Tried counts of a fleet; each pair of settings and counts is simulated once, on all windows.
 
-    `expect` is told how many more simulations there may be, and less if there are fewer.
+    `expect` is called with the number of further simulations that there may be; negative: fewer.
     """
 
     inputs: Inputs
     mixes: Mixes
-    runner: Runner
-    limits: CandidateLimits
-    tick: Callable[[], None]
+    evaluate: Evaluate
     expect: Expect
     rows: dict[tuple[str, Counts], SizingRow] = field(default_factory=dict)
 
@@ -175,15 +153,14 @@ class FleetCounts:
         flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
         setup = self._setup(self.inputs)
         setup = replace(setup, world=reflagged(setup.world, outcome.kind_parameters))
-        return JudgedSettings(name, outcome, LeastWork(setup, flags, self.limits))
+        return JudgedSettings(name, outcome, LeastWork(setup, flags))
 
     def keeps(self, settings: JudgedSettings, counts: Counts) -> bool:
         """Whether the settings keep every limit with these counts, by simulation."""
         key = settings.name, counts
         if key not in self.rows:
             task = Task.of(self._setup(at_counts(self.inputs, counts)), settings.outcome)
-            [done] = collect(self.runner, [task], self.tick)
-            self.rows[key] = sizing_row(settings.name, done, self.limits, sum(counts), counts)
+            self.rows[key] = sizing_row(self.evaluate, settings.name, task, counts)
         return self.rows[key].feasible
 
     def first(self, settings: JudgedSettings, own: Counts) -> Counts | None:
@@ -217,25 +194,19 @@ class FleetCounts:
                 for counts in line
                 if (end is None or self.mixes.rank(counts) < end) and settings.work.allows(counts)
             ]
-            ray += ray[-1:] * WORKERS_MAX  # beyond the end of a line its last counts
+            ray += ray[-1:] * WORKERS_MAX  # the line's last counts stand for those beyond its end
             if ray and (place := fewest(lambda n: self.keeps(settings, ray[n - 1]))):  # noqa: B023
                 best = ray[place - 1]
         return best
 
     def _setup(self, inputs: Inputs) -> EvaluationSetup:
-        workload = self.inputs.workload
-        return inputs.setup("all windows", [*workload.search, *workload.held_out])
-
-
-def kinds_of(inputs: Inputs) -> list[Kind]:
-    """All kinds of a fleet's inputs."""
-    first = Kind(recipe=inputs.recipe, fit=inputs.fit, workers=inputs.recipe.workers)
-    return [first, *inputs.others]
+        cut = inputs.workload.windows
+        return inputs.setup("all windows", [*cut.search, *cut.held_out])
 
 
 def at_counts(inputs: Inputs, counts: Counts) -> Inputs:
-    """The inputs with so many servers of each kind; kinds of which there is none are left out. A
-    single server is searched like several: no policy of ours runs inside it.
+    """The inputs with so many servers of each kind, without kinds of count 0. A single server is
+    searched like several: no policy of ours runs inside it.
     """
     recipe = inputs.recipe.model_copy(update={"workers": counts[0]})
     if sum(counts) == 1:
@@ -261,44 +232,39 @@ def tune_fleet_to_size(
     """As `tune`, with the cheapest counts of a fleet's kinds of servers that keep all limits.
 
     The recipe's settings give first counts. A search with these may find settings for which cheaper
-    counts suffice, and then another search follows. The best settings behind each router are tried
+    counts suffice; then another search follows. The best settings behind each router are tried
     with counts that differ by one server, or by one of each of two kinds.
 
     Args:
         ranges: how many of each kind may be tried.
-        expect: told how many more simulations there may be, and less if there are fewer.
+        expect: see `FleetCounts`.
 
     Raises `InputError` where there is no latency target, or only some kinds have a price;
     `LimitsBrokenError` where no counts suffice.
     """
     sizes = _sizes(inputs, ranges, runner, progress, expect)
-    settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
-    own = settings.spaces[0]
+    own = inputs.settings.spaces[0]
     start = Outcome(policy=own.policy, parameters=dict(own.start), metrics={})
     chosen = recipes = sizes.judged(RECIPE, start)
-    counts = sizes.first(recipes, tuple(kind.workers for kind in kinds_of(inputs)))
+    counts = sizes.first(recipes, tuple(kind.workers for kind in inputs.kinds))
     if counts is None:
         raise _nothing_suffices(sizes)
-    searches = 0
     while True:
         here = at_counts(inputs, counts)
-        expect(settings.trials if searches else 0)
-        searches += 1
         found = search_of(here, runner, progress)
-        settings = settings_of(here.recipe, here.fit, here.others)
-        tuned = found.evaluations[best_trial(found, settings.served)].outcome
+        tuned = best_trial(found, here.settings.served).outcome
         best = recipes
         if not tuned.same_settings(found.evaluations[0].outcome):
             best = sizes.judged(_name(tuned, counts), tuned)
         if not sizes.keeps(best, counts):
             break
-        chosen = best
-        cheaper = sizes.cheaper(best, counts)
-        other, behind = _behind_others(sizes, found, cheaper or counts, counts)
-        chosen = other or chosen
+        cheaper = sizes.cheaper(best, counts) or counts
+        other, behind = _behind_others(sizes, found, cheaper, counts)
+        chosen = other or best
         if behind == counts:
             break
         counts = behind
+        expect(inputs.recipe.tune.trials)
     sizing = _sizing(sizes, chosen, counts)
     result = reported(here, found, runner, head, progress, [])
     return result.model_copy(update={"sizing": sizing})
@@ -311,19 +277,18 @@ def _name(outcome: Outcome, counts: Counts) -> str:
 def _behind_others(
     sizes: FleetCounts, found: Found, counts: Counts, searched: Counts
 ) -> tuple[JudgedSettings | None, Counts]:
-    """The best settings behind each router with counts near `counts`, as long as cheaper ones keep
-    the limits: the last that did, and its counts. `found` is of a search with `searched`.
+    """The best settings behind each router, tried with cheaper counts near `counts` as long as some
+    keep the limits: the last settings that did, and their counts. `found`: a search at `searched`.
     """
     chosen = None
-    for key in {trial.outcome.key: None for trial in found.evaluations}:
-        number = found.best([key])
-        if number is None or found.evaluations[number].outcome.replica_router is None:
+    for key in dict.fromkeys(trial.outcome.key for trial in found.evaluations):
+        outcome = best_trial(found, [key]).outcome
+        if outcome.replica_router is None:
             continue
-        outcome = found.evaluations[number].outcome
         other = sizes.judged(_name(outcome, searched), outcome)
         while True:
             near = filter(other.work.allows, sizes.mixes.near(counts))
-            kept = next((each for each in near if sizes.keeps(other, each)), None)
+            kept = next((one for one in near if sizes.keeps(other, one)), None)
             if kept is None:
                 break
             chosen, counts = other, kept
@@ -333,13 +298,13 @@ def _behind_others(
 def _sizes(
     inputs: Inputs, ranges: Sequence[CountRange], runner: Runner, progress: Progress, expect: Expect
 ) -> FleetCounts:
-    """What judges counts. `InputError` where that is not possible."""
+    """Check the fleet's targets, ranges and prices; see `tune_fleet_to_size`."""
     if not inputs.recipe.sla:
         raise InputError(
             "--workers auto needs latency targets",
             "give some in the first recipe's sla, like ttft_p99_s: 5",
         )
-    kinds = kinds_of(inputs)
+    kinds = inputs.kinds
     flags_of(kinds[0], {})
     least = sum(each.least for each in ranges)
     if least > WORKERS_MAX:
@@ -350,22 +315,22 @@ def _sizes(
         )
     prices = [kind.recipe.hardware.usd_per_hour for kind in kinds]
     if None in prices and any(prices):
-        named = [kind.recipe.name for kind in kinds]
-        without = named[prices.index(None)]
+        without = kinds[prices.index(None)].recipe.name
+        priced = max(kinds, key=lambda kind: kind.recipe.hardware.usd_per_hour or 0.0).recipe.name
         raise InputError(
             f"--workers auto: recipe '{without}' has no hardware.usd_per_hour, and "
-            f"'{named[prices.index(max(price or 0.0 for price in prices))]}' has one",
+            f"'{priced}' has one",
             "give all kinds a price, for the cheapest servers, or none, for the fewest",
         )
     mixes = Mixes(tuple(ranges), tuple(Fraction(str(price or 1)) for price in prices))
-    limits, tick = limits_of(inputs.recipe), partial(progress, 0.0)
-    return FleetCounts(inputs, mixes, runner, limits, tick, expect)
+    evaluate = partial(collect, runner, tick=partial(progress, 0.0))
+    return FleetCounts(inputs, mixes, evaluate, expect)
 
 
 def _sizing(sizes: FleetCounts, chosen: JudgedSettings, counts: Counts) -> Sizing:
     """The answer, with the table of all tried counts."""
     mixes, kinds = sizes.mixes, []
-    for number, kind in enumerate(kinds_of(sizes.inputs)):
+    for number, kind in enumerate(sizes.inputs.kinds):
         more = mixes.more(counts, number)
         kinds.append(
             SizedKind(
@@ -383,7 +348,7 @@ def _sizing(sizes: FleetCounts, chosen: JudgedSettings, counts: Counts) -> Sizin
     return Sizing(
         workers=sum(counts),
         kinds=kinds,
-        excluded=sum(not chosen.work.allows(each) for each in mixes.in_order(counts)),
+        excluded=sum(not chosen.work.allows(cheaper) for cheaper in mixes.in_order(counts)),
         settings=chosen.name,
         one_more_keeps=all(tried) if tried else None,
         rows=sorted(sizes.rows.values(), key=place),
@@ -391,9 +356,7 @@ def _sizing(sizes: FleetCounts, chosen: JudgedSettings, counts: Counts) -> Sizin
 
 
 def _nothing_suffices(sizes: FleetCounts) -> LimitsBrokenError:
-    """The error where no counts keep the limits. It names the limit that binds with the most
-    servers tried.
-    """
+    """The error, which names the limit that binds with the most servers tried."""
     remedy = "a looser target in the first recipe's sla, a lower --rate, or more max_workers"
     if not sizes.rows:
         return LimitsBrokenError(
@@ -401,8 +364,8 @@ def _nothing_suffices(sizes: FleetCounts) -> LimitsBrokenError:
             remedy,
         )
     last = max(sizes.rows.values(), key=lambda row: row.workers)
-    names = [kind.recipe.name for kind in kinds_of(sizes.inputs)]
-    with_all = ", ".join(f"{n} of {name}" for n, name in zip(last.counts, names, strict=True))
+    pairs = zip(last.counts, sizes.inputs.kinds, strict=True)
+    with_all = ", ".join(f"{n} of {kind.recipe.name}" for n, kind in pairs)
     return LimitsBrokenError(
         f"no counts of the fleet's servers that were tried keep all limits: {last.binding} is "
         f"{share_used(last.binding_ratio)} even with {with_all}",
@@ -430,37 +393,35 @@ class Promised:
 
 
 class LeastWork:
-    """Whether counts of servers could keep the limits of a setup, as far as the laws tell.
+    """A lower bound, by the fitted laws, of the work that counts of servers must be able to do.
 
-    A percentile target, or an attainment, says that at least so many requests end by a deadline.
-    Each needs passes, the passes of a server do not overlap, and the fitted law gives the least
-    that a request adds to the passes that it is in. So the least work of the cheapest so many
-    requests must fit into the time from the first arrival to the last deadline, on all servers
-    together:
+    By a percentile target, or an attainment, at least n requests end by a deadline. Each needs
+    passes, the passes of a server do not overlap, and the fitted law gives the least time that a
+    request adds to its passes. So the work of the n cheapest requests must fit into the time from
+    the first arrival to the last deadline, on all servers together:
 
     - A pass takes its constant, whatever is in it. Parts of it may be charged to the rows (a pass
-      has at most `max_num_seqs`), to the new tokens, and to the tokens in memory (a cache has so
-      many): each division gives a lower bound (`SHARES`).
-    - A preempted request computes at least what it would have without, except that a chunk that
-      finds its own blocks may be cheaper than the decode step that it replaces. Unless the cache
-      has room for the most rows at their longest, cached tokens are charged by the cheapest way to
-      the next token.
-    - Where prompts share something, one token of each is charged, since the rest may be found. In a
-      closed loop of sessions deadlines are not known before, and nothing is told.
-    - For kinds of servers, each second is weighed by what the kind could do with it alone, and each
-      request is charged on the kind where that is least: the bound of a linear program by a
+      has at most `max_num_seqs`), to the new tokens, and to the tokens in the KV cache (at most its
+      capacity): each division gives a lower bound (`SHARES`).
+    - A preempted request computes at least what it would otherwise, except that a chunk that finds
+      its own blocks may be cheaper than the decode step that it replaces. Unless the KV cache has
+      room for the most rows at their longest, cached tokens are charged by the cheapest way to the
+      next token.
+    - Where prompts share blocks, one token of each is charged, since the rest may be in the cache.
+      In a closed loop of sessions, deadlines are not known beforehand, and nothing is excluded.
+    - For several kinds of servers, each second is weighed by the work that the kind alone could do
+      in it, and each request is charged on its cheapest kind: the bound of a linear program by a
       feasible solution of its dual.
 
     Args:
         setup: its world has all kinds; its counts of them do not matter.
-        policy: the flags of the first kind, and of those without flags of their own.
-        limits: the limits besides the latency targets.
+        policy: the flags of the first kind, and of kinds without flags.
     """
 
-    def __init__(self, setup: EvaluationSetup, policy: VllmPolicy, limits: CandidateLimits) -> None:
-        windows, world = setup.windows, setup.world
+    def __init__(self, setup: EvaluationSetup, policy: VllmPolicy) -> None:
+        windows, world, limits = setup.windows, setup.world, setup.limits
         self._kinds = [(kind.engine(), kind.flags or policy) for kind in world.kinds]
-        self._promises = _promises(windows, setup.sla, limits, world.max_new_tokens)
+        self._promises = _promises(setup)
         requests = [_requests(window, world.max_new_tokens) for window in windows]
         self._prompt, self._output, self._longest = map(np.concatenate, zip(*requests, strict=True))
         self._finds = any(window.shared is not None for window in windows)
@@ -478,10 +439,9 @@ class LeastWork:
         )
 
     def _needed(self, used: Sequence[bool]) -> list[tuple[Floats, float]]:
-        """For servers of the kinds in use: what one of each is worth, and how much is needed."""
+        """For servers of the kinds in use: the worth of one of each, and the sum that is needed."""
         kinds = [kind for kind, is_used in zip(self._kinds, used, strict=True) if is_used]
-        # At least so many are served: those that every kind can hold, less those that a front may
-        # refuse.
+        # At least as many are served as every kind can hold, less those that a front may refuse.
         room = min(
             engine.capacity_tokens
             if flags.chunked_prefill
@@ -493,7 +453,7 @@ class LeastWork:
         found = []
         for shares in SHARES:
             if self._finds and shares[2]:
-                continue  # what several rows hold together takes memory once
+                continue  # blocks that several rows share take memory once
             work = np.array([self._work_s(engine, flags, shares) for engine, flags in kinds])
             totals = work.sum(axis=1)
             if not totals.all():
@@ -549,15 +509,14 @@ def _requests(window: Trace, max_new_tokens: int) -> tuple[Floats, Floats, Float
     return window.prompt_tokens.astype(float), output.astype(float), longest.astype(float)
 
 
-def _promises(
-    windows: Sequence[Trace], sla: Mapping[str, float], limits: CandidateLimits, max_new_tokens: int
-) -> list[Promised]:
-    """What targets and attainment say about when requests end. A target on the first token says it
-    together with one on the gaps between tokens. Means say nothing here, and sessions nothing.
+def _promises(setup: EvaluationSetup) -> list[Promised]:
+    """When requests must end, by the targets and the attainment. A target on the first token counts
+    together with one on the gaps between tokens. Means promise nothing, nor do traces of sessions.
     """
+    windows, limits = setup.windows, setup.limits
     if any(window.sessions is not None for window in windows):
         return []
-    steps = [_requests(window, max_new_tokens)[1] - 1.0 for window in windows]
+    steps = [_requests(window, setup.world.max_new_tokens)[1] - 1.0 for window in windows]
     arrivals = [window.arrival_s for window in windows]
 
     def span_s(until_s: float, gap_s: float) -> float:
@@ -566,9 +525,8 @@ def _promises(
             for arrival_s, more in zip(arrivals, steps, strict=True)
         )
 
-    split = ((key.split("_"), limit) for key, limit in sla.items())
+    split = ((key.split("_"), limit) for key, limit in setup.sla.items())
     targets = [(metric, stat, limit) for (metric, stat, _), limit in split]
-    shares = {stat: _share(stat) for _, stat, _ in targets}
     ends = [(limit, 0.0, [stat]) for metric, stat, limit in targets if metric == "e2e"]
     ends += [
         (first_s, gap_s, [stat, gap_stat])
@@ -576,19 +534,19 @@ def _promises(
         for gap, gap_stat, gap_s in targets
         if metric == "ttft" and gap in GAPS
     ]
-    found = []
+    promises = []
     for until_s, gap_s, stats in ends:
-        late = sum(1.0 - shares[stat] for stat in stats)
+        late = sum(1.0 - _share(stat) for stat in stats)
         if late < 1.0:
-            found.append(Promised(1.0 - late, float(len(stats)), span_s(until_s, gap_s)))
+            promises.append(Promised(1.0 - late, float(len(stats)), span_s(until_s, gap_s)))
     if limits.min_attainment_percent is not None and ends:
         span = min(span_s(until_s, gap_s) for until_s, gap_s, _ in ends)
-        found.append(Promised(limits.min_attainment_percent / 100.0, 0.0, span, of_all=True))
-    return found
+        promises.append(Promised(limits.min_attainment_percent / 100.0, 0.0, span, of_all=True))
+    return promises
 
 
 def _share(stat: str) -> float:
-    """The share of the requests that are within a target on this statistic; 0: it says nothing.
+    """The share of the requests that a target on this statistic holds to it; 0 for a mean.
 
     A percentile p of n values is within a limit if more than p * (n - 1) of them are.
     """

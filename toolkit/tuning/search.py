@@ -2,12 +2,9 @@
 
 The policy is a categorical choice, and each policy's parameters depend on it. On its own, TPE soon
 tries only one policy, perhaps one that the recipe's engine cannot run. So half of the trials go to
-the best policy that the engine can run, and half to each policy in turn. Trials are asked for in
-batches of a fixed size, which several processes may run in parallel, and told in order: the result
-depends only on the inputs and the seed, to the byte.
-
-The parts, in order: the search, and what its trials show besides the best (sensitivity, importance,
-the front of goodput and latency).
+the best policy that the engine can run, and half to each policy in turn. TPE suggests trials in
+batches of a fixed size, which several processes may run in parallel, and gets their results in
+order: the outcome depends only on the inputs and the seed, to the byte.
 """
 
 from __future__ import annotations
@@ -33,11 +30,11 @@ from toolkit.tuning.evaluate import (
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
 
-BATCH = 8  # trials that are asked for before the first of them is told: so many can run in parallel
+BATCH = 8  # trials that are suggested at once, and can run in parallel
 ALIKE = 10  # trials: TPE draws so many at random, and all kinds of servers have the same flags
 IMPORTANCE_TRIALS = 10  # the least number of trials from which importance is computed
 POLICY = "policy"
-LATENCY = "e2e_p95_s"  # what goodput is weighed against, where no target binds
+LATENCY = "e2e_p95_s"  # beside goodput in the front, where no target binds
 Numbers = optuna.distributions.IntDistribution | optuna.distributions.FloatDistribution
 Progress = Callable[[float], None]  # called with the best goodput so far
 
@@ -53,7 +50,6 @@ class SearchSettings:
     spaces: Sequence[PolicySpace]
     trials: int
     seed: int
-    limits: CandidateLimits
     served: frozenset[str]
     alike: int = ALIKE
 
@@ -66,26 +62,17 @@ class Found:
     study: optuna.Study
     limits: CandidateLimits
 
-    def best(self, keys: Collection[str] | None = None) -> int | None:
-        """The number of the best trial, of all or of these spaces; None where they have none.
+    def best(self, keys: Collection[str] | None = None) -> Evaluation | None:
+        """The best trial, of all or of these spaces; None where they have none.
 
-        Feasible trials come first, then those on whole windows, then the highest score, then the
-        lowest number.
+        Of equal ranks (`Evaluation.rank`), it is the earliest.
         """
-        numbers = [
-            number
-            for number, evaluation in enumerate(self.evaluations)
-            if keys is None or evaluation.outcome.key in keys
-        ]
-        return max(
-            numbers,
-            key=lambda k: (self.fits(k), self.evaluations[k].whole, self.evaluations[k].score, -k),
-            default=None,
-        )
+        trials = [one for one in self.evaluations if keys is None or one.outcome.key in keys]
+        return max(trials, key=lambda trial: trial.rank(self.limits), default=None)
 
-    def fits(self, number: int) -> bool:
-        """Whether a trial keeps every limit."""
-        return self.evaluations[number].feasible(self.limits)
+    def keeping(self) -> list[str]:
+        """The space of each trial that keeps every limit."""
+        return [one.outcome.key for one in self.evaluations if one.feasible(self.limits)]
 
     def trials(self) -> list[Trial]:
         """The trials as tuning.json has them."""
@@ -93,7 +80,7 @@ class Found:
             Trial(
                 number=number,
                 outcome=evaluation.outcome,
-                feasible=self.fits(number),
+                feasible=evaluation.feasible(self.limits),
                 screened_out=evaluation.screened_out,
                 stopped_after=evaluation.stopped_after,
             )
@@ -102,15 +89,14 @@ class Found:
 
 
 class _AlikeFirst(optuna.samplers.TPESampler):  # type: ignore[misc]  # optuna says no types of it
-    """TPE with a random start that gives all kinds of a fleet's servers the first kind's flags.
+    """TPE with a random start in which all kinds of a fleet's servers have the first kind's flags.
 
-    So that start varies as few parameters as for one kind, and what it shows counts for each. Then
-    TPE suggests each kind's own.
+    So the start varies as few parameters as for one kind, and its results count for each kind. Then
+    TPE suggests flags for each kind.
 
     Args:
-        seed: of the draws.
         alike: so many trials at most have the same flags, as near as a kind's range allows.
-        twins: the names of flags of further kinds, and of the first kind's.
+        twins: the names of flags of further kinds, each with the first kind's.
     """
 
     def __init__(self, seed: int, alike: int, twins: Mapping[str, str]) -> None:
@@ -143,8 +129,7 @@ def search(
     """Run the search on `setup`.
 
     Trial 0 is the recipe's policy, then come the defaults of the other policies, then the
-    suggestions of TPE. Once a trial keeps every limit, policies without such a trial are screened
-    (`_evaluate`). Others may end early (`_may_end_early`), which changes no other trial.
+    suggestions of TPE. Trials may be screened (`_screened`) or stop early (`_may_stop_early`).
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     own = settings.spaces[0]
@@ -156,7 +141,7 @@ def search(
         start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
         study.enqueue_trial(({POLICY: space.key} if several else {}) | start)
     evaluations: list[Evaluation] = []
-    found = Found(evaluations, study, settings.limits)
+    found = Found(evaluations, study, setup.limits)
     next_policies = _next_policies(settings, found)
     screen = make_screen(setup)
     best_rps = 0.0
@@ -167,19 +152,18 @@ def search(
             if several and number >= len(settings.spaces):
                 study.enqueue_trial({POLICY: next(next_policies)})  # TPE suggests the parameters
             batch.append(study.ask())
-        early = _may_end_early(found, settings)
+        early = _may_stop_early(found, settings)
         tasks = [
-            replace(task, stop_limits=settings.limits if task.key in early else None)
+            replace(task, stops_early=task.key in early)
             for task in (_suggest(trial, settings.spaces, setup) for trial in batch)
         ]
-        screened = _screened(found, settings) if screen else ()
-        looks = [screen if task.key in screened else None for task in tasks]
-        done = _evaluate(runner, tasks, looks, partial(progress, best_rps))
+        screened = _screened(found, settings)
+        done = _evaluate(runner, tasks, screen, screened, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
-            # What was simulated of a window says how late requests are after that part of it: they
-            # are later and later as the queue grows.
+            # The queue of an overloaded server grows, so requests of a window's first part are less
+            # late than those of the whole window, about by the share of the part.
             part = SCREEN_SHARE if evaluation.screened_out else 1.0
-            for key, share in evaluation.usage(settings.limits).items():
+            for key, share in evaluation.usage(setup.limits).items():
                 trial.set_constraint(key, share / part - 1.0)
             study.tell(trial, evaluation.score * part)
         evaluations += done
@@ -189,32 +173,23 @@ def search(
 
 
 def _screened(found: Found, settings: SearchSettings) -> set[str]:
-    """The policies with screened candidates: those without a trial that keeps every limit, once the
-    policies that the engine can run have one. The others would win in any case.
+    """The spaces with screened candidates: those without a trial that keeps every limit, once a
+    policy that the engine can run has one. Feasible trials win over all others anyway.
     """
-    best = found.best(settings.served)
-    if best is None or not found.fits(best):
+    keeping = set(found.keeping())
+    if not keeping & settings.served:
         return set()
-    fitting = {
-        evaluation.outcome.key
-        for number, evaluation in enumerate(found.evaluations)
-        if found.fits(number)
-    }
-    return {space.key for space in settings.spaces} - fitting
+    return {space.key for space in settings.spaces} - keeping
 
 
-def _may_end_early(found: Found, settings: SearchSettings) -> set[str]:
-    """The policies of which a trial ends once it breaks a limit whatever the other windows give.
+def _may_stop_early(found: Found, settings: SearchSettings) -> set[str]:
+    """The spaces with trials that end once they break a limit whatever the other windows give.
 
-    Those with a trial that keeps every limit, once `most_good` trials do. Then a trial that breaks
-    one is not the best of its policy. TPE asks of it only whether it is among its good ones, and it
-    is not. So what is suggested, and the best of each policy, stay the same.
+    They have a trial that keeps every limit, and `most_good` trials of the search do. So a trial
+    that breaks a limit is neither the best of its space nor among TPE's good ones, and TPE uses
+    nothing else of it: its suggestions, and the best of each space, stay the same.
     """
-    keeping = [
-        evaluation.outcome.key
-        for number, evaluation in enumerate(found.evaluations)
-        if found.fits(number)
-    ]
+    keeping = found.keeping()
     return set(keeping) if len(keeping) >= most_good(settings.trials) else set()
 
 
@@ -226,35 +201,34 @@ def most_good(trials: int) -> int:
 def _evaluate(
     runner: Runner,
     tasks: Sequence[Task],
-    screens: Sequence[Screen | None],
+    screen: Screen | None,
+    screened: Collection[str],
     tick: Callable[[], None],
 ) -> list[Evaluation]:
-    """The evaluations of `tasks`. A task with a screen is simulated on the first part of each
-    window, and on the whole windows only if it is not hopeless there.
+    """The evaluations of `tasks`. A task of a `screened` space is simulated on the first part of
+    each window, and on the whole windows only if it is not hopeless there.
     """
-    looks = {
-        number: (screen, replace(task, setup=screen.setup))
-        for number, (task, screen) in enumerate(zip(tasks, screens, strict=True))
-        if screen
-    }
-    seen = collect(runner, [look for _, look in looks.values()])
-    hopeless = {
-        number: evaluation
-        for (number, (screen, _)), look in zip(looks.items(), seen, strict=True)
-        if (evaluation := screen.hopeless(look))
-    }
-    for _ in hopeless:
-        tick()
+    hopeless: dict[int, Evaluation] = {}
+    if screen:
+        looks = {
+            number: replace(task, setup=screen.setup)
+            for number, task in enumerate(tasks)
+            if task.key in screened
+        }
+        for number, look in zip(looks, collect(runner, [*looks.values()]), strict=True):
+            if evaluation := screen.hopeless(look):
+                hopeless[number] = evaluation
+                tick()
     rest = [number for number in range(len(tasks)) if number not in hopeless]
     whole = dict(zip(rest, collect(runner, [tasks[k] for k in rest], tick), strict=True))
     return [hopeless.get(number) or whole[number] for number in range(len(tasks))]
 
 
 def _next_policies(settings: SearchSettings, found: Found) -> Iterator[str]:
-    """The policy of each trial after the starts: the best served one and each policy in turn."""
+    """The space of each trial after the starts: the best served one and each space in turn."""
     for key in cycle(space.key for space in settings.spaces):
         best = found.best(settings.served)
-        yield key if best is None else found.evaluations[best].outcome.key
+        yield best.outcome.key if best else key
         yield key
 
 
@@ -263,18 +237,18 @@ def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace], setup: Evaluati
     by_key = {space.key: space for space in spaces}
     name = trial.suggest_categorical(POLICY, list(by_key)) if len(spaces) > 1 else spaces[0].key
     space = by_key[name]
-    found: dict[str, ParameterValue] = {}
+    values: dict[str, ParameterValue] = {}
     for key, among in space.distributions.items():
-        value: ParameterValue
+        drawn: ParameterValue
         drawn_as = f"{space.policy}.{key}"
         if isinstance(among, optuna.distributions.CategoricalDistribution):
-            value = trial.suggest_categorical(drawn_as, among.choices)
+            drawn = trial.suggest_categorical(drawn_as, among.choices)
         elif isinstance(among, optuna.distributions.IntDistribution):
-            value = trial.suggest_int(drawn_as, among.low, among.high, log=among.log)
+            drawn = trial.suggest_int(drawn_as, among.low, among.high, log=among.log)
         else:
-            value = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
-        found[key] = space.value_of(key, value)
-    return space.task(setup, found)
+            drawn = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
+        values[key] = space.value_of(key, drawn)
+    return space.task(setup, values)
 
 
 def sensitivity(
@@ -308,7 +282,7 @@ def importance(found: Found, space: PolicySpace) -> dict[str, float]:
     tried = found.study.trials[: len(found.evaluations)]
     prefix, key = f"{space.policy}.", space.key
     own = [number for number, one in enumerate(found.evaluations) if one.outcome.key == key]
-    keeping = {number for number in own if found.fits(number)} or set(own)
+    keeping = [k for k in own if found.evaluations[k].feasible(found.limits)] or own
     trials = [
         optuna.trial.create_trial(
             state=optuna.trial.TrialState.COMPLETE,
@@ -333,15 +307,15 @@ def importance(found: Found, space: PolicySpace) -> dict[str, float]:
 
 def front(trials: Sequence[Trial], latency: str) -> list[int]:
     """The trials that no other beats in both goodput and `latency`: numbers by rising latency."""
-    known = [t for t in trials if latency in t.outcome.metrics and t.whole]
-    order = sorted(
-        known,
-        key=lambda t: (t.outcome.metrics[latency], -t.outcome.metrics["goodput_rps"], t.number),
-    )
+    known = [
+        (trial.outcome.metrics[latency], -trial.outcome.metrics["goodput_rps"], trial.number)
+        for trial in trials
+        if latency in trial.outcome.metrics and trial.whole
+    ]
     kept: list[int] = []
-    most = 0.0
-    for trial in order:
-        if trial.outcome.metrics["goodput_rps"] > most:
-            most = trial.outcome.metrics["goodput_rps"]
-            kept.append(trial.number)
+    most_rps = 0.0
+    for _, minus_goodput_rps, number in sorted(known):
+        if -minus_goodput_rps > most_rps:
+            most_rps = -minus_goodput_rps
+            kept.append(number)
     return kept

@@ -1,12 +1,9 @@
-"""What a search may try: each policy with the ranges of its parameters (`PolicySpace`).
-
-The parts, in order: a space; the spaces behind routers, those of a fleet's kinds of servers, and
-those of policies; the ranges of parameters; and sweeps over them.
-"""
+"""What a search may try: each policy with the ranges of its parameters (`PolicySpace`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
@@ -15,9 +12,9 @@ import optuna
 
 from toolkit.errors import InputError, nearest
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import PolicySpec, RouterSpec
+from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import Outcome, ParameterValue, searched_key
-from toolkit.routing.routers import ROUTERS, refuse_unknown_router
+from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_of
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
 from toolkit.sim.world import flags_of
@@ -46,9 +43,9 @@ class PolicySpace:
     A logarithmic range cannot hold 0, which means no bound. Where a parameter starts at 0, the
     upper end of its range stands for 0.
 
-    With a `router`, the policy runs on replicas behind it. The names of the router's searched
-    parameters are `router.parameter`. In a fleet of servers, `kinds` are the flags at the start of
-    each kind after the first; the names of its searched ones are `kind.flag`.
+    With a `router`, the policy runs on replicas behind it, and searched parameters of the router
+    have names like `router.parameter`. In a fleet of servers, `kinds` are the flags at the start of
+    each kind after the first; searched ones have names like `kind.flag`.
     """
 
     policy: str
@@ -59,7 +56,7 @@ class PolicySpace:
 
     @property
     def key(self) -> str:
-        """What is searched apart from other spaces; see `Outcome.key`."""
+        """See `Outcome.key`."""
         return searched_key(self.policy, self.router.name if self.router else None)
 
     @property
@@ -79,16 +76,16 @@ class PolicySpace:
 
     def task(self, setup: EvaluationSetup, values: Mapping[str, ParameterValue]) -> Task:
         """The candidate with these values of searched parameters, the others as at the start."""
-        found: dict[str, dict[str, ParameterValue]] = {}
+        by_owner: defaultdict[str, dict[str, ParameterValue]] = defaultdict(dict)
         for key, value in values.items():
             owner, _, name = key.rpartition(".")
-            found.setdefault(owner, {})[name] = value
-        router, own = self.router, found.get("", {})
+            by_owner[owner][name] = value
+        router, own = self.router, {**self.start, **by_owner[""]}
         if router is not None:
-            changed = {"parameters": router.parameters | found.get(router.name, {})}
+            changed = {"parameters": router.parameters | by_owner[router.name]}
             router = router.model_copy(update=changed)
-        kinds = {name: {**start, **found.get(name, {})} for name, start in self.kinds.items()}
-        return Task(setup, self.policy, {**self.start, **own}, router, kind_parameters=kinds)
+        kinds = {name: {**start, **by_owner[name]} for name, start in self.kinds.items()}
+        return Task(setup, self.policy, own, router, kind_parameters=kinds)
 
     def values(self, outcome: Outcome) -> dict[str, ParameterValue]:
         """All parameters of an outcome of this space, by the names that `task` takes."""
@@ -97,15 +94,16 @@ class PolicySpace:
         return {**outcome.every_parameter, **named}
 
     def in_turn(self) -> PolicySpace:
-        """The space of the same policy on the same replicas, with requests to each in turn."""
-        own = {k: among for k, among in self.distributions.items() if k not in self._of_router()}
+        """The space of the same policy on the same replicas, behind the round-robin router."""
+        routed = self._of_router()
+        own = {key: among for key, among in self.distributions.items() if key not in routed}
         return replace(self, router=RouterSpec(), distributions=own)
 
     def _of_router(self) -> dict[str, Value]:
         return _named(self.router.name, self.router.parameters) if self.router else {}
 
     def _of_others(self) -> dict[str, Value]:
-        """The parameters at the start of the router and the further kinds, as they are named."""
+        """The parameters of the router and of further kinds at the start, by their names here."""
         found = self._of_router()
         for kind, flags in self.kinds.items():
             found |= _named(kind, flags)
@@ -117,24 +115,21 @@ class PolicySpace:
 
     def _unbounded(self, name: str) -> int:
         """The drawn value that stands for 0 (no bound); 0 where no value does."""
-        distribution = self.distributions[name]
-        if (
-            not isinstance(distribution, optuna.distributions.IntDistribution)
-            or not distribution.log
-        ):
+        among = self.distributions[name]
+        if not isinstance(among, optuna.distributions.IntDistribution) or not among.log:
             return 0
         known = defaults(KNOWN[self.policy]) | dict(self.start) | self._of_others()
-        return 0 if known[name] else int(distribution.high)
+        return 0 if known[name] else int(among.high)
 
 
 def _named(owner: str, given: Mapping[str, T]) -> dict[str, T]:
-    """The parameters of a router or a kind by the names that they have in a search."""
+    """The parameters of a router or a kind by their names in a search."""
     return {f"{owner}.{name}": value for name, value in given.items()}
 
 
 def with_kinds(own: PolicySpace, kinds: Sequence[Kind], workers: int) -> PolicySpace:
-    """The space of a fleet's servers: with the flags of each kind after the first, which `kinds`
-    are. A kind's flags start at its recipe's and have the ranges of its recipe's `tune.space`.
+    """The space of a fleet's servers: `own`, and the flags of the further `kinds`, which start at
+    their recipes' values and have the ranges of their recipes' `tune.space`.
 
     Raises `InputError` for a kind with another policy, and for ranges as `make_spaces`.
     """
@@ -147,39 +142,38 @@ def with_kinds(own: PolicySpace, kinds: Sequence[Kind], workers: int) -> PolicyS
     return replace(own, distributions=distributions, kinds=starts)
 
 
-def router_spaces(
-    space: PolicySpace,
-    own: RouterSpec,
-    routers: Sequence[str],
-    narrowed: Narrowed,
-    start_of: Callable[[str], RouterSpec],
-) -> list[PolicySpace]:
-    """The space behind the recipe's own router, then behind each of the other `routers`.
+def router_spaces(space: PolicySpace, recipe: Recipe, workers: int) -> list[PolicySpace]:
+    """The space behind the recipe's own router, then behind each other one of `tune.routers`.
 
-    In `routers`, "all" stands for all, "own" for the recipe's. `start_of` gives a router's
-    parameters at the start. Keys of `narrowed` that are not `router.parameter` are left alone.
-    Raises `InputError` for an unknown router or parameter, and a range that cannot be searched.
+    There, "all" stands for all, "own" for the recipe's. The parameters of the recipe's router start
+    at its values, those of others at their defaults. Raises `InputError` for an unknown router or
+    parameter, and a range that cannot be searched.
     """
-    groups = {ALL: list(ROUTERS), OWN: [own.name]}
+    own, routers = recipe.replica_router.name, recipe.tune.routers
+    groups = {ALL: list(ROUTERS), OWN: [own]}
     for name in routers:
         if name not in groups:
             refuse_unknown_router(name, "tune.routers: ")
-    wanted = [name for given in routers for name in groups.get(given, [given])]
-    found = []
-    for name in dict.fromkeys([own.name, *wanted]):
-        router = start_of(name)
-        given = {
-            key.rpartition(".")[2]: values
-            for key, values in narrowed.items()
-            if key.rpartition(".")[0] == name
+    spaces = []
+    for name in _names(own, routers, groups):
+        router = router_of(recipe, name, workers)
+        assert router is not None, "routers are searched only for replicas"
+        narrowed = {
+            key.removeprefix(f"{name}."): values
+            for key, values in recipe.tune.space.items()
+            if key.startswith(f"{name}.")
         }
         searched = _distributions(
-            f"router '{name}'", knobs(ROUTERS[name]), router.parameters, given
+            f"router '{name}'", knobs(ROUTERS[name]), router.parameters, narrowed
         )
-        named = {f"{name}.{parameter}": among for parameter, among in searched.items()}
-        distributions = {**space.distributions, **named}
-        found.append(replace(space, router=router, distributions=distributions))
-    return found
+        distributions = space.distributions | _named(name, searched)
+        spaces.append(replace(space, router=router, distributions=distributions))
+    return spaces
+
+
+def _names(own: str, listed: Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The recipe's own policy or router, then the listed others, with the members of groups."""
+    return list(dict.fromkeys([own, *(n for name in listed for n in groups.get(name, [name]))]))
 
 
 def make_spaces(
@@ -193,8 +187,8 @@ def make_spaces(
 
     In `policies`, "all" stands for the `known` ones, "own" for the recipe's. Keys of `narrowed` are
     `parameter` (of the recipe's own policy), `policy.parameter`, or `router.parameter`
-    (`router_spaces`); keys of policies that are not searched are only checked. Raises `InputError`
-    for an unknown policy or parameter, an oracle, or a range that cannot be searched.
+    (`router_spaces`); keys of policies and routers that are not searched are only checked. Raises
+    `InputError` for an unknown policy or parameter, an oracle, or a range that cannot be searched.
     """
     groups = {ALL: known, OWN: [own.name]}
     for name in policies:
@@ -202,20 +196,15 @@ def make_spaces(
             raise InputError(
                 f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, *groups])
             )
-    wanted = [name for given in policies for name in groups.get(given, [given])]
-    names = list(dict.fromkeys([own.name, *wanted]))
+    names = _names(own.name, policies, groups)
     for name in names:
         refuse_oracle(name)
     by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in KNOWN}
     for key, values in narrowed.items():
         policy, dot, parameter = key.rpartition(".")
         if policy in ROUTERS:
-            _distributions(
-                f"router '{policy}'",
-                knobs(ROUTERS[policy]),
-                defaults(ROUTERS[policy]),
-                {parameter: values},
-            )
+            known_ones, first = knobs(ROUTERS[policy]), defaults(ROUTERS[policy])
+            _distributions(f"router '{policy}'", known_ones, first, {parameter: values})
             continue
         if dot and policy not in KNOWN:
             raise InputError(
@@ -223,16 +212,12 @@ def make_spaces(
                 nearest(policy, [*KNOWN, *ROUTERS]),
             )
         by_policy[policy or own.name][parameter] = values
-    spaces = {
-        name: search_space(name, {}, given, workers)
-        for name, given in by_policy.items()
-        if name != own.name
+    starts = {own.name: own.parameters}
+    spaces = {  # of all policies, since all keys of `narrowed` are checked
+        name: search_space(name, starts.get(name, {}), values, workers)
+        for name, values in by_policy.items()
     }
-    spaces[own.name] = search_space(own.name, own.parameters, by_policy[own.name], workers)
-    return [
-        PolicySpace(name, own.parameters if name == own.name else {}, spaces[name])
-        for name in names
-    ]
+    return [PolicySpace(name, starts.get(name, {}), spaces[name]) for name in names]
 
 
 def search_space(
@@ -240,11 +225,11 @@ def search_space(
 ) -> Distributions:
     """The distributions of the searched parameters of `policy`.
 
-    Searched are those with a search range and those in `narrowed`. The range of a number is
-    [low, high]; a word or a boolean has choices. Ranges are widened to hold `start`, the parameters
+    Searched are parameters with a search range and those in `narrowed`. The range of a number is
+    [low, high]; a word or a boolean has choices. Ranges are widened to hold `start`, the values
     that the search starts from, except for a 0 in a logarithmic range (see `PolicySpace`). With one
-    worker all routers are the same, so they are not searched. Raises `InputError` for an unknown
-    parameter, and for a range outside the parameter's limits.
+    worker, all routers are the same, so a word is searched only if `narrowed` names it. Raises
+    `InputError` for an unknown parameter, and for a range outside the parameter's limits.
     """
     known, first = knobs(KNOWN[policy]), defaults(KNOWN[policy]) | dict(start)
     return _distributions(f"policy '{policy}'", known, first, narrowed, workers)

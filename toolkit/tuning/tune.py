@@ -1,8 +1,8 @@
 """From a recipe, a fit and a trace to tuning.json.
 
 `tune` searches on one set of windows and judges the result on others (held out). `tune_to_size`
-also looks for the fewest workers. The parts, in order: settings, the two entry points, the search,
-the report with its verdict, and how much the fit's error moves that verdict.
+also looks for the fewest workers. The parts, in order: settings, the two entry points, the report
+with its verdict, and how much the fit's error moves that verdict.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow
 from toolkit.tuning.alternatives import (
+    BISECTIONS,
+    HALVINGS,
     NOTABLE_GAIN,
     RECIPE,
     AlternativeRuns,
@@ -50,7 +52,6 @@ from toolkit.tuning.alternatives import (
     alternatives,
     answer,
     fewest,
-    max_evaluations,
     nothing_suffices,
     try_siblings,
 )
@@ -62,6 +63,7 @@ from toolkit.tuning.evaluate import (
     EvaluationSetup,
     Task,
     Workload,
+    all_kinds,
     make_world,
 )
 from toolkit.tuning.executor import Runner, collect
@@ -84,7 +86,7 @@ PERCENTILES = (5, 50, 95)  # of the draws
 
 @dataclass(slots=True, frozen=True)
 class Inputs:
-    """The files that a tuning starts from, read and checked."""
+    """What a tuning starts from, read and checked."""
 
     recipe: Recipe
     fit: Fit
@@ -94,33 +96,23 @@ class Inputs:
     siblings: tuple[Kind, ...] = ()  # shipped recipes for the same model and GPU, with fits
 
     @property
-    def engines(self) -> list[str]:
-        """The engine of the recipe, and those of a fleet's other kinds."""
-        return engines_of(self.recipe, self.others)
+    def kinds(self) -> list[Kind]:
+        """The workers of the recipe, and a fleet's further kinds."""
+        return all_kinds(self.recipe, self.fit, self.others)
 
-    def world(self) -> World:
-        """The simulated machine."""
-        return make_world(self.recipe, self.fit, self.others)
+    @property
+    def settings(self) -> SearchSettings:
+        """See `settings_of`."""
+        return settings_of(self.recipe, self.fit, self.others)
 
     def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
-        """The recipe's machine and targets on `windows`."""
-        world, traces = self.world(), [window.trace for window in windows]
-        workers = f"{world.size} workers"
+        """The recipe's machine, targets and limits on `windows`."""
+        world, traces = make_world(self.recipe, self.fit, self.others), [w.trace for w in windows]
+        label += f", {world.size} workers"
         if self.others:
-            workers += f", {self.recipe.workers} of {self.recipe.name}"
-            workers += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.others)
-        return EvaluationSetup(world, traces, self.recipe.sla, f"{label}, {workers}")
-
-
-def limits_of(recipe: Recipe) -> CandidateLimits:
-    """The recipe's limits besides the latency targets."""
-    spec = recipe.tune
-    return CandidateLimits(
-        spec.max_oom_percent,
-        spec.max_evicted_percent,
-        spec.min_attainment_percent,
-        spec.max_refused_percent,
-    )
+            label += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.kinds)
+        limits = CandidateLimits.of(self.recipe)
+        return EvaluationSetup(world, traces, self.recipe.sla, label, limits)
 
 
 def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
@@ -132,41 +124,28 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     spec = recipe.tune
     workers = recipe.workers + sum(kind.workers for kind in others)
     spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers, usual_policies(fit))
-    engines = engines_of(recipe, others)
-    router = router_of(recipe, workers=workers)
-    if router is not None:
+    if router_of(recipe, workers=workers) is not None:
         if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
             raise InputError(
                 f"policy '{spaces[0].policy}' on {workers} replicas: only the policies of a "
                 f"server's own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
                 "set policy.name to one of them, or workers to 1",
             )
-        own = with_kinds(spaces[0], others, workers)
-        named = partial(_router, recipe, workers)
-        spaces = router_spaces(own, router, spec.routers, spec.space, named)
-    own, *rest = spaces
-    # Policies that the engines can serve come first, in case there are few trials.
-    rest.sort(key=lambda space: refusal(space.policy, engines) is not None)
+        spaces = router_spaces(with_kinds(spaces[0], others, workers), recipe, workers)
+    engines = [recipe.engine.name, *(kind.recipe.engine.name for kind in others)]
     served = frozenset(space.key for space in spaces if refusal(space.policy, engines) is None)
-    return SearchSettings([own, *rest], spec.trials, spec.seed, limits_of(recipe), served)
-
-
-def _router(recipe: Recipe, workers: int, name: str) -> RouterSpec:
-    found = router_of(recipe, name, workers)
-    assert found is not None, "asked only where there are replicas"
-    return found
-
-
-def engines_of(recipe: Recipe, others: Sequence[Kind]) -> list[str]:
-    """The engine of the recipe, and those of a fleet's `others`."""
-    return [recipe.engine.name, *(kind.recipe.engine.name for kind in others)]
+    # Policies that the engines can serve come first, in case there are few trials.
+    own, *rest = spaces
+    rest.sort(key=lambda space: space.key not in served)
+    return SearchSettings([own, *rest], spec.trials, spec.seed, served)
 
 
 def evaluations(settings: SearchSettings, draws: int, siblings: Sequence[Kind] = ()) -> int:
     """About the greatest number of evaluations that a tuning takes."""
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
     verdict = 1 + len(settings.spaces) + 2 * draws
-    return settings.trials + verdict + sweep + max_evaluations(siblings)
+    others = (1 + len(siblings)) * (1 + HALVINGS + BISECTIONS)  # `alternatives`
+    return settings.trials + verdict + sweep + others
 
 
 def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progress) -> Tuning:
@@ -185,24 +164,23 @@ def tune_to_size(
 ) -> Tuning:
     """As `tune`, with the fewest workers that keep all limits.
 
-    The recipe's settings give a first number of workers; a search with that many may find settings
-    for which fewer suffice, and then another search follows. A server with one of our policies
-    inside it is one worker, even where that breaks limits. Raises `InputError` where the recipe has
-    no latency target, `LimitsBrokenError` where no number suffices.
+    The recipe's settings give a first number of workers. A search with that many may find settings
+    for which fewer suffice; then another search follows. A server with one of our policies inside
+    it is one worker, even where that breaks limits. For replicas of a server, the best settings
+    behind each router are tried with fewer.
 
-    For replicas of a server, the best settings behind each router are tried with fewer; before the
-    first search, requests go to each replica in turn.
+    Raises `InputError` where the recipe has no latency target, `LimitsBrokenError` where no number
+    suffices.
     """
     if not inputs.recipe.sla:
         raise InputError(
             "--workers auto needs latency targets",
             "give some in the recipe's sla, like ttft_p99_s: 5",
         )
-    settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
-    windows = [*inputs.workload.search, *inputs.workload.held_out]
-    setup = replace(inputs.setup("", windows), label="all windows")
-    sizes = WorkerCounts(setup, runner, settings.limits, partial(progress, 0.0), [])
-    own = settings.spaces[0]
+    cut = inputs.workload.windows
+    setup = replace(inputs.setup("", [*cut.search, *cut.held_out]), label="all windows")
+    sizes = WorkerCounts(setup, partial(collect, runner, tick=partial(progress, 0.0)))
+    own = inputs.settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
     if traits_of(inputs.recipe.engine.name).server and own.policy not in BUILT_IN:
         found = search_of(inputs, runner, progress)
@@ -219,45 +197,43 @@ def tune_to_size(
     while True:
         inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
         found = search_of(inputs, runner, progress)
-        settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
-        tuned = found.evaluations[best_trial(found, settings.served)].outcome
+        tuned = best_trial(found, inputs.settings.served).outcome
         tuned_name = settings_name(tuned, workers)
         if not sizes.keeps(tuned_name, tuned, workers):
             break
         chosen, name = tuned, tuned_name
         fewer = fewest(partial(sizes.keeps, name, chosen), known=workers) or workers
-        for space in settings.spaces:
-            number = found.best([space.key])
-            if space.router is None or number is None or fewer == 1:
+        for space in inputs.settings.spaces:
+            best = found.best([space.key])
+            if space.router is None or best is None:
                 continue
-            other = found.evaluations[number].outcome
-            other_name = settings_name(other, workers)
+            other, other_name = best.outcome, settings_name(best.outcome, workers)
             while fewer > 1 and sizes.keeps(other_name, other, fewer - 1):
                 chosen, name, fewer = other, other_name, fewer - 1
         if fewer == workers:
             break
         workers = fewer
-    sizing = answer(sizes, name, workers, partial(sizes.keeps, name, chosen, workers + 1))
+    sizing = answer(sizes, name, workers, sizes.keeps(name, chosen, workers + 1))
     result = reported(inputs, found, runner, head, progress, siblings)
     return result.model_copy(update={"sizing": sizing})
 
 
 def settings_name(outcome: Outcome, workers: int | str) -> str:
-    """What a table of sizes calls the settings that a search with so many workers found."""
+    """The name in a table of sizes of settings that a search with so many workers found."""
     behind = f", {outcome.replica_router.name}" if outcome.replica_router else ""
     return f"tuned for {workers}{behind}"
 
 
 def search_of(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
-    """The search on the inputs' windows for it."""
-    settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
-    return search(inputs.setup("search", inputs.workload.search), runner, settings, progress)
+    """The search on the search windows."""
+    setup = inputs.setup("search", inputs.workload.windows.search)
+    return search(setup, runner, inputs.settings, progress)
 
 
 def _alternative_runs(inputs: Inputs, runner: Runner, progress: Progress) -> AlternativeRuns:
-    setup = inputs.setup("held out", inputs.workload.held_out)
-    rate_rps, limits = inputs.workload.rate_rps, limits_of(inputs.recipe)
-    return AlternativeRuns(inputs.recipe, setup, rate_rps, runner, limits, partial(progress, 0.0))
+    workload, evaluate = inputs.workload, partial(collect, runner, tick=partial(progress, 0.0))
+    setup = inputs.setup("held out", workload.windows.held_out)
+    return AlternativeRuns(inputs.recipe, setup, workload.rate_rps, evaluate)
 
 
 def reported(
@@ -270,21 +246,21 @@ def reported(
 ) -> Tuning:
     """The verdict on the best of `found`, and everything else that tuning.json holds.
 
-    The best is one that the recipe's engine can run. `siblings` are the siblings where they were
-    tried already.
+    The best is one that the recipe's engine can run. `siblings`: their results, if tried already.
     """
-    recipe = inputs.recipe
-    settings = settings_of(recipe, inputs.fit, inputs.others)
+    recipe, settings = inputs.recipe, inputs.settings
+    engines = [kind.recipe.engine.name for kind in inputs.kinds]
     runs = _alternative_runs(inputs, runner, progress)
     default, *held_out = _judge(runs, found, settings.spaces)
-    chosen, space, in_turn = _settle_router(
-        runs, _chosen(held_out, found, settings), settings.spaces
-    )
-    # Goodput is weighed against the target nearest to its limit, where that is a metric.
+    best = _best_held_out(held_out, found, settings)
+    chosen, space, in_turn = _settle_router(runs, best, settings.spaces)
+    # The front has goodput and the target nearest to its limit, where that is a metric.
     ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
     trials, latency = found.trials(), max(ratios, key=lambda key: ratios[key], default=LATENCY)
     verdict = _verdict(default, chosen, runs)
     recommended = default if verdict["keep_defaults"] else chosen
+    cut = inputs.workload.windows
+    swept = inputs.setup("search", cut.search)
     others = None
     if not inputs.others:
         if siblings is None:
@@ -297,67 +273,62 @@ def reported(
             "seed": settings.seed,
             "sla": recipe.sla,
             "workers": runs.setup.world.size,
-            **_described(inputs.workload),
+            "request_rate_rps": inputs.workload.rate_rps,
+            "trace_notes": list(cut.trace.notes),
+            "scaling": cut.trace.scaling,
+            "window_length": WindowLength(
+                wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
+            ),
+            "search_windows": _window_specs(cut.search),
+            "held_out_windows": _window_specs(cut.held_out),
             "trials": trials,
             **verdict,
-            "sensitivity": sensitivity(
-                inputs.setup("search", inputs.workload.search), runner, space, chosen, progress
-            ),
-            "policies": [_result(found, best, settings, inputs.engines) for best in held_out],
+            "sensitivity": sensitivity(swept, runner, space, chosen, progress),
+            "policies": [_result(found, best, settings, engines) for best in held_out],
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
             "uncertainty": _uncertainty(inputs, runs, (default.outcome, chosen.outcome)),
-            "engines": inputs.engines,
+            "engines": engines,
             "alternatives": others,
             "cost": _cost(inputs, recommended.outcome, runs.setup),
         }
     )
 
 
-def _described(workload: Workload) -> dict[str, object]:
-    """The fields of a tuning that describe the traffic and its windows."""
-    cut = workload.windows
-    return {
-        "request_rate_rps": workload.rate_rps,
-        "trace_notes": list(workload.trace.notes),
-        "scaling": workload.trace.scaling,
-        "window_length": WindowLength(
-            wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
-        ),
-        "search_windows": _window_specs(workload.search),
-        "held_out_windows": _window_specs(workload.held_out),
-    }
+def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
+    return [
+        TuningWindow(start_s=window.start_s, end_s=window.end_s, requests=len(window.trace))
+        for window in windows
+    ]
 
 
 def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
     """What the settings of `outcome` cost; None without a price or without served requests."""
-    kinds = [(inputs.recipe, inputs.recipe.workers)]
-    kinds += [(kind.recipe, kind.workers) for kind in inputs.others]
-    prices = [each.hardware.usd_per_hour for each, _ in kinds]
-    metrics = outcome.metrics
+    metrics, steps = outcome.metrics, inputs.fit.steps
     rate_rps = metrics.get("throughput_rps", 0.0)
-    if None in prices or not rate_rps:
-        return None
-    counts = [count for _, count in kinds]
-    per_hour = sum((price or 0.0) * count for price, count in zip(prices, counts, strict=True))
-    usd = per_hour / 3600.0 / rate_rps  # of a request
+    usd_per_hour = 0.0
+    for kind in inputs.kinds:
+        price = kind.recipe.hardware.usd_per_hour
+        if price is None or not rate_rps:
+            return None
+        usd_per_hour += price * kind.workers
+    usd = usd_per_hour / 3600.0 / rate_rps  # of a request
+    cost = Cost(
+        usd_per_hour=usd_per_hour,
+        usd_per_million_requests=1e6 * usd,
+        usd_per_million_in=None,
+        usd_per_million_cached=None,
+        usd_per_million_out=None,
+    )
+    if steps is None or inputs.others:
+        return cost
     prompt, output = (
         float(np.concatenate([getattr(window, column) for window in setup.windows]).mean())
         for column in ("prompt_tokens", "output_tokens")
     )
     cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
     new, rows = prompt - cached, max(metrics.get("batch_size_mean", 1.0), 1.0)
-    cost = Cost(
-        usd_per_hour=per_hour,
-        usd_per_million_requests=1e6 * usd,
-        usd_per_million_in=None,
-        usd_per_million_cached=None,
-        usd_per_million_out=None,
-    )
-    steps = inputs.fit.steps
-    if steps is None or inputs.others:
-        return cost
     in_s = steps.token_s[-1] + steps.attended_s * new / 2
     cached_s = steps.attended_s * new
     out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
@@ -375,9 +346,8 @@ def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | No
 def _judge(runs: AlternativeRuns, found: Found, spaces: Sequence[PolicySpace]) -> list[Evaluation]:
     """The recipe's settings and the best trial of each searched policy, held out."""
     best = [found.best([space.key]) for space in spaces]
-    outcomes = [found.evaluations[number].outcome for number in best if number is not None]
-    tasks = [spaces[0].task(runs.setup, {}), *(Task.of(runs.setup, each) for each in outcomes)]
-    return collect(runs.runner, tasks, runs.tick)
+    tasks = [Task.of(runs.setup, trial.outcome) for trial in best if trial]
+    return runs.evaluate([spaces[0].task(runs.setup, {}), *tasks])
 
 
 def _settle_router(
@@ -390,8 +360,8 @@ def _settle_router(
     if space.router is None:
         return chosen, space, None
     task = replace(Task.of(runs.setup, chosen.outcome), router=RouterSpec())
-    [in_turn] = collect(runs.runner, [task], runs.tick)
-    if not _router_gains(in_turn, chosen, runs.limits):
+    [in_turn] = runs.evaluate([task])
+    if not _router_gains(in_turn, chosen, runs.setup.limits):
         chosen, space = in_turn, space.in_turn()
     return chosen, space, in_turn.outcome
 
@@ -408,7 +378,9 @@ def _router_gains(in_turn: Evaluation, chosen: Evaluation, limits: CandidateLimi
     return chosen.goodput_rps >= in_turn.goodput_rps and before_s > NOTABLE_GAIN * after_s
 
 
-def _chosen(held_out: Sequence[Evaluation], found: Found, settings: SearchSettings) -> Evaluation:
+def _best_held_out(
+    held_out: Sequence[Evaluation], found: Found, settings: SearchSettings
+) -> Evaluation:
     """The best policy that the engine can run (any policy, where the engine can run none).
 
     A policy that keeps all limits held out comes first, then one that kept them in the search,
@@ -417,26 +389,25 @@ def _chosen(held_out: Sequence[Evaluation], found: Found, settings: SearchSettin
     served = [best for best in held_out if best.outcome.key in settings.served] or held_out
 
     def rank(best: Evaluation) -> tuple[bool, bool, float]:
-        number = best_trial(found, [best.outcome.key])
-        return best.feasible(settings.limits), found.fits(number), found.evaluations[number].score
+        trial = best_trial(found, [best.outcome.key])
+        return best.feasible(found.limits), trial.feasible(found.limits), trial.score
 
     return max(served, key=rank)
 
 
-def best_trial(found: Found, keys: Collection[str]) -> int:
-    """The number of the best trial of these spaces, or of all where they have no trial."""
-    number = found.best(keys)
-    number = found.best() if number is None else number
-    assert number is not None, "every search has trials"
-    return number
+def best_trial(found: Found, keys: Collection[str]) -> Evaluation:
+    """The best trial of these spaces, or of all where they have no trial."""
+    best = found.best(keys) or found.best()
+    assert best is not None, "every search has trials"
+    return best
 
 
 def _verdict(default: Evaluation, best: Evaluation, runs: AlternativeRuns) -> dict[str, object]:
     """The fields of a tuning that compare the best with the recipe's settings, on held-out windows,
     and judge the recommended one of the two by each limit.
     """
-    before, after, limits = default.goodput_rps, best.goodput_rps, runs.limits
-    keep = (best.feasible(limits), best.score) <= (default.feasible(limits), default.score)
+    before, after, limits = default.goodput_rps, best.goodput_rps, runs.setup.limits
+    keep = best.rank(limits) <= default.rank(limits)
     recommended = default if keep else best
     usage, metrics = recommended.usage(limits), recommended.outcome.metrics
     judged = []
@@ -470,20 +441,13 @@ def _result(
     return PolicyResult(
         policy=policy,
         trials=sum(trial.outcome.key == key for trial in found.evaluations),
-        best_trial=best_trial(found, [key]),
+        best_trial=found.evaluations.index(best_trial(found, [key])),
         held_out=held_out.outcome,
-        feasible=held_out.feasible(settings.limits),
+        feasible=held_out.feasible(found.limits),
         importance=importance(found, next(space for space in settings.spaces if space.key == key)),
         refusal=refusal(policy, engines),
         engines=engines_for(policy),
     )
-
-
-def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
-    return [
-        TuningWindow(start_s=window.start_s, end_s=window.end_s, requests=len(window.trace))
-        for window in windows
-    ]
 
 
 def _uncertainty(
@@ -508,22 +472,18 @@ def _uncertainty(
         world = fleet(list(map(_drawn_world, setup.world.kinds, drawn)))
         drawn_setup = replace(setup, label=f"{setup.label}, draw {k}", world=world)
         tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
-    done = collect(runs.runner, tasks, runs.tick)
-    before, after = done[0::2], done[1::2]
-    better = [
-        (b.feasible(runs.limits), b.score) > (a.feasible(runs.limits), a.score)
-        for a, b in zip(before, after, strict=True)
-    ]
-    defaults = [evaluation.goodput_rps for evaluation in before]
-    best = [evaluation.goodput_rps for evaluation in after]
-    gains = [100.0 * (b / a - 1.0) for a, b in zip(defaults, best, strict=True) if a > 0]
+    done = runs.evaluate(tasks)
+    pairs = list(zip(done[0::2], done[1::2], strict=True))
+    better = sum(best.rank(setup.limits) > default.rank(setup.limits) for default, best in pairs)
+    defaults, bests = ([one.goodput_rps for one in each] for each in zip(*pairs, strict=True))
+    gains = [100.0 * (b / a - 1.0) for a, b in zip(defaults, bests, strict=True) if a > 0]
     return Uncertainty(
         method="held-out errors" if inputs.profile is None else "profile",
         draws=draws,
         defaults_goodput_rps=_interval(defaults),
-        best_goodput_rps=_interval(best),
+        best_goodput_rps=_interval(bests),
         gain_percent=_interval(gains) if len(gains) == draws else None,
-        better_percent=100.0 * sum(better) / draws,
+        better_percent=100.0 * better / draws,
     )
 
 
