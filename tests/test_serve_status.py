@@ -338,7 +338,7 @@ def test_the_page_is_on_by_default_only_on_loopback(
 ):
     orders = []
 
-    def launch(order, on_ready, *_) -> dict[str, int]:
+    def launch(order, on_ready, **_) -> dict[str, int]:
         orders.append(order)
         on_ready("http://h:1")
         return {}
