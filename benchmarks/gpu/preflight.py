@@ -27,11 +27,15 @@ from benchmarks.common.command import make_parser
 
 MISSING = 3  # the exit code of an engine or a device that cannot do it (docs/reference/errors.md)
 GIB = 1 << 30
-# What the stages import, directly or through pydantic; versions are those of pyproject.toml.
+# What the stages import, directly or through pydantic; versions are those of pyproject.toml. The
+# second part is what images often lack: `benchmarks.gpu.wheels` collects it.
+OFTEN_LACKING = (
+    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions"),
+    *("msgspec", "mypy-extensions"),
+)
 PACKAGES = (
     *("torch", "transformers", "safetensors", "huggingface-hub", "packaging", "pyyaml"),
-    *("numpy", "scipy", "numba", "pydantic", "pydantic-core", "annotated-types"),
-    *("typing-inspection", "typing-extensions", "msgspec", "mypy-extensions"),
+    *("numpy", "scipy", "numba", *OFTEN_LACKING),
 )
 STAGES_IMPORT = (
     *("benchmarks.gpu.stages", "benchmarks.gpu.probe", "toolkit.estimators.fitting"),

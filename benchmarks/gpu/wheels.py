@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.wheels [--to .whl] [--python-version 3.12] [NAME ...]
 
 Takes a few seconds. Needs a package registry and pip. Versions are those of locks/run.txt. The
-names are by default those of `benchmarks.gpu.run` that an image with torch and transformers often
-lacks. On the machine, without network:
+names are by default those that `benchmarks.gpu.preflight` checks and that an image with torch and
+transformers often lacks. On the machine, without network:
 
     python3 -m pip install --no-index --no-deps --target /tmp/site .whl/*.whl
     export PYTHONPATH=/tmp/site
@@ -21,11 +21,8 @@ from pathlib import Path
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
+from benchmarks.gpu.preflight import OFTEN_LACKING
 
-NAMES = (
-    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions"),
-    "msgspec",
-)
 LOCK = ROOT / "locks" / "run.txt"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LIMIT_BYTES = 64 << 20  # with the tree
@@ -34,7 +31,7 @@ LIMIT_BYTES = 64 << 20  # with the tree
 def main() -> int:
     options = _options()
     options.to.mkdir(parents=True, exist_ok=True)
-    pins = [f"{name}=={version}" for name, version in locked(options.names or NAMES, LOCK)]
+    pins = [f"{name}=={version}" for name, version in locked(options.names or OFTEN_LACKING, LOCK)]
     done = subprocess.run(download(pins, options.to, options.python_version))
     if done.returncode:
         return done.returncode
@@ -48,7 +45,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(NAMES)}")
+    default = f"default: {', '.join(OFTEN_LACKING)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=default)
     parser.add_argument("--to", type=Path, default=Path(".whl"), help="the folder for the wheels")
     parser.add_argument("--python-version", default="3.12", help="of the GPU machine")
     return parser.parse_args()
