@@ -18,6 +18,7 @@ from benchmarks.gpu import preflight
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu.stages import ROUNDS, SLICES, derive, write_recipes
 from benchmarks.gpu.table import tables
+from benchmarks.gpu.wheels import LOCK, locked
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.shipped import load_recipe
@@ -238,6 +239,34 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
         "for name in STAGES_IMPORT: importlib.import_module(name)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT)
+
+
+@pytest.mark.slow
+def test_the_preflight_names_every_package_that_the_stages_import():
+    code = (
+        "import ast, importlib, pathlib, sys\n"
+        "from benchmarks.gpu.preflight import STAGES_IMPORT\n"
+        "for name in STAGES_IMPORT: importlib.import_module(name)\n"
+        "ours = ('toolkit', 'benchmarks')\n"
+        "files = [m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] in ours]\n"
+        "for file in files:\n"
+        "    for node in ast.parse(pathlib.Path(file).read_text()).body:\n"
+        "        if isinstance(node, ast.Import): print(*(each.name for each in node.names))\n"
+        "        elif isinstance(node, ast.ImportFrom): print(node.module)\n"
+    )
+    environment = gpu._environment() | {"LLMCTL_COMPILED": "0"}  # compiled modules are no source
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, check=True, env=environment, cwd=gpu.ROOT, capture_output=True)
+    imported = {name.partition(".")[0] for name in run.stdout.decode().split()}
+    imported -= {*sys.stdlib_module_names, "toolkit", "benchmarks"}
+    packages = {name.replace("-", "_") for name in preflight.PACKAGES}
+    assert imported - {"yaml", "jinja2"} <= packages  # torch brings jinja2
+    assert {"pydantic", "mypy_extensions", "torch", "yaml"} <= imported
+
+
+def test_what_images_often_lack_can_be_collected():
+    pins = dict(locked(preflight.OFTEN_LACKING, LOCK))
+    assert pins.keys() == set(preflight.OFTEN_LACKING) < set(preflight.PACKAGES)
 
 
 @pytest.fixture
