@@ -11,8 +11,8 @@ n of them say less than n independent ones. Each window is cut into blocks of co
 the variance of independent requests. Wilson's interval is taken with n / design effect requests, as
 in surveys with clusters, and a lower number still because few blocks estimate that effect (Korn and
 Graubard 1998; Franco et al. 2019, *Comparative study of confidence intervals for proportions in
-complex sample surveys*). A bootstrap over windows would not do: of two windows (the default), or of
-shares that all are 100 %, it says that nothing is uncertain.
+complex sample surveys*). A bootstrap over windows would not do: of a few windows, or of shares that
+all are 100 %, it says that nothing is uncertain.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ that is in the `RoundResult`, so the scheduler's state matches what the engine h
 a `RecordingScheduler` replays. The engine may be one step ahead: a step that began before an order
 counts to the round that the order began, and only requests in both take part in it.
 
-`CountedBlocks` counts each block of tokens once that several requests share. `AdmissionGate` is the
+`CountedBlocks` counts a block of tokens that several requests share once. `AdmissionGate` is the
 engine's queue of waiting requests: the engine sees only those that the policy admits.
 """
 
