@@ -16,6 +16,7 @@ import samples
 from benchmarks.gpu import live as gpu_live
 from benchmarks.gpu import preflight
 from benchmarks.gpu import run as gpu
+from benchmarks.gpu.dry_run import GPU_TESTS
 from benchmarks.gpu.stages import ROUNDS, SLICES, derive, write_recipes
 from benchmarks.gpu.table import tables
 from benchmarks.gpu.wheels import LOCK, locked
@@ -262,6 +263,11 @@ def test_the_preflight_names_every_package_that_the_stages_import():
     packages = {name.replace("-", "_") for name in preflight.PACKAGES}
     assert imported - {"yaml", "jinja2"} <= packages  # torch brings jinja2
     assert {"pydantic", "mypy_extensions", "torch", "yaml"} <= imported
+
+
+def test_the_page_names_the_command_of_the_dry_run():
+    page = (gpu.ROOT / "docs/how-to/gpu.md").read_text()
+    assert f"    python3 {' '.join(GPU_TESTS)}\n" in page
 
 
 def test_what_images_often_lack_can_be_collected():
