@@ -51,12 +51,13 @@ class Chunk:
 class PagedPass:
     """What the next forward pass computes, and the rows that were preempted for it."""
 
-    __slots__ = ("chunks", "preempted", "shape")
+    __slots__ = ("chunks", "preempted", "rows", "shape")
 
     def __init__(
         self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
     ) -> None:
         self.shape = shape
+        self.rows = shape.rows  # kept, because each pass reads it several times
         self.chunks = chunks
         self.preempted = preempted
 

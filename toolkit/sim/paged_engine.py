@@ -249,7 +249,7 @@ class PagedRun:
                 self._under_way, self._plan_s = ended, self._begun_s
             else:
                 scheduler.settle(ended)
-                self._plan_s = self._done_s + self._law.after_s(leap.shape.rows)
+                self._plan_s = self._done_s + self._law.after_s(leap.rows)
             if self._plan_s > now_s or (follow and ended):
                 self.next_s = self._plan_s
                 return
@@ -264,7 +264,7 @@ class PagedRun:
         for row in plan.preempted:
             if row.mark:  # it had its last token with the last pass; else none since its admission
                 self._close(row, self._last_s)
-        if plan.shape.rows:
+        if plan.rows:
             steps = scheduler.ahead()
             self._can_cut = steps > 1 and not scheduler.waiting
             self._set_leap(plan, max(now_s, self._done_s), steps, until_s)
@@ -339,7 +339,7 @@ class PagedRun:
         steps, begin_s, end_s = self._steps, self._begin_s, self._done_s
         first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
         last = _grown(plan.shape, steps)
-        last_gap_s = law.after_s(plan.shape.rows) + end_s - self._begun_s
+        last_gap_s = law.after_s(plan.rows) + end_s - self._begun_s
         self._give(plan, steps, first_s, last_gap_s)
         size = self._block_tokens
         used_first = (self._blocks - scheduler.pool.free) * size
@@ -347,7 +347,7 @@ class PagedRun:
         used = (self._blocks - scheduler.pool.free) * size
         ledger.rounds += steps
         ledger.decoding_steps += steps
-        ledger.row_steps += steps * last.rows
+        ledger.row_steps += steps * plan.rows
         if plan.chunks:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
