@@ -36,7 +36,7 @@ BUDGET_S = 540
 RECIPE = "recipes/tiny-llama-cpu-rebatch.yaml"
 LEFT_S = 15.0  # after the kill, for the processes to be gone
 LIMITS = {"preflight": 90.0, "tests": 90.0, "probe": 180.0}
-# Without the project's options: a bare machine has no pytest-timeout, whose keys would be unknown.
+# Without the project's options: a bare machine lacks pytest-timeout, so its keys are unknown there.
 GPU_TESTS = (
     *("-m", "pytest", "-q", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider"),
     "tests/test_engines_gpu.py",
