@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -234,7 +235,7 @@ class _Slot:
     )
 
 
-class WorkerPool:
+class WorkerPool(ABC):
     """`toolkit.workers.protocol.Workers` for any kind of body.
 
     Args:
@@ -257,11 +258,11 @@ class WorkerPool:
         self._emit: OnEvent = _ignore
         self._stopping = asyncio.Event()
 
+    @abstractmethod
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
         """Start the body of a worker; its frames arrive on the running loop. Raises `OSError` if
         that is not possible now.
         """
-        raise NotImplementedError
 
     async def start(self, on_event: OnEvent) -> None:
         """Start all workers at once. Raises `EngineError`, with the first worker's reason, if one
