@@ -14,12 +14,6 @@ from docs.make_reference import PAGES, VARIABLES, page
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TEXTS = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "profiles" / "README.md"]
-WRITTEN = [
-    text
-    for text in TEXTS
-    if DOCS in text.parents and not (text.parent.name == "reference" and text.stem in PAGES)
-]
-MOST_WORDS = 30_000
 LINK = re.compile(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"')
 
 
@@ -96,19 +90,6 @@ def named_files() -> list[Path]:
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     files += [*(ROOT / "templates").rglob("*.j2"), *(ROOT / "recipes").glob("*.yaml"), *TEXTS]
     return [file for file in files if file.name not in ("CHANGELOG.md", Path(__file__).name)]
-
-
-def test_pages_are_short() -> None:
-    words = {
-        text: len([word for word in text.read_text("utf-8").split() if re.search(r"\w", word)])
-        for text in WRITTEN
-    }
-    assert sum(words.values()) <= MOST_WORDS
-    for text in (DOCS / "results").glob("*.md"):
-        assert len(text.read_text(encoding="utf-8").splitlines()) <= 150, name(text)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(readme) <= 90
-    assert max(len(line) for line in readme if not line.startswith("|")) <= 100
 
 
 def test_decisions_are_dated_and_listed() -> None:

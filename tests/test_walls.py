@@ -201,25 +201,6 @@ def test_a_broad_except_says_why() -> None:
     assert found == []
 
 
-FUNCTION_LINES = 60
-FILE_LINES = 600
-
-
-def test_functions_and_files_are_short_enough_to_read_at_once() -> None:
-    root = PACKAGE.parent
-    files, functions = {}, {}
-    for path in [*PACKAGE.rglob("*.py"), *(root / "benchmarks").rglob("*.py")]:
-        name, lines = path.relative_to(root).as_posix(), path.read_bytes().count(b"\n")
-        if lines > FILE_LINES:
-            files[name] = lines
-        for node in nodes_in(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > FUNCTION_LINES:
-                    functions[f"{name}: {node.name}"] = lines
-    assert (files, functions) == ({}, {})
-
-
 def test_no_function_begins_with_a_blank_line() -> None:
     begins = re.compile(r"^ *(?:(?:async )?def |\)).*:\n\n", re.MULTILINE)
     assert begins.search("def f(\n    a: int,\n) -> None:\n\n    return a\n")
