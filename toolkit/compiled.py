@@ -48,6 +48,7 @@ MODULES = (
     "toolkit.sim.blocks",
     "toolkit.sim.continuous",
     "toolkit.sim.decoding",
+    "toolkit.sim.followers",
     "toolkit.sim.ledger",
     "toolkit.sim.loop",
     "toolkit.sim.paged",

@@ -7,7 +7,7 @@ within a request. Goodput is the requests per second that meet every latency tar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from toolkit.files.tuning import UNSERVED
 
 Floats = NDArray[np.float64]
+MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,6 +34,10 @@ class Served:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    def after(self, first: int) -> Served:
+        """The requests from number `first` on."""
+        return Served(*(getattr(self, column.name)[first:] for column in fields(self)))
 
 
 def _of_all(served: Served) -> dict[str, Floats]:
@@ -101,6 +106,32 @@ def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
         for stat in ("mean", "p50", "p95", "p99"):
             summary[f"{name}_{stat}_s"] = statistic(values, stat)
     return summary
+
+
+def behind_s(served: Served) -> float:
+    """How much longer the last tenth of the requests waits for its first token than the first
+    tenth, in seconds: medians of TTFT by arrival, of requests that are ok; 0 for fewer than 20.
+    """
+    waits_s = _of_all(served)["ttft"][served.ok]
+    tenth = len(waits_s) // 10
+    if tenth < 2:
+        return 0.0
+    return max(float(np.median(waits_s[-tenth:]) - np.median(waits_s[:tenth])), 0.0)
+
+
+def behind_percent(served: Served) -> float:
+    """`behind_s` in percent of the time from the first arrival to the last; 0 without such a time.
+
+    A server that serves the share 1/x of what arrives is (1 - 1/x) of that time behind at its end,
+    however long the trace is.
+    """
+    span_s = float(served.arrival_s[-1] - served.arrival_s[0]) if len(served) else 0.0
+    return 100.0 * behind_s(served) / span_s if span_s > 0.0 else 0.0
+
+
+def keeps_up(served: Served) -> bool:
+    """Whether the queue does not grow with the trace, by `MOST_BEHIND_PERCENT`."""
+    return behind_percent(served) <= MOST_BEHIND_PERCENT
 
 
 def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:

@@ -263,7 +263,7 @@ def _recommendation(work: Path, window: Window, found: WindowResult) -> dict[str
         "tuned": how,
         "flags": {k: _round(v) for k, v in tuning.recommended.parameters.items()},
         "tune_predicts_rps": _round(tuning.recommended.metrics["goodput_rps"]),
-        "tune_predicts_defaults_rps": _round(tuning.defaults_held_out.metrics["goodput_rps"]),
+        "tune_predicts_defaults_rps": _round(tuning.defaults.metrics["goodput_rps"]),
         "requests": found.requests,
         "predicted": {name: _round(found.predicted.get(name)) for name in OF_PLANS},
         "measured": {name: _round(found.measured.get(name)) for name in OF_PLANS},

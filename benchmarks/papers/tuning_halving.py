@@ -28,9 +28,10 @@ from toolkit.files.io import fit_path, read_file
 from toolkit.files.recipe import Recipe
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import Evaluation, Task, make_workload
+from toolkit.tuning.evaluate import Evaluation, Task
 from toolkit.tuning.search import search
 from toolkit.tuning.tune import Inputs, best_trial, settings_of
+from toolkit.tuning.workload import make_workload
 
 LABEL = "search"
 HELD_OUT = 8
@@ -51,7 +52,7 @@ class Windows:
     def whole(self, task: Task) -> Evaluation:
         """The evaluation on all windows."""
         self.count += len(task.setup.windows)
-        return replace(task, stops_early=False).run()
+        return replace(task, stops_above=None).run()
 
 
 class Halving(Windows):

@@ -30,10 +30,11 @@ from toolkit.files.recipe import RouterSpec
 from toolkit.files.shipped import load_recipe
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
-from toolkit.tuning.evaluate import Task, make_workload
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.search import ALIKE, SearchSettings, search
 from toolkit.tuning.tune import Inputs, best_trial
+from toolkit.tuning.workload import make_workload
 
 SLA = ["ttft_p99_s=2", "mtpot_p99_s=0.1"]
 WINDOWS = {"windows": 4, "held_out_windows": 4}

@@ -30,9 +30,10 @@ from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import Tuning
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task, make_workload
+from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
 from toolkit.tuning.executor import Remembering
 from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import make_workload
 
 SEARCH, REST = "search", "alternatives"
 

@@ -55,7 +55,7 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import prepare
 from toolkit.traces.write import TraceLine, write_trace
-from toolkit.tuning.evaluate import capacity_rps, make_world
+from toolkit.tuning.workload import backlog_rps
 
 POLICIES = ("past-future", "aggressive", "conservative", "mlfq", "slice")
 LOADS = (50, 80, 100, 120)  # percent of the capacity
@@ -145,7 +145,7 @@ class Lab:
         name = "capacity"
         if not self.file(f"{name}.json").exists():
             recipe, fit = self.recipe(), read_file(Fit, self.file("fit.json"))
-            expected_rps = capacity_rps(recipe, make_world(recipe, fit), self.lengths)
+            expected_rps = backlog_rps(recipe, fit, self.lengths)
             count = int(expected_rps * BACKLOG_S)
             burst_s = 1.0  # all come within a second
             warming = self.warmup * expected_rps / count

@@ -236,7 +236,7 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
         )
         for one in tuned.targets
     ]
-    promised = tuning.best_held_out.metrics
+    promised = tuning.recommended.metrics
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
         said, predicted = promised.get(name), tuned.predicted.get(name)
         targets.append(Held(name, None, said, predicted, tuned.measured.get(name, 0.0), None))
@@ -253,13 +253,13 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
-    from toolkit.tuning.evaluate import capacity_rps, make_world
+    from toolkit.tuning.workload import backlog_rps
 
     plan = read_file(Plan, planned)
     policy = PolicySpec(name=plan.policy.name, parameters=plan.policy.parameters)
     tuned = recipe.model_copy(update={"policy": policy})
     fitted = prepare(read_trace(trace_path(trace))[0], recipe)
-    capacity = capacity_rps(tuned, make_world(recipe, plan.fit), fitted)
+    capacity = backlog_rps(tuned, plan.fit, fitted)
     return ["--rate", f"{OVERLOAD * capacity:.1f}", "--duration", f"{REPLAY_S / OVERLOAD:.1f}"]
 
 

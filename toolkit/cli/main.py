@@ -69,6 +69,9 @@ COMMANDS = {
     ),
     "report": CommandEntry("Write an offline HTML page: fit, tuning, validation, plan."),
     "simulate": CommandEntry("Simulate a trace under a policy with fitted laws, without a model."),
+    "capacity": CommandEntry(
+        "Find the highest rate at which all targets hold, what it costs, how many GPUs."
+    ),
     "compare": CommandEntry("Compare policies on one trace: a table, and plots."),
     "trace": CommandEntry("Inspect, convert, generate and record traces."),
     "demo": CommandEntry(

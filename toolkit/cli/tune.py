@@ -26,6 +26,7 @@ from toolkit.cli.arguments import (
     limit_workers,
     open_recipe,
     option,
+    refuse_useless,
 )
 from toolkit.cli.basis import Fleet, note_bases, note_trace, open_fleet, read_fit, refuse_workers
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
@@ -145,7 +146,16 @@ class TuneOptions:
         "A trace file, or the name of a shipped trace; default: the recipe's.",
         autocompletion=arguments.traces,
     )
-    rate: float | None = _traffic(None, "Scale arrivals to this many requests per second.")
+    rate: float | None = _traffic(
+        None, "Scale arrivals to this many requests per second; default: the trace's own rate."
+    )
+    load: float | None = _traffic(
+        None,
+        "Instead of a rate: this multiple of the highest rate at which the recipe's settings keep "
+        "all limits.",
+        min=0.01,
+        max=100.0,
+    )
     window: float | None = _traffic(
         None, "Seconds of each window, if the trace is long enough.", min=0.1
     )
@@ -183,21 +193,21 @@ class TuneOptions:
 @command_of(TuneOptions)
 def command(args: TuneOptions) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on
-    other windows.
+    the whole trace.
 
-    The recommendation is the best that the recipe's engine can run; beside it stand the best of all
-    policies, and what the recipes for other engines would give. Trial 0 is the recipe's own policy.
-    The verdict is the gain over it on windows that the search did not use, with its certainty, or
-    the advice to keep it. The same command resumes an interrupted search; --jobs and --executor
-    change only the time. Exit code 5 means that the recommendation breaks a limit; the result is
-    written and printed nevertheless.
+    The trace is taken at its own rate, or at --rate or --load. The recommendation is the best that
+    the recipe's engine can run; beside it stand the best of all policies, and what the recipes for
+    other engines would give. Trial 0 is the recipe's own policy. The verdict is the gain over it,
+    with its certainty, or the advice to keep it. The same command resumes an interrupted search;
+    --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
+    limit; the result is written and printed nevertheless.
     """
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
-    from toolkit.tuning.evaluate import make_workload
     from toolkit.tuning.executor import Remembering
     from toolkit.tuning.fleet_size import tune_fleet_to_size
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
+    from toolkit.tuning.workload import make_workload
 
     fleet, spec, fit, others = _open(args)
     traffic = trace_path(args.trace or spec.tune.trace)
@@ -236,7 +246,7 @@ def command(args: TuneOptions) -> None:
         unbeaten = "the recipe's settings, which nothing beat,"
         which = unbeaten if result.keep_defaults else "the best settings"
         hint = "`render` and `serve` refuse this tuning without --allow-broken-limits"
-        raise LimitsBrokenError(f"held out, {which} {breaks(result.limits)}", hint)
+        raise LimitsBrokenError(f"{which} {breaks(result.limits)}", hint)
 
 
 def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
@@ -256,16 +266,20 @@ def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     else:
         recipe = open_recipe(args.recipe)
         fit = read_fit(args.fit, args.recipe, force=args.force)
-    settings = {
+    settings: dict[str, object] = {
         "policies": _names(args.policies),
         "routers": _names(args.routers),
         "trials": args.trials,
         "seed": args.seed,
         "request_rate_rps": args.rate,
+        "load": args.load,
         "draws": args.draws,
         "window_s": args.window,
     }
     changed = {key: value for key, value in settings.items() if value is not None}
+    if args.load is not None:
+        refuse_useless({"--rate": args.rate}, "--load gives the rate")
+        changed["request_rate_rps"] = None
     tune = recipe.tune.model_copy(update=changed)
     return fleet, recipe.model_copy(update={"tune": tune}), fit, others
 
@@ -433,7 +447,7 @@ def show(result: Tuning) -> None:
     """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
     from toolkit.report.verdict import verdict
 
-    before, after = result.defaults_held_out, result.best_held_out
+    before, after = result.defaults, result.best
     same = before.key == after.key
     if result.sizing:
         _show_sizing(result.sizing)
@@ -454,14 +468,13 @@ def show(result: Tuning) -> None:
     names = ["default", "best"]
     if not same:
         names = [f"{_short(before)}, default", f"{_short(after)}, best"]
-    title = f"predicted on {len(result.held_out_windows)} held-out windows"
+    title = f"predicted on {result.judged.requests:,} requests of the trace"
     table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
-    # a target covers all windows' requests together
     limits = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]
     what = "the recipe's settings" if result.keep_defaults else "the best settings"
-    title = f"{what} beside the limits, all held-out requests together"
+    title = f"{what} beside the limits"
     table(["limit", ">allowed", ">predicted", "kept"], limits, title=title)
-    of_best = [one.importance for one in result.policies if one.held_out.key == after.key]
+    of_best = [one.importance for one in result.policies if one.outcome.key == after.key]
     shares = of_best[0] if of_best else {}
     swings: list[tuple[object, ...]] = []
     for swept in result.sensitivity:
@@ -488,15 +501,15 @@ def _show_policies(result: Tuning) -> None:
     from toolkit.sched.policies import footnote, marked
 
     latency = result.latency_metric
-    what = "router" if result.best_held_out.replica_router else "policy"
+    what = "router" if result.best.replica_router else "policy"
     rows: list[tuple[str, int, float, float, bool]] = []
     for one in result.policies:
-        router, metrics = one.held_out.replica_router, one.held_out.metrics
+        router, metrics = one.outcome.replica_router, one.outcome.metrics
         name = router.name if router else marked(one.policy, result.engines)
         goodput_rps, latency_s = metrics.get("goodput_rps", 0.0), metrics.get(latency, 0.0)
         rows.append((name, one.trials, goodput_rps, latency_s, one.feasible))
     rows.sort(key=lambda row: (not row[4], -row[2]))
-    title = f"each {what}'s best trial, on {len(result.held_out_windows)} held-out windows"
+    title = f"each {what}'s best settings, on the whole trace"
     table([what, ">trials", ">goodput_rps", f">{latency}", "in limits"], rows, title=title)
     remark = footnote([one.policy for one in result.policies], result.engines)
     if remark:
@@ -521,10 +534,10 @@ def _show_sizing(sizing: Sizing) -> None:
         used = share_used(one.binding_ratio).removesuffix(" of its limit")
         rows[-1] += [f"{one.attainment_percent:.1f} %", f"{one.binding} {used}"]
     columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
-    title = "numbers of workers that were tried, on all windows"
+    title = "numbers of workers that were tried, on the whole trace"
     if sizing.kinds:
         columns[1:4] = [">servers", "fits"]
-        title = f"{' + '.join(kind.recipe for kind in sizing.kinds)}, on all windows"
+        title = f"{' + '.join(kind.recipe for kind in sizing.kinds)}, on the whole trace"
     table(columns, rows, title=title)
     if len(shown) < len(sizing.rows):
         print(f"{len(shown)} of {len(sizing.rows)} tried counts; the file has all\n")
@@ -536,10 +549,10 @@ def _show_chart(result: Tuning) -> None:
     if len(known) < 2:
         return
     marks: dict[str, str] = {}  # of each policy, the first letter that no other has
-    for name in [_short(one.held_out) for one in result.policies]:
+    for name in [_short(one.outcome) for one in result.policies]:
         letters = [c for c in name if c.isalpha() and c != "o" and c not in marks.values()]
         marks[name] = letters[0] if letters else "."
-    best = [trial for trial in known if trial.outcome.same_settings(result.best_held_out)][:1]
+    best = [trial for trial in known if trial.outcome.same_settings(result.best)][:1]
     points = []
     for mark, trials in (
         ("", known),

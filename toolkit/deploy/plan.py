@@ -173,7 +173,7 @@ def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) ->
         served = [result for result in tuning.policies if result.refusal is None] if tuning else []
         if not served:
             raise
-        best = max(served, key=lambda r: (r.feasible, r.held_out.metrics["goodput_rps"])).held_out
+        best = max(served, key=lambda r: (r.feasible, r.outcome.metrics["goodput_rps"])).outcome
         known = defaults(KNOWN[best.policy])
         changed = [
             f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"
@@ -308,19 +308,19 @@ def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
 def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
     outcome, trials = tuning.recommended, len(tuning.trials)
     if tuning.keep_defaults:
-        source = f"kept: no trial of {trials} did better than the recipe's settings, held out"
+        source = f"kept: no trial of {trials} did better than the recipe's settings"
     elif not tuning.keeps_limits:
-        source = f"{_trial(tuning, outcome)} of {trials}; it breaks limits, held out"
+        source = f"{_trial(tuning, outcome)} of {trials}; it breaks limits"
     else:
         gain = "goodput from none"
         if tuning.gain_percent is not None:
             gain = f"{tuning.gain_percent:+.1f} % goodput"
         if gain in ("+0.0 % goodput", "-0.0 % goodput"):
             gain = "the same goodput, other latencies"
-        source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
+        source = f"{_trial(tuning, outcome)} of {trials}: {gain}"
     scaled = "scaled " if tuning.scaling and tuning.scaling.notable else ""
-    count = len(tuning.held_out_windows)
-    windows = f"simulated with the fit on {count} held-out windows of the {scaled}trace"
+    part = "whole" if tuning.judged.whole else "busiest part of the"
+    windows = f"simulated with the fit on the {part} {scaled}trace"
     workers_source = "tuning: simulated with this number"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"

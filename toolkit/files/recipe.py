@@ -340,7 +340,9 @@ class TuneSpec(Strict):
     trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = Field(60, description="settings to try")
     seed: Seed = Field(0, description="the same seed gives the same result")
     windows: Positive = Field(4, description="trace windows used for the search")
-    held_out_windows: Positive = Field(4, description="other windows, used only for the verdict")
+    held_out_windows: Positive = Field(
+        4, description="other windows, used for the certainty of the gain"
+    )
     window_s: PositiveFloat | None = optional(
         "length of a window in the scaled trace, where the trace allows it; None: as long as all "
         "fit with gaps"
@@ -349,8 +351,8 @@ class TuneSpec(Strict):
         "scale arrivals to this mean rate; None: the trace's own"
     )
     load: PositiveFloat | None = optional(
-        "instead of a rate: scale arrivals to this multiple of the greatest rate that the untuned "
-        "policy can serve"
+        "instead of a rate: scale arrivals to this multiple of the highest rate at which the "
+        "recipe's settings keep all limits"
     )
     policies: list[str] = Field(
         ["all"],

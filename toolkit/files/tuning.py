@@ -1,4 +1,4 @@
-"""tuning.json: the search, its result, and how that does on windows that the search did not see.
+"""tuning.json: the search, its result, and how that does on the whole trace.
 
 In this order: the limits of a recipe (kept, broken or not predicted), how the lengths of a trace
 were scaled to fit a model (in numbers and in words), and the result of a search.
@@ -19,6 +19,7 @@ from toolkit.units import number
 OOM = "oom_percent"
 EVICTED = "evicted_percent"
 REFUSED = "refused_percent"
+BEHIND = "behind_percent"  # how far behind arrivals a server is at the end of the trace
 ATTAINMENT = "sla_attainment_lower_percent"
 # The used share of a latency target where no request is served; files cannot hold infinity.
 UNSERVED = 1e9
@@ -35,7 +36,7 @@ class Limit(Strict):
     name: str = Field(description="the metric; the end of its name is the unit")
     bound: Literal["at most", "at least"]
     limit: float
-    predicted: float | None = optional("held out; None: not predicted, or no request is served")
+    predicted: float | None = optional("None: not predicted, or no request is served")
     kept: bool | None = optional("None: not predicted")
 
     @model_validator(mode="after")
@@ -272,13 +273,13 @@ class Sensitivity(Strict):
 
 
 class PolicyResult(Strict):
-    """The best trial of one policy (behind one router), evaluated on the held-out windows."""
+    """The best settings of one policy (behind one router), on the whole trace."""
 
     policy: str
     trials: int
-    best_trial: int
-    held_out: Outcome
-    feasible: bool = Field(description="whether it keeps every limit, held out")
+    outcome: Outcome
+    feasible: bool = Field(description="whether it keeps every limit on the whole trace")
+    judged_requests: int = Field(description="fewer than the trace has: its busiest part")
     importance: dict[str, float] = Field(
         description="parameter to its share of the best trials' lead (PED-ANOVA); may be empty"
     )
@@ -297,7 +298,7 @@ class Interval(Strict):
 
 
 class Uncertainty(Strict):
-    """How the fit's error moves the verdict: held-out windows under laws drawn around the fit."""
+    """How the fit's error moves the gain: held-out windows under laws drawn around the fit."""
 
     method: Literal["profile", "held-out errors"] = Field(
         description="laws refitted to resampled measurements, or scaled by their held-out errors"
@@ -312,7 +313,7 @@ class Uncertainty(Strict):
 
 
 class SizingRow(Strict):
-    """Settings with a number of workers on all windows, and the limit with the greatest ratio."""
+    """Settings with a number of workers on the whole trace, and the limit that binds."""
 
     settings: str = Field(description="'recipe', or 'tuned for N' workers, and the router")
     workers: int
@@ -362,18 +363,18 @@ class Sizing(Strict):
 class Sibling(Strict):
     """A shipped recipe for the same model and GPU with another engine, simulated with its fit.
 
-    The simulation uses the held-out windows, the same rate, and its own policy and parameters.
+    The simulation uses the whole trace, the same rate, and its own policy and parameters.
     """
 
     recipe: str
     engine: str
     analytic: bool = Field(description="its fit comes from data sheets, not measurements")
     workers: int = Field(description="as many as the tuned recipe has; 1 for a server")
-    held_out: Outcome
+    outcome: Outcome
     usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
     feasible: bool
     up_to_rps: float | None = Field(
-        description="highest rate found at which it keeps all limits; None: no such rate"
+        description="its capacity: the highest rate that keeps all limits; None: no such rate"
     )
     usd_per_hour: float | None = optional(
         "of all its workers, at its recipe's price or the tuned one's"
@@ -383,10 +384,7 @@ class Sibling(Strict):
 class Alternatives(Strict):
     """Other ways to serve this traffic, besides the recommended one. All were simulated."""
 
-    feasible: bool = Field(description="whether the recommended settings keep all limits, held out")
-    up_to_rps: float | None = Field(
-        description="highest rate found that keeps all limits, at most a backlog's; None: none"
-    )
+    feasible: bool = Field(description="whether the recommended settings keep all limits")
     best_of_all: str | None = Field(
         description="the best searched policy, if the engine cannot run it; None: nothing is better"
     )
@@ -400,14 +398,20 @@ class Alternatives(Strict):
 
 
 class Cost(Strict):
-    """What the recommended settings cost for the held-out traffic, in US dollars.
+    """What the recommended settings cost for this traffic, in US dollars.
 
-    The price of all workers is divided among the tokens by the time that the fitted law of a pass
+    The price of an hour is divided by the requests that are served in it: where the server keeps
+    up, the successful ones over the length of their window; where the queue grows with the trace,
+    or there is no target, the throughput.
+
+    The price of a request is divided among its tokens by the time that the fitted law of a pass
     gives them: computed prompt tokens, prompt tokens found in the cache, and output tokens.
     """
 
     usd_per_hour: float = Field(description="of all workers")
-    usd_per_million_requests: float
+    usd_per_million_requests: float = Field(
+        description="usd_per_hour over the requests that are served in an hour"
+    )
     usd_per_million_in: float | None = Field(
         description="prompt tokens that are computed; None: a fleet, or no law of passes"
     )
@@ -426,11 +430,38 @@ class TuningWindow(Strict):
 
 
 class WindowLength(Strict):
-    """The length of the windows, in seconds of the scaled trace."""
+    """The length of the windows, in seconds of the scaled trace, and what they leave out."""
 
     wished_s: float | None = Field(description="by the recipe or --window; none: as long as fits")
     seconds: float
     longest_s: float = Field(description="the greatest that leaves gaps between windows")
+    covered_percent: float = Field(description="of the trace's requests that are in a window")
+
+
+class JudgedPart(Strict):
+    """What the verdict on the recommended settings is about, in seconds of the scaled trace."""
+
+    start_s: float
+    end_s: float
+    requests: int
+    of_requests: int = Field(description="of the trace; more than `requests`: its busiest part")
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole trace."""
+        return self.requests == self.of_requests
+
+
+class TunedCapacity(Strict):
+    """The highest rates at which settings keep all limits on the whole trace; None: there is none.
+
+    `error_percent`: the lowest rate tried that breaks a limit is at most this much higher.
+    """
+
+    defaults_rps: float | None
+    recommended_rps: float | None
+    binding: str | None = Field(description="the limit that breaks above the recommended rate")
+    error_percent: float
 
 
 class Tuning(Envelope):
@@ -458,18 +489,24 @@ class Tuning(Envelope):
     search_windows: list[TuningWindow]
     held_out_windows: list[TuningWindow]
     trials: list[Trial]
-    defaults_held_out: Outcome
-    best_held_out: Outcome
+    judged: JudgedPart
+    defaults: Outcome = Field(description="the recipe's settings on the whole trace")
+    best: Outcome = Field(description="the best settings on the whole trace")
+    further: list[Outcome] = Field(
+        [], description="candidates tried on the whole trace, since the first broke a limit there"
+    )
     gain_percent: float | None = Field(
-        description="goodput of the best over the defaults', held out; None from zero"
+        description="goodput of the best over the defaults'; None from zero"
     )
     binding_sla: str | None = Field(
         description="of the recommended settings: the target with the greatest ratio to its limit"
     )
     binding_ratio: float | None = Field(description="that target's value over its limit")
-    keep_defaults: bool = Field(description="True where the search found nothing better held out")
+    keep_defaults: bool = Field(description="True where the search found nothing better")
+    keeps_up: bool = Field(description="False: with the recommended settings the queue grows")
+    capacity: TunedCapacity | None = optional("None: of a fleet, or where it was not searched")
     limits: list[Limit] = Field(
-        description="every limit, with the held-out prediction of the recommended settings"
+        description="every limit, with the prediction for the recommended settings"
     )
     keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     sensitivity: list[Sensitivity]
@@ -480,8 +517,8 @@ class Tuning(Envelope):
         [], description="the recipe's own first; of replicas, one for each router"
     )
     in_turn: Outcome | None = optional(
-        "of replicas: the best settings with requests to each replica in turn, held out; the best "
-        "ones are these where a router gains nothing"
+        "of replicas: the best settings with requests to each replica in turn; the best ones are "
+        "these where a router gains nothing"
     )
     latency_metric: str = Field("e2e_p95_s", description="the second axis of `front`")
     front: list[int] = Field(
@@ -497,8 +534,8 @@ class Tuning(Envelope):
 
     @property
     def recommended(self) -> Outcome:
-        """The recommended settings, held out: the best, or the defaults where nothing is better."""
-        return self.defaults_held_out if self.keep_defaults else self.best_held_out
+        """The recommended settings: the best, or the defaults where nothing is better."""
+        return self.defaults if self.keep_defaults else self.best
 
     @model_validator(mode="after")
     def _agrees_with_its_limits(self) -> Tuning:

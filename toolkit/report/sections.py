@@ -276,19 +276,19 @@ def plan_section(files: Material) -> Section:
 
 
 def tuning_section(files: Material) -> Section:
-    """The trials of `tuning.json`, their front, the gain on held-out windows, and what matters."""
+    """The trials of `tuning.json`, their front, the gain on the whole trace, and what matters."""
     tuning = files.tuning
     if tuning is None:
         command = f"llmctl tune {files.recipe.name} --fit fit.json --trace TRACE"
         return _missing(files, "tuning", "The settings were not tuned yet.", command)
     rate = f"{number(tuning.request_rate_rps)} requests/s on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
-    policies = f"policy '{tuning.best_held_out.policy}'{others}"
+    policies = f"policy '{tuning.best.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", lead)
     shares: dict[str, float] = {}
     for result in tuning.policies:
-        if result.policy == tuning.best_held_out.policy:
+        if result.policy == tuning.best.policy:
             shares = {name: 100 * share for name, share in result.importance.items()}
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
@@ -298,16 +298,18 @@ def tuning_section(files: Material) -> Section:
         Figure(bars(shares, " %"), trials),
         Figure(bars(swings, " %"), swept),
     ]
-    section.tables += _held_out(tuning)
+    section.tables += _on_trace(tuning)
     if tuning.policies:
         names, latency = [result.policy for result in tuning.policies], tuning.latency_metric
         rows: list[tuple[Cell, ...]] = []
         for result in tuning.policies:
-            name, metrics = marked(result.policy, tuning.engines), result.held_out.metrics
+            name, metrics = marked(result.policy, tuning.engines), result.outcome.metrics
             values = (metrics.get("goodput_rps"), metrics.get(latency))
             rows.append((name, result.trials, *values, result.feasible))
         remark = footnote(names, tuning.engines)
-        caption = "Each policy's best trial, held out" + (f" ({remark})" if remark else "")
+        caption = "Each policy's best settings on the whole trace" + (
+            f" ({remark})" if remark else ""
+        )
         columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
         section.tables.append(Table(caption, columns, rows))
     return section
@@ -319,7 +321,7 @@ def _front(tuning: Tuning) -> Figure:
     known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and t.whole]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])
-    best = [trial for trial in known if trial.outcome.same_settings(tuning.best_held_out)][:1]
+    best = [trial for trial in known if trial.outcome.same_settings(tuning.best)][:1]
     series = [
         _series("trials", known, latency),
         _series("the front", front, latency, "line"),
@@ -351,16 +353,15 @@ def _series(
     return ChartSeries(name, points, kind)
 
 
-def _held_out(tuning: Tuning) -> list[Table]:
-    """The defaults and the best: their metrics on held-out windows, and their settings."""
-    before, after = tuning.defaults_held_out, tuning.best_held_out
+def _on_trace(tuning: Tuning) -> list[Table]:
+    """The defaults and the best: their metrics on the whole trace, and their settings."""
+    before, after = tuning.defaults, tuning.best
     rows: list[tuple[Cell, ...]] = []
     for name, old in before.metrics.items():
         if name in after.metrics:
             new = after.metrics[name]
             rows.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "–"))
-    windows = f"{len(tuning.held_out_windows)} windows that the search did not see"
-    caption = f"The defaults and the best on {windows}"
+    caption = f"The defaults and the best on {tuning.judged.requests:,} requests of the trace"
     known = before.every_parameter if before.policy == after.policy else {}
     settings = [
         (name, word(known[name]) if name in known else "–", word(value))

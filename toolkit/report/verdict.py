@@ -6,18 +6,15 @@ alternatives: changes that keep the limits or serve clearly more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import Interval, Sibling, Tuning, share_used
+from toolkit.files.tuning import BEHIND, Interval, Sibling, Tuning, share_used
 from toolkit.sched.policies import BUILT_IN
 from toolkit.units import number, percent
 
 NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of the rate is named
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
-WINDOW_MARGIN = 1.25  # proposed windows are longer by this factor than the mean rate needs
-WAITS = ("ttft_", "e2e_")  # metrics that waiting in a queue adds to
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
 METHODS = {"profile": "profile resampled", "held-out errors": "no profile: laws scaled"}
@@ -25,48 +22,76 @@ METHODS = {"profile": "profile resampled", "held-out errors": "no profile: laws 
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
-    lines = [*_warnings(result), *_size_lines(result)]
-    if not any(trial.feasible for trial in result.trials):
-        lines.append("no trial keeps all limits")
-        worst = max(result.usage, key=lambda key: result.usage[key], default="")
-        if worst:
-            what = "the defaults are" if result.keep_defaults else "the best is"
-            lines[-1] += f"; {worst} binds: held out, {what} {share_used(result.usage[worst])}"
-        if result.alternatives is None:
-            remedies = (
-                "fewer requests (--rate), more workers, or a looser target in the recipe's sla"
-            )
-            lines.append(f"remedy: {remedies}")
-    elif result.binding_sla and result.binding_ratio is not None:
-        state = "missed" if result.binding_ratio > 1 else "met"
-        binds = f"{result.binding_sla}, {state}, {share_used(result.binding_ratio)}"
-        lines.append(f"the target that binds: {binds}")
-    defaults_feasible = any(t.number == 0 and t.feasible for t in result.trials)
+    lines = [*_warnings(result), *_size_lines(result), *_judged_lines(result)]
+    if not result.keeps_limits and result.alternatives is None:
+        remedies = "fewer requests (--rate), more workers, or a looser target in the recipe's sla"
+        lines.append(f"remedy: {remedies}")
     if result.keep_defaults and not result.keeps_limits:
-        none = "nothing better than the defaults was found on the held-out windows"
-        lines.append(f"{none}; they also break limits")
-    elif _no_gain(result.gain_percent) and defaults_feasible:
-        lines += _equal_goodput(result)
+        lines.append("nothing better than the defaults was found; they also break limits")
     elif result.keep_defaults:
-        lines.append("keep the defaults: nothing better was found on the held-out windows")
+        lines.append(f"nothing to gain: {_no_better(result)}; keep the defaults")
     elif not result.keeps_limits:
-        lines.append("do not serve this: the best breaks limits on the held-out windows")
+        lines.append("do not serve this: the best settings break limits")
+    elif _no_gain(result.gain_percent):
+        lines.append(_latency_gain(result))
     elif result.gain_percent is not None:
-        lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
+        lines.append(f"gain over the defaults: {result.gain_percent:+.1f} % goodput")
     else:
-        lines.append("gain over the defaults, held out: the defaults have no goodput")
-    lines += [*_router_lines(result), *_cost_lines(result), *_alternative_lines(result)]
-    lines += _how_sure(result)
-    best = result.best_held_out.policy
+        lines.append("gain over the defaults: they have no goodput")
+    lines += [*_capacity_lines(result), *_router_lines(result), *_cost_lines(result)]
+    lines += [*_alternative_lines(result), *_how_sure(result)]
+    best = result.best.policy
     refused = next((one.refusal for one in result.policies if one.policy == best), None)
     if refused and not result.keep_defaults:
         lines.append(f"`serve` cannot start it: {refused}")
     return lines
 
 
+def _judged_lines(result: Tuning) -> list[str]:
+    """What the verdict is about, whether the server keeps up there, and the limit that binds."""
+    part = result.judged
+    about = f"the whole trace, {part.requests:,} requests"
+    if not part.whole:
+        span = f"{number(part.start_s)} to {number(part.end_s)} s"
+        about = f"{part.requests:,} of {part.of_requests:,} requests, the busiest part, {span}"
+    lines = [f"judged on {about}, at {number(result.request_rate_rps)} requests/s"]
+    which = "the recipe's settings" if result.keep_defaults else "the best settings"
+    behind = next((limit for limit in result.limits if limit.name == BEHIND), None)
+    if not result.keeps_up and behind is not None and behind.predicted is not None:
+        late_s = behind.predicted / 100.0 * (part.end_s - part.start_s)
+        growing = f"at its end, requests wait {number(late_s)} s longer than at its beginning"
+        lines.append(f"overloaded: the queue grows with the trace ({which}); {growing}")
+    if result.binding_sla and result.binding_ratio is not None:
+        state = "missed" if result.binding_ratio > 1 else "met"
+        binds = f"{result.binding_sla}, {state}, {share_used(result.binding_ratio)}"
+        lines.append(f"the limit that binds: {binds}")
+    if result.further:
+        further = f"{len(result.further)} further settings were tried on the trace"
+        lines.append(f"  {further}, since the search's best broke a limit there")
+    return lines
+
+
+def _capacity_lines(result: Tuning) -> list[str]:
+    """Up to which rate the limits hold; empty where it was not searched."""
+    capacity = result.capacity
+    if capacity is None:
+        return []
+    which = "the recipe's settings" if result.keep_defaults else "the best settings"
+    if capacity.recommended_rps is None:
+        return [f"capacity: {which} keep all limits at no rate that was tried"]
+    most = f"{number(capacity.recommended_rps)} requests/s with {which}"
+    line = f"capacity: all limits hold up to {most}"
+    if not result.keep_defaults:
+        own = capacity.defaults_rps
+        line += f", with the defaults {f'up to {number(own)}' if own else 'at no rate'}"
+    if capacity.binding:
+        line += f"; then {capacity.binding} breaks"
+    return [line]
+
+
 def _router_lines(result: Tuning) -> list[str]:
     """What the best settings' router gains over requests in turn; empty without replicas."""
-    best, in_turn = result.best_held_out, result.in_turn
+    best, in_turn = result.best, result.in_turn
     if best.replica_router is None or in_turn is None:
         return []
     name = best.replica_router.name
@@ -123,7 +148,8 @@ def _how_sure(result: Tuning) -> list[str]:
     if drawn.gain_percent and _no_gain(drawn.gain_percent.low, drawn.gain_percent.high):
         beats = "the difference is less than 0.1 %: no gain in goodput"
     return [
-        f"with the fit's error, in 90 % of {drawn.draws} draws ({METHODS[drawn.method]}):",
+        f"with the fit's error, in 90 % of {drawn.draws} draws ({METHODS[drawn.method]}), on "
+        f"{len(result.held_out_windows)} windows that the search did not see:",
         f"  goodput {_span(drawn.best_goodput_rps)}/s, "
         f"the defaults' {_span(drawn.defaults_goodput_rps)}/s",
         f"  {beats}",
@@ -131,29 +157,12 @@ def _how_sure(result: Tuning) -> list[str]:
 
 
 def _warnings(result: Tuning) -> list[str]:
-    """Warnings where the requests were scaled much, or where the windows show too little."""
+    """Warnings where the requests were scaled much, or where the trace is short."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
-    windows, length = result.held_out_windows, result.window_length
-    # at twice the load that is served, requests wait for as long as it has lasted
-    waits = [(limit, key) for key, limit in result.sla.items() if key.startswith(WAITS)]
-    limit_s, key = min(waits, default=(0.0, ""))
-    if length and result.keeps_limits and length.seconds < limit_s:
-        remedy = "give a longer trace, or a lower --rate"
-        if math.ceil(limit_s) <= length.longest_s:
-            remedy = f"--window {math.ceil(limit_s)}"
-        short = f"windows of {number(length.seconds)} s are shorter than {key}, {number(limit_s)} s"
-        late = "even at twice the load that is served, no request waits so long in one"
-        lines.append(f"warning: {short}: {late}; {remedy}")
-    count = sum(window.requests for window in windows)
+    count = result.judged.requests
     if count < FEW_REQUESTS:
-        remedy = "give a longer trace"
-        if length and count:
-            needed_s = math.ceil(WINDOW_MARGIN * length.seconds * FEW_REQUESTS / count)
-            if needed_s <= length.longest_s:
-                remedy = f"--window {needed_s} would hold enough"
-        basis = f"this rests on only {count} requests in {len(windows)} held-out windows"
         needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
-        lines.append(f"warning: {basis}; {needs}: {remedy}")
+        lines.append(f"warning: this rests on only {count} requests; {needs}: give a longer trace")
     return lines
 
 
@@ -161,21 +170,20 @@ def _no_gain(*gains_percent: float | None) -> bool:
     return all(gain is not None and abs(gain) < NO_GAIN_PERCENT for gain in gains_percent)
 
 
-def _equal_goodput(result: Tuning) -> list[str]:
-    """Why no setting raises the goodput, and how else the best differs."""
-    defaults, best = result.defaults_held_out.metrics, result.best_held_out.metrics
+def _no_better(result: Tuning) -> str:
+    """Why the defaults are kept although they keep every limit."""
     at = f"at {number(result.request_rate_rps)} requests/s"
-    if defaults.get("sla_attainment_percent") == best.get("sla_attainment_percent") == 100.0:
-        served = f"{at} the defaults also serve every request within all targets"
-        lines = [f"nothing to gain: {served}; a higher --rate shows what settings are worth"]
-    else:
-        lines = [f"nothing to gain: {at} the best and the defaults have the same goodput"]
-    if result.keep_defaults:
-        lines.append("keep the defaults: nothing better was found on the held-out windows")
-    elif "e2e_mean_s" in best and "e2e_mean_s" in defaults:
-        times = f"{number(best['e2e_mean_s'])} s, the defaults' {number(defaults['e2e_mean_s'])} s"
-        lines.append(f"the best differs only in latency: mean E2E {times}")
-    return lines
+    if result.defaults.metrics.get("sla_attainment_percent") == 100.0:
+        return f"{at} the defaults serve every request within all targets"
+    return f"{at} no settings were found that are notably better than the defaults"
+
+
+def _latency_gain(result: Tuning) -> str:
+    """How the best differs from the defaults where the goodput is the same."""
+    before_s = result.defaults.metrics.get("e2e_mean_s", 0.0)
+    after_s = result.best.metrics.get("e2e_mean_s", 0.0)
+    times = f"mean E2E {number(after_s)} s, the defaults' {number(before_s)} s"
+    return f"the same goodput as the defaults, at a lower latency: {times}"
 
 
 def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
@@ -236,7 +244,7 @@ def _alternative_lines(result: Tuning) -> list[str]:
     best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
     if best is not None:
         state = "keeps all limits" if best.feasible else "also breaks limits"
-        goodput = f"{number(best.held_out.metrics.get('goodput_rps', 0.0))} good requests/s"
+        goodput = f"{number(best.outcome.metrics.get('goodput_rps', 0.0))} good requests/s"
         lines = [
             f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
             f"by this engine's laws it {state}, {goodput}"
@@ -244,7 +252,7 @@ def _alternative_lines(result: Tuning) -> list[str]:
     if found.feasible:
         kept = [sibling for sibling in found.siblings if sibling.feasible]
         top = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
-        own_rps = found.up_to_rps or 0.0
+        own_rps = (result.capacity and result.capacity.recommended_rps) or 0.0
         if top is not None and (top.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
             up_to = f"up to {number(top.up_to_rps or 0.0)} requests/s on {_workers(top)}"
             lines.append(
@@ -271,22 +279,19 @@ def _alternative_lines(result: Tuning) -> list[str]:
             lines.append(f"  not another engine: {recipe} {at}")
     if found.workers is not None:
         lines.append(f"  more workers: {found.workers} with the best settings")
-    if found.up_to_rps is not None:
-        most = f"at most {number(found.up_to_rps)} requests/s (--rate)"
-        lines.append(f"  fewer requests: {most} with the best settings")
-    else:
-        none = "the best settings break a limit even at a 64th of the rate"
-        lines.append(f"  not fewer requests: {none}")
+    most_rps = result.capacity and result.capacity.recommended_rps
+    if most_rps:
+        lines.append(f"  fewer requests: at most {number(most_rps)} requests/s (--rate)")
     policy = result.recommended.policy
     if traits_of(result.engines[0]).server and policy not in BUILT_IN:
         lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
-    if not (kept or found.policies or found.workers or found.up_to_rps):
+    if not (kept or found.policies or found.workers or most_rps):
         lines.append("  a looser target in the recipe's sla")
     return lines
 
 
 def _sibling(sibling: Sibling) -> str:
-    metrics = sibling.held_out.metrics
+    metrics = sibling.outcome.metrics
     up_to = f"{number(sibling.up_to_rps or 0.0)} requests/s"
     most = f", and all limits up to {up_to}" if sibling.up_to_rps else ""
     return (

@@ -28,14 +28,16 @@ from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
 from toolkit.sim.continuous import RoundSetup, RoundWorker
+from toolkit.sim.followers import Followers
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
-from toolkit.sim.loop import SimulationStalledError, VirtualWorker, collector_off, run
+from toolkit.sim.loop import SimulationStalledError, VirtualWorker, collector_off
+from toolkit.sim.loop import run as run_loop
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, FrontDelay, Intake, SimWorker
 from toolkit.sim.world import World
-from toolkit.traces.types import Sessions, Trace
+from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
 
@@ -74,8 +76,14 @@ def requests_of(
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
 
+    The times are those of the requests after the trace's warm-up, the counters of all.
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
+    result = _simulate_all(trace, policy, world)
+    return replace(result, served=result.served.after(trace.warmup)) if trace.warmup else result
+
+
+def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if isinstance(policy, VllmPolicy):
         usable = [kind.engine().capacity_tokens for kind in world.kinds]
     else:
@@ -86,6 +94,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             "the fitted memory has no room: 0 tokens of KV cache are usable",
             "profile where the cache is larger, or give --set capacity_tokens=N",
         )
+    if world.concurrency:
+        trace = _at_once(trace, world.concurrency, world.ramp_s)
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
@@ -99,10 +109,21 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             f"{what}, and policy '{policy.name}' gives requests to workers itself",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
         )
-    closed = trace.sessions if world.closed_loop else None
-    refusals = _run(requests, policy, world, ledger, closed)
+    reuse = Reuse(None, trace.sessions, world.closed_loop, world.concurrency)
+    followers = reuse.followers(range(len(requests)))
+    refusals = _run(requests, policy, world, ledger, followers)
     counts = counters(ledger, len(refusals), usable[0])
     return SimResult(world.front.seen(ledger.served()), counts, refusals)
+
+
+def _at_once(trace: Trace, concurrency: int, ramp_s: float) -> Trace:
+    """The trace in its order, for a fixed concurrency: the first requests start spread over
+    `ramp_s`; when the others start is not known yet.
+    """
+    arrival_s = np.zeros(len(trace))
+    first = min(concurrency, len(trace))
+    arrival_s[:first] = np.arange(first) * (ramp_s / concurrency)
+    return replace(trace, arrival_s=arrival_s, sessions=None)
 
 
 def _served_by_engines(
@@ -115,21 +136,24 @@ def _served_by_engines(
     for kind in world.kinds:
         book = ledger.of_kind() if several else ledger
         kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
-    engine, reuse = kinds[0].engine, Reuse(trace.shared, trace.sessions, world.closed_loop)
-    routing = world.routing or (Routing.of_front(RoundRobinRouter()) if several else None)
+    engine = kinds[0].engine
+    reuse = Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency)
+    # At a fixed concurrency several engines share one line of requests, so these are not dealt.
+    routed = several or (world.concurrency and world.size > 1)
+    routing = world.routing or (Routing.of_front(RoundRobinRouter()) if routed else None)
     if routing is None:
         refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
         served = kinds[0].usual_front.seen(ledger.served())
         counts = counters(ledger, len(refusals), engine.capacity_tokens)
         return SimResult(served, counts, refusals)
     with collector_off():  # what cycles there are live as long as the caches
-        routed = RoutedRun(requests, kinds, ledger, reuse, routing)
-        refusals = routed.serve(drain=world.drain)
+        run = RoutedRun(requests, kinds, ledger, reuse, routing)
+        refusals = run.serve(drain=world.drain)
     if several:
         for one in kinds:
             ledger.add(one.ledger, engine.capacity_tokens / one.engine.capacity_tokens)
     # as clients see the requests, each behind the front of the kind that served it
-    kind_of, fronts = np.array(routed.kind_of), [kind.usual_front for kind in kinds]
+    kind_of, fronts = np.array(run.kind_of), [kind.usual_front for kind in kinds]
     served = ledger.served()
     served = replace(
         served,
@@ -162,25 +186,24 @@ def _run(
     policy: Policy,
     world: World,
     ledger: Ledger,
-    closed: Sessions | None,
+    followers: Followers,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
     known, first = world.scheduled(), requests
-    if closed is None:
+    if not followers:
         scheduler = Scheduler(policy, known, seed=world.seed, finished=world.finished)
     else:
-        turns = requests, closed, ledger, world.front
-        scheduler = ClosedLoop(policy, known, *turns, seed=world.seed, finished=world.finished)
-        previous = closed.previous.tolist()
-        first = [request for k, request in enumerate(requests) if previous[k] < 0]
+        loop = requests, followers, ledger, world.front
+        scheduler = ClosedLoop(policy, known, *loop, seed=world.seed, finished=world.finished)
+        first = [request for k, request in enumerate(requests) if k not in followers.later]
     workers = [*virtual_workers(policy, world, ledger, requests)]
     books = [ledger.of_kind() for _ in world.others]
     for kind, book in zip(world.others, books, strict=True):
         workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    refusals = run(scheduler, first, workers, drain=world.drain)
+    refusals = run_loop(scheduler, first, workers, drain=world.drain)
     for kind, book in zip(world.others, books, strict=True):
         ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
     return refusals
@@ -208,7 +231,9 @@ def virtual_workers(
         )
         kind = RoundWorker if world.joining is None else SlabWorker
         return [kind(first + k, ledger, setup) for k in range(world.workers)]
-    intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
+    # at a fixed concurrency, requests arrive between batches
+    arrivals_s = [] if world.concurrency else [request.arrival_s for request in requests]
+    intake = Intake(arrivals_s, world.arrival_cost_s)
     return [
         SimWorker(
             latency,
@@ -224,12 +249,12 @@ def virtual_workers(
 
 
 class ClosedLoop(Scheduler):
-    """A scheduler that submits the later turns of sessions itself; `toolkit.sim.loop` submits first
-    turns. It writes into `ledger` when turns arrived.
+    """A scheduler that submits itself the requests that follow others; `toolkit.sim.loop` submits
+    the first ones. It writes into `ledger` when they arrived.
 
-    A turn arrives when the turn before has ended and its client has seen the last token, behind
-    `front`, and thought about it. If a row ends before its static batch, the next turn arrives at
-    the end of the batch at the earliest, since no decision is made before.
+    A request follows when the one before has ended and its client has seen the last token, behind
+    `front`, and thought about it. If a row ends before its static batch, that is at the end of the
+    batch at the earliest, since no decision is made before.
     """
 
     def __init__(
@@ -237,7 +262,7 @@ class ClosedLoop(Scheduler):
         policy: Policy,
         workers: Sequence[Worker],
         requests: Sequence[Request],
-        sessions: Sessions,
+        followers: Followers,
         ledger: Ledger,
         front: FrontDelay,
         *,
@@ -247,8 +272,8 @@ class ClosedLoop(Scheduler):
         super().__init__(policy, workers, seed=seed, finished=finished)
         self._requests, self._ledger, self._front_s = requests, ledger, front.last_s
         self._number = {request.request_id: k for k, request in enumerate(requests)}
-        self._turns = Reuse(sessions=sessions).turns(range(len(requests)))
-        self._later = sum(map(len, self._turns.values()))  # turns that have not arrived
+        self._followers = followers
+        self._later = len(followers.later)  # requests that have not arrived
         self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
         self._batches: dict[int, Batch] = {}  # by worker
 
@@ -270,6 +295,8 @@ class ClosedLoop(Scheduler):
     def tick(self, now_s: float) -> list[Batch]:
         while self._coming and self._coming[0][0] <= now_s:
             arrival_s, number = heappop(self._coming)
+            number = self._followers.starts(number)
+            self._ledger.arrival_s[number] = arrival_s
             self._later -= 1
             refusal = self.submit(replace(self._requests[number], arrival_s=arrival_s), now_s)
             if refusal is not None:
@@ -292,11 +319,9 @@ class ClosedLoop(Scheduler):
             self._follow(request_id, last_s + self._front_s, now_s)
 
     def _follow(self, request_id: str, end_s: float, now_s: float) -> None:
-        """A client saw a turn end at `end_s`: the turns after it will come."""
-        for later, think_s in self._turns.get(self._number[request_id], ()):
-            arrival_s = max(end_s + think_s, now_s)
-            self._ledger.arrival_s[later] = arrival_s
-            heappush(self._coming, (arrival_s, later))
+        """A client saw a request end at `end_s`: those that follow it will come."""
+        for later, think_s in self._followers.after(self._number[request_id]):
+            heappush(self._coming, (max(end_s + think_s, now_s), later))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ free one pass later, and a row that ends before its limit computes one token too
 decodes alone are computed in one leap, up to the next arrival that could change anything, the first
 end, or the first missing block.
 
-Requests arrive when the trace says so. In a closed loop of sessions (`Reuse.turns`) a later turn
-arrives when the turn before has ended and its client has thought about it.
+Requests arrive when the trace says so, or in a closed loop after others (`Reuse.followers`).
 
 `PagedEngine` describes an engine, `PagedRun` runs it, and `serve` gives the engines of a world
 requests in turn; `toolkit.sim.replicas` puts them behind a router.
@@ -31,6 +30,7 @@ from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest, contents
+from toolkit.sim.followers import Followers
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
@@ -118,11 +118,14 @@ class PagedEngine:
 
 @dataclass(slots=True, frozen=True)
 class Reuse:
-    """What the requests of a trace share, and whether sessions are a closed loop."""
+    """What the requests of a trace share, and whether they are a closed loop: of sessions, or of
+    `concurrency` requests at once (0: not fixed).
+    """
 
     shared: SharedBlocks | None = None
     sessions: Sessions | None = None
     closed: bool = True
+    concurrency: int = 0
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -152,7 +155,13 @@ class Reuse:
         )
         return leaves, [False] * len(leaves) if self.closed else continued
 
-    def turns(self, numbers: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
+    def followers(self, numbers: Sequence[int]) -> Followers:
+        """Which of `numbers` start after others of them."""
+        if self.concurrency:
+            return Followers({}, numbers[self.concurrency :])
+        return Followers(self._turns(numbers))
+
+    def _turns(self, numbers: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
         """In a closed loop, the turns after each of `numbers`, with think times in seconds."""
         if self.sessions is None or not self.closed:
             return {}
@@ -456,31 +465,36 @@ def serve(
             for place, number in enumerate(numbers)
             if number not in refusals
         }
-        turns = reuse.turns(numbers)
-        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(turns))
-        _drive(run, rows, turns, ledger.arrival_s, front, engine, drain)
+        followers = reuse.followers(numbers)
+        starts = set(numbers) if reuse.concurrency else {*rows, *followers.followed()}
+        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(followers))
+        first = sorted(starts - followers.later)
+        _drive(run, rows, first, followers, ledger.arrival_s, front, engine, drain)
     return list(refusals.values())
 
 
 def _drive(
     run: PagedRun,
     rows: Mapping[int, PagedRequest],
-    turns: Mapping[int, Sequence[tuple[int, float]]],
+    first: Sequence[int],
+    followers: Followers,
     arrival_s: list[float],
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
-    admitted. In a closed loop their `turns` follow, and `arrival_s` gets their times.
+    admitted. In a closed loop others follow the `first`, and `arrival_s` gets their times.
+
+    `first` may have requests without a row: those that are refused, if others follow them.
     """
-    later = {number for after in turns.values() for number, _ in after}
-    # also those that are refused, if their sessions go on; sorted, it is a heap
-    coming = sorted((arrival_s[k], k) for k in {*rows, *turns} - later)
-    left, follow = len(rows), bool(turns)  # `left`: to arrive
+    coming = sorted([(arrival_s[number], number) for number in first])  # sorted, it is a heap
+    left, follow = len(rows), bool(followers)  # `left`: to arrive
     while coming or run.next_s < math.inf:
         if coming and coming[0][0] <= run.next_s:
             came_s, number = heappop(coming)
+            number = followers.starts(number)
+            arrival_s[number] = came_s
             if number in rows:
                 run.arrive(rows[number], came_s)
                 left -= 1
@@ -491,10 +505,9 @@ def _drive(
             run.work(drain=drain or left > 0, follow=follow, until_s=next_s)
         if run.ends:
             for end_s, number, running in run.ends:
-                for turn, think_s in turns.get(number, ()):
+                for later, think_s in followers.after(number):
                     seen_s = (front or engine.front(running)).last_s
-                    arrival_s[turn] = end_s + (seen_s + think_s)
-                    heappush(coming, (arrival_s[turn], turn))
+                    heappush(coming, (end_s + (seen_s + think_s), later))
             run.ends.clear()
             run.first_tokens.clear()
     run.close()

@@ -190,7 +190,7 @@ class RoutedRun:
             limits=routing.limits,
         )
         self._report_s = routing.report_s if routing.router.reads_reports else math.inf
-        self._turns = reuse.turns(range(len(requests)))
+        self._followers = reuse.followers(range(len(requests)))
         self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
         # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
@@ -209,7 +209,7 @@ class RoutedRun:
         ledger, events, replicas = self._ledger, self._events, self._replicas
         for book in (ledger, *(kind.ledger for kind in self._kinds)):
             book.shares = bool(self._reuse)
-        later = {number for turns in self._turns.values() for number, _ in turns}
+        later = self._followers.later
         events += [
             (ledger.arrival_s[number], ARRIVE, number, 0)
             for number in range(len(self._requests))
@@ -238,10 +238,12 @@ class RoutedRun:
             elif kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
-                    replica.work(drain=drain or left > 0, follow=bool(self._turns))
+                    replica.work(drain=drain or left > 0, follow=bool(self._followers))
                     self._take(replica, subject)
             elif kind == ARRIVE:
                 left -= 1
+                subject = self._followers.starts(subject)
+                ledger.arrival_s[subject] = now_s
                 request, output = self._requests[subject], ledger.output_tokens[subject]
                 # each kind must be able to serve all, as servers of one context are
                 reasons = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
@@ -252,7 +254,7 @@ class RoutedRun:
                     refused = self._route(subject, now_s)
                 if refused is not None:
                     refusals.append(refused)
-                    self._begin_turns(subject, now_s, self._kinds[0].seen_after(0))
+                    self._begin_later(subject, now_s, self._kinds[0].seen_after(0))
             elif generated < 0:
                 self._balancer.first_token(self._requests[subject].request_id, now_s)
             else:
@@ -347,16 +349,14 @@ class RoutedRun:
             front = kind.seen_after(rows)
             output = self._ledger.output_tokens[number]
             heappush(events, (end_s + front.last_s, LEARN, number, output))
-            self._begin_turns(number, end_s, front)
+            self._begin_later(number, end_s, front)
         replica.first_tokens.clear()
         replica.ends.clear()
 
-    def _begin_turns(self, number: int, end_s: float, front: FrontDelay) -> None:
-        """A request ended, behind this front: its session's next turn will come."""
-        for later, think_s in self._turns.get(number, ()):
-            arrival_s = end_s + (front.last_s + think_s)
-            self._ledger.arrival_s[later] = arrival_s
-            heappush(self._events, (arrival_s, ARRIVE, later, 0))
+    def _begin_later(self, number: int, end_s: float, front: FrontDelay) -> None:
+        """A request ended, behind this front: in a closed loop others will come."""
+        for later, think_s in self._followers.after(number):
+            heappush(self._events, (end_s + (front.last_s + think_s), ARRIVE, later, 0))
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
         """The request as the router sees it: the hashes of its full blocks, and its session.

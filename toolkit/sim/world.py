@@ -131,6 +131,10 @@ class World:
     # A session's turn arrives when the turn before has ended and its client has thought about it;
     # False: when the trace says so.
     closed_loop: bool = True
+    # So many requests at once: the next one starts when one ends. 0: they start when the trace, or
+    # a closed loop of sessions, says so. The first ones start spread over `ramp_s`.
+    concurrency: int = 0
+    ramp_s: float = 0.0
     others: tuple[World, ...] = ()
 
     @property

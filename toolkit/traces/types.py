@@ -114,9 +114,15 @@ class Trace:
     scaling: Scaling | None = None  # how the lengths were scaled; None: they are as read
     shared: SharedBlocks | None = None  # what prompts share; None: not known, taken as nothing
     sessions: Sessions | None = None  # None: requests are independent
+    warmup: int = 0  # so many first requests are served, so that the rest finds a warm system
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    @property
+    def counted(self) -> int:
+        """The number of requests after the warm-up: results are about these."""
+        return len(self) - self.warmup
 
     @property
     def priorities(self) -> list[int]:
@@ -131,7 +137,7 @@ class Trace:
     def take(self, rows: Rows) -> Trace:
         """Some requests, in the order of `rows`, with what their prompts share and their sessions.
 
-        Rows may repeat. Arrival times stay as they are.
+        Rows may repeat. Arrival times stay as they are. None of the rows is a warm-up.
         """
         return replace(
             self,
@@ -142,6 +148,7 @@ class Trace:
             priority=None if self.priority is None else self.priority[rows],
             shared=self.shared and self.shared.take(rows),
             sessions=self.sessions and self.sessions.take(rows),
+            warmup=0,
         )
 
 

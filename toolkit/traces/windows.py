@@ -8,7 +8,7 @@ that `llmctl trace inspect` prints. Each change to a trace leaves a note in it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one request in 11 days; more than any 
 FITTED_PERCENTILE = 99.0  # of the lengths: must fit after dividing; longer ones are clipped
 # Share of the trace that windows cover where their length is not given or does not fit.
 COVERED = 0.8
+PHASES = 32  # places that are tried for the first of the stretches that a trace is divided into
+ROUNDING = 1e-9  # of a stretch: the last one may end at the trace's end
 PERCENTILES = (1, 25, 50, 75, 95, 99)
 
 Tokens = NDArray[np.int64]
@@ -187,7 +189,9 @@ class EmptyWindowError(InputError):
 
 @dataclass(slots=True, frozen=True)
 class TraceWindow:
-    """A stretch [start_s, end_s) of a trace; the times in `trace` count from start_s."""
+    """A stretch [start_s, end_s) of a trace. The times in `trace` count from start_s, or from the
+    first request of its warm-up, which comes before.
+    """
 
     start_s: float
     end_s: float
@@ -201,12 +205,13 @@ def excerpt(trace: Trace, start_s: float, duration_s: float | None) -> Trace:
     return cut(trace, start_s, np.inf if duration_s is None else start_s + duration_s)
 
 
-def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
-    """The requests that arrive in [start_s, end_s), their times counted from start_s.
+def cut(trace: Trace, start_s: float, end_s: float, *, warm_s: float = 0.0) -> Trace:
+    """The requests that arrive in [start_s, end_s). With `warm_s`, requests of so many seconds
+    before them are a warm-up. Times count from the beginning of the warm-up.
 
-    Sessions are cut: a turn that continues one before start_s becomes a first turn. Notes say how
-    many these are, and what it costs that a cache is empty at start_s. Raises `InputError` where
-    there are no requests.
+    Sessions are cut: a turn that continues one before the cut becomes a first turn. Notes say how
+    many these are, and what it costs that a cache is empty at the cut. Raises `InputError` where
+    no request arrives in [start_s, end_s).
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, end_s], side="left")
     if first >= last:
@@ -214,8 +219,12 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
             f"{trace.source}: no request arrives in {_span(start_s, end_s)}",
             f"its {len(trace):,} requests arrive from 0 s to {trace.arrival_s[-1]:.6g} s",
         )
-    kept = trace.take(slice(int(first), int(last)))
     notes = [f"cut to {_span(start_s, end_s)}: {last - first:,} requests"]
+    counted = first
+    begin_s = max(start_s - warm_s, 0.0)
+    first = np.searchsorted(trace.arrival_s, begin_s, side="left")
+    kept = trace.take(slice(int(first), int(last)))
+    warmup = max(int(counted), min(trace.warmup, int(last))) - int(first)
     if trace.sessions and kept.sessions:
         later = trace.sessions.previous[first:last] >= 0
         lost = int(later.sum() - (kept.sessions.previous >= 0).sum())
@@ -230,7 +239,12 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
             f"the cache is empty at the cut: {share:.1f} % of the prompt tokens are shared only "
             "with requests before it"
         )
-    return replace(kept, arrival_s=kept.arrival_s - start_s, notes=(*trace.notes, *notes))
+    return replace(
+        kept,
+        arrival_s=kept.arrival_s - begin_s,
+        notes=(*trace.notes, *notes),
+        warmup=warmup,
+    )
 
 
 def _span(start_s: float, end_s: float) -> str:
@@ -251,10 +265,16 @@ class Windows:
 
 
 def fit_windows(
-    trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0
+    trace: Trace,
+    wished_s: float | None,
+    search: int,
+    held_out: int,
+    seed: int = 0,
+    *,
+    warm: bool = False,
 ) -> Windows:
-    """Cut windows of the wished length if the trace is long enough and each would hold a request;
-    else, and without a wish, as long as fits with gaps.
+    """Cut windows of the wished length if the trace is long enough and most stretches of that
+    length hold a request; else, and without a wish, as long as fits with gaps. See `split_windows`.
 
     Raises `InputError` for a wish that is not positive and for a trace with requests that all
     arrive at once; `EmptyWindowError` where even the longest windows would hold no request.
@@ -270,7 +290,7 @@ def fit_windows(
         if why and wished_s is not None:
             note = f"windows of {seconds:,.3g} s instead of {wished_s:,g} s: {trace.source} {why}"
             whole = replace(trace, notes=(*trace.notes, note))
-        windows = split_windows(whole, seconds, search, held_out, seed)
+        windows = split_windows(whole, seconds, search, held_out, seed, warm=warm)
         return Windows(whole, *windows, seconds, wished_s, longest_s)
 
     if wished_s is None:
@@ -282,18 +302,31 @@ def fit_windows(
     try:
         return split(wished_s)
     except EmptyWindowError:
-        return split(longest_s, f"has no request in one of these at {rate}")
+        return split(longest_s, f"has no request in most of these at {rate}")
 
 
 def split_windows(
-    trace: Trace, window_s: float, search: int, held_out: int, seed: int = 0
+    trace: Trace,
+    window_s: float,
+    search: int,
+    held_out: int,
+    seed: int = 0,
+    *,
+    warm: bool = False,
 ) -> tuple[list[TraceWindow], list[TraceWindow]]:
-    """`search` and `held_out` windows of `window_s` each, disjoint and spread over the trace.
+    """`search` and `held_out` windows of `window_s` each, disjoint, that cover the trace's loads.
 
-    The trace is divided into as many equal parts as there are windows. Each part holds one window,
-    at a place drawn with `seed`; the two kinds alternate as evenly as their numbers allow. Both
-    lists are in order of time. Raises `InputError` where the windows are longer than these parts,
-    `EmptyWindowError` where one holds no request.
+    The trace is divided into stretches of `window_s`, so that one of them is as busy as any
+    stretch of that length (`_stretches`). It is the first window. The others are at quantiles of
+    the stretches' loads, drawn with `seed`, one in each equal part of the distribution. By falling
+    load the two kinds take turns, as evenly as their numbers allow, the search first. Both lists
+    are in order of time.
+
+    Args:
+        warm: whether the requests of as many seconds before a window are its warm-up.
+
+    Raises `InputError` where the trace has not so many stretches, `EmptyWindowError` where no
+    request arrives in half of them or more.
     """
     count = search + held_out
     duration_s = float(trace.arrival_s[-1])
@@ -310,25 +343,59 @@ def split_windows(
             f"windows of at most {part_s:.4g} s, or {int(duration_s / window_s)} windows in all, "
             "would fit",
         )
-    rng = np.random.default_rng(seed)
-    edges = np.linspace(0.0, duration_s, count + 1)
-    starts = edges[:-1] + rng.random(count) * (part_s - window_s)
-    ends = np.minimum(starts + window_s, edges[1:])  # rounding must not let two windows overlap
-    held = np.searchsorted(trace.arrival_s, ends) - np.searchsorted(trace.arrival_s, starts)
-    if not held.all():
-        empty = int(np.flatnonzero(held == 0)[0])
+    starts, loads = _stretches(trace, window_s, count)
+    busy = np.flatnonzero(loads)
+    if len(busy) < count or 2 * len(busy) <= len(starts):
         raise EmptyWindowError(
-            f"{trace.source}: no request arrives in {_span(starts[empty], ends[empty])}, one of "
-            f"{search} + {held_out} windows of {window_s:.3g} s "
-            f"({len(trace):,} requests in {duration_s:,.6g} s)",
+            f"{trace.source}: no request arrives in {len(starts) - len(busy):,} of "
+            f"{len(starts):,} stretches of {window_s:.3g} s, too many for {search} + {held_out} "
+            f"windows ({len(trace):,} requests in {duration_s:,.6g} s)",
             "give a longer trace, longer windows (--window), or fewer windows",
         )
-    windows = [
-        TraceWindow(a, b, cut(trace, a, b))
-        for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
-    ]
-    turns = np.diff((np.arange(count + 1) * search + rng.integers(count)) // count) > 0
-    return list(compress(windows, turns)), list(compress(windows, ~turns))
+    by_load = busy[np.argsort(-loads[busy], kind="stable")]
+    rng = np.random.default_rng(seed)
+    others = len(by_load) - 1
+    edges = np.linspace(0, others, count).astype(int)  # each part has one stretch or more
+    drawn = [int(rng.integers(low, high)) for low, high in pairwise(edges)]
+    chosen = [by_load[0], *(by_load[1 + place] for place in drawn)]
+    found: tuple[list[TraceWindow], list[TraceWindow]] = ([], [])
+    for place, stretch in enumerate(chosen):
+        start_s = float(starts[stretch])
+        end_s = min(start_s + window_s, duration_s)
+        warm_s = window_s if warm else 0.0
+        window = TraceWindow(start_s, end_s, cut(trace, start_s, end_s, warm_s=warm_s))
+        searched = -(-(place + 1) * search // count) > -(-place * search // count)
+        found[0 if searched else 1].append(window)
+    for windows in found:
+        windows.sort(key=lambda window: window.start_s)
+    return found
+
+
+def _stretches(
+    trace: Trace, window_s: float, least: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Starts and loads of disjoint stretches of `window_s`, `least` or more, one after another.
+
+    The load is the share of all prompt tokens plus the share of all output tokens. Where the first
+    stretch begins decides which bursts a stretch holds whole, so the beginning is the one whose
+    busiest stretch is the busiest of all.
+    """
+    duration_s = float(trace.arrival_s[-1])
+    tokens = trace.prompt_tokens / max(trace.prompt_tokens.sum(), 1)
+    tokens = tokens + trace.output_tokens / max(trace.output_tokens.sum(), 1)
+    before = np.concatenate([[0.0], np.cumsum(tokens)])
+    slack_s = min(window_s, duration_s - least * window_s)
+    best: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    for first_s in np.linspace(0.0, max(slack_s, 0.0), PHASES):
+        number = max(int((duration_s - first_s) / window_s + ROUNDING), least)
+        starts = first_s + window_s * np.arange(number)
+        ends = np.minimum(starts + window_s, duration_s)
+        rows = np.searchsorted(trace.arrival_s, starts), np.searchsorted(trace.arrival_s, ends)
+        loads = before[rows[1]] - before[rows[0]]
+        if best is None or loads.max() > best[1].max():
+            best = starts, loads
+    assert best is not None
+    return best
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,7 +1,7 @@
 """Simulating candidates (policies with parameters) on windows of a trace, and judging them.
 
-The parts, in order: a workload and a machine from a recipe; a candidate's evaluation (`Task`); the
-screen that drops hopeless candidates early; and the lower confidence bound of the attainment. All
+The parts, in order: a machine from a recipe; a candidate's evaluation (`Task`); the screen that
+drops hopeless candidates early; and the lower confidence bound of the attainment. All
 candidates get the same windows and the same draws (common random numbers), so differences come from
 the candidates.
 
@@ -24,12 +24,19 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe, RouterSpec
-from toolkit.files.tuning import EVICTED, OOM, REFUSED, Outcome, ParameterValue, searched_key
-from toolkit.metrics import Served, meets_sla, sla_ratios
+from toolkit.files.tuning import (
+    BEHIND,
+    EVICTED,
+    OOM,
+    REFUSED,
+    Outcome,
+    ParameterValue,
+    searched_key,
+)
+from toolkit.metrics import Served, behind_percent, meets_sla, sla_ratios
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
@@ -40,7 +47,7 @@ from toolkit.sim.api import simulate
 from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, reflagged, world_of
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import Windows, cut, fit_windows, mean_rate, prepare, scale_rate
+from toolkit.traces.windows import cut
 
 # Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.
 BLOCKS = 5
@@ -54,41 +61,6 @@ SCREEN_SHARE = 0.25
 SCREEN_MARGIN = 2.0
 SCREEN_REQUESTS = 10  # of each part, at least
 TINY_S = 1e-9  # a window ends before its end
-CAPACITY_SAMPLE = 1000  # requests of the backlog that measures the untuned policy's capacity
-
-
-@dataclass(slots=True, frozen=True)
-class Workload:
-    """A prepared trace, cut into windows."""
-
-    windows: Windows
-    rate_rps: float
-
-
-def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
-    """The trace with the recipe's lengths and rate, cut into windows.
-
-    Raises `InputError` for a trace without requests, one with all requests at the same time, and
-    windows without requests.
-    """
-    spec = recipe.tune
-    if not len(trace):
-        raise InputError(f"{trace.source}: it has no requests", "give another trace with --trace")
-    fitted = prepare(trace, recipe)
-    rate_rps = spec.request_rate_rps
-    if rate_rps is None and spec.load is not None:
-        capacity = capacity_rps(recipe, make_world(recipe, fit, others), fitted)
-        rate_rps = round(spec.load * capacity, 3)
-        if rate_rps == 0:
-            raise InputError(
-                f"policy '{recipe.policy.name}' serves none of {fitted.source}'s requests, so "
-                "tune.load has no rate",
-                "give a rate with --rate, or change the recipe's policy",
-            )
-    if rate_rps is not None:
-        fitted = scale_rate(fitted, rate_rps)
-    windows = fit_windows(fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed)
-    return Workload(windows, rate_rps or mean_rate(fitted))
 
 
 def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
@@ -109,21 +81,6 @@ def all_kinds(recipe: Recipe, fit: Fit, others: Sequence[Kind]) -> list[Kind]:
     return [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
 
 
-def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
-    """Requests per second that the recipe's policy serves of a backlog with the trace's lengths."""
-    count = min(len(fitted), CAPACITY_SAMPLE)
-    rows = np.linspace(0, len(fitted) - 1, count).astype(int)
-    if fitted.shared is not None or fitted.sessions is not None:
-        # prompts share blocks with their neighbours
-        rows = np.arange(count) + (len(fitted) - count) // 2
-    sample = fitted.take(rows)
-    backlog = replace(sample, arrival_s=np.zeros(count), priority=None)
-    routing = world.routing and replace(world.routing, limits=UNLIMITED)
-    world = replace(world, closed_loop=False, routing=routing)
-    policy = make_any(recipe.policy.name, recipe.policy.parameters)
-    return simulate(backlog, policy, world).metrics({})["throughput_rps"]
-
-
 @dataclass(slots=True, frozen=True)
 class CandidateLimits:
     """Limits of a candidate besides the latency targets; None: no such limit."""
@@ -132,11 +89,15 @@ class CandidateLimits:
     max_evicted_percent: float | None = None
     min_attainment_percent: float | None = None
     max_refused_percent: float | None = None
+    max_behind_percent: float | None = None  # on a whole trace; a short window may end in a burst
 
     @classmethod
     def of(cls, recipe: Recipe) -> CandidateLimits:
         """The recipe's limits."""
-        return cls(**{limit.name: getattr(recipe.tune, limit.name) for limit in fields(cls)})
+        names = [
+            limit.name for limit in fields(cls) if limit.name in type(recipe.tune).model_fields
+        ]
+        return cls(**{name: getattr(recipe.tune, name) for name in names})
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,6 +144,7 @@ class Evaluation:
             OOM: limits.max_oom_percent,
             EVICTED: limits.max_evicted_percent,
             REFUSED: limits.max_refused_percent,
+            BEHIND: limits.max_behind_percent,
         }
         used = dict(self.ratios)
         for key, limit in most.items():
@@ -229,7 +191,8 @@ class Task:
     """A candidate on a setup. Windows are simulated one by one, in any order, then summed up.
 
     `router` is before several replicas of a server; None: as the setup's world says. A task that
-    `stops_early` ends once it breaks a limit whatever the other windows give (`hopeless`).
+    `stops_above` a share ends once it uses more than that of a limit, whatever the other windows
+    give (`hopeless`); None: it never ends early.
     `kind_parameters`: see `Outcome`; kinds without any have those of the setup's world.
     """
 
@@ -237,7 +200,7 @@ class Task:
     policy: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     router: RouterSpec | None = None
-    stops_early: bool = False
+    stops_above: float | None = None
     kind_parameters: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
 
     @classmethod
@@ -268,19 +231,20 @@ class Task:
             routing = world.routing or Routing.of_front(router)
             world = replace(world, routing=replace(routing, router=router))
         result = simulate(self.setup.windows[window], self._candidate(), world)
-        return SimulatedWindow(result.served, result.metrics(self.setup.sla))
+        metrics = result.metrics(self.setup.sla) | {BEHIND: behind_percent(result.served)}
+        return SimulatedWindow(result.served, metrics)
 
     def hopeless(self, results: Sequence[SimulatedWindow]) -> bool:
-        """Whether the first windows' `results` break a limit whatever the others give; False for a
-        task that does not stop early.
+        """Whether the first windows' `results` use more of a limit than `stops_above`, whatever the
+        others give.
 
         The others are taken as served perfectly: every request at once, none refused or evicted, no
         batch out of memory. No share of a limit can be lower: one more request in time cannot raise
         a mean or a percentile. The attainment's confidence bound is below the attainment itself.
         """
         windows, sla = self.setup.windows, self.setup.sla
-        rest = sum(map(len, windows[len(results) :]))
-        if not self.stops_early or not results or not rest:
+        rest = sum(window.counted for window in windows[len(results) :])
+        if self.stops_above is None or not results or not rest:
             return False
         # The others are served at once; fewer than 2 tokens have no time per output token.
         none, two = np.zeros(rest), np.full(rest, 2)
@@ -294,9 +258,10 @@ class Task:
         metrics[ATTAINMENT_LOWER] = 100.0 * (1.0 - late / len(served))
         if self.setup.world.refuses:
             refused = sum(result.metrics["refused"] for result in results)
-            metrics[REFUSED] = 100.0 * refused / len(served)
+            metrics[REFUSED] = 100.0 * refused / (sum(map(len, windows[: len(results)])) + rest)
         outcome = Outcome(policy=self.policy, parameters={}, metrics=metrics)
-        return not Evaluation(outcome, sla_ratios(served, sla)).feasible(self.setup.limits)
+        usage = Evaluation(outcome, sla_ratios(served, sla)).usage(self.setup.limits)
+        return any(share > self.stops_above for share in usage.values())
 
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
         """The evaluation of all windows, or of the first ones for a task that was stopped there.
@@ -312,7 +277,8 @@ class Task:
         good = [meets_sla(result.served, sla) for result in results]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
         if self.setup.world.refuses:
-            metrics[REFUSED] = 100.0 * metrics["refused"] / metrics["requests"]
+            requests = sum(map(len, self.setup.windows[: len(results)]))
+            metrics[REFUSED] = 100.0 * metrics["refused"] * len(results) / requests
         served = _joined([result.served for result in results])
         outcome = Outcome(
             policy=self.policy,
@@ -354,7 +320,7 @@ def _joined(parts: Sequence[Served]) -> Served:
 
 @dataclass(slots=True, frozen=True)
 class Screen:
-    """A cheap first look at candidates, on the first part of each window.
+    """A cheap first look at candidates, on the first part of each window after its warm-up.
 
     A candidate is hopeless if so many requests of that part miss a target that the percentile of
     all requests would miss it even if no other request were late, `SCREEN_MARGIN` times over. The
@@ -374,15 +340,11 @@ class Screen:
 
 def make_screen(setup: EvaluationSetup) -> Screen | None:
     """The screen of a setup; None where no target can tell early, or a part has few requests."""
-    ends = [SCREEN_SHARE * float(window.arrival_s[-1]) + TINY_S for window in setup.windows]
-    counts = [
-        int(np.searchsorted(window.arrival_s, end))
-        for window, end in zip(setup.windows, ends, strict=True)
-    ]
-    if min(counts) < SCREEN_REQUESTS:
+    windows = [_first_part(window) for window in setup.windows]
+    if min(window.counted for window in windows) < SCREEN_REQUESTS:
         return None
-    windows = [cut(window, 0.0, end) for window, end in zip(setup.windows, ends, strict=True)]
-    more = SCREEN_MARGIN * sum(map(len, setup.windows)) / sum(map(len, windows))
+    requests = sum(window.counted for window in setup.windows)
+    more = SCREEN_MARGIN * requests / sum(window.counted for window in windows)
     targets = {}
     for key, limit in setup.sla.items():
         metric, stat, unit = key.split("_")
@@ -393,6 +355,13 @@ def make_screen(setup: EvaluationSetup) -> Screen | None:
         return None
     sla, label = {**setup.sla, **targets}, f"{setup.label}, first part"
     return Screen(replace(setup, windows=windows, sla=sla, label=label), targets)
+
+
+def _first_part(window: Trace) -> Trace:
+    """The warm-up of a window, and `SCREEN_SHARE` of the time after it."""
+    begin_s = float(window.arrival_s[window.warmup])
+    end_s = float(window.arrival_s[-1])
+    return cut(window, 0.0, begin_s + SCREEN_SHARE * (end_s - begin_s) + TINY_S)
 
 
 def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:

@@ -100,7 +100,7 @@ class Pieces:
 
     def _place(self, piece: tuple[int, int]) -> tuple[bool, int]:
         index, window = piece
-        early = self._tasks[index].stops_early
+        early = self._tasks[index].stops_above is not None
         return not early, window if early else 0
 
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
@@ -256,7 +256,7 @@ class Remembering:
         """As `Runner.run`; equal tasks run once."""
         wanted: defaultdict[str, list[int]] = defaultdict(list)
         for index, task in enumerate(tasks):
-            early = task.stops_early and _key(task) not in self._whole
+            early = task.stops_above is not None and _key(task) not in self._whole
             wanted[_key(task, early=early)].append(index)
         known = {key: self._whole.get(key) or self._known.get(key) for key in wanted}
         for key, evaluation in known.items():

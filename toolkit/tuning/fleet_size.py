@@ -137,7 +137,7 @@ class JudgedSettings:
 
 @dataclass(slots=True)
 class FleetCounts:
-    """Tried counts of a fleet; each pair of settings and counts is simulated once, on all windows.
+    """Tried counts of a fleet; each pair of settings and counts is simulated once, on the trace.
 
     `expect` is called with the number of further simulations that there may be; negative: fewer.
     """
@@ -200,8 +200,7 @@ class FleetCounts:
         return best
 
     def _setup(self, inputs: Inputs) -> EvaluationSetup:
-        cut = inputs.workload.windows
-        return inputs.setup("all windows", [*cut.search, *cut.held_out])
+        return inputs.whole(VllmPolicy.name)
 
 
 def at_counts(inputs: Inputs, counts: Counts) -> Inputs:

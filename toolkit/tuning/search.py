@@ -5,6 +5,9 @@ tries only one policy, perhaps one that the recipe's engine cannot run. So half 
 the best policy that the engine can run, and half to each policy in turn. TPE suggests trials in
 batches of a fixed size, which several processes may run in parallel, and gets their results in
 order: the outcome depends only on the inputs and the seed, to the byte.
+
+The search sees windows of the trace. Where none of its best keeps the limits on the whole trace,
+`search_again` tells TPE what they gave there, and tries its next suggestions there.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
 BATCH = 8  # trials that are suggested at once, and can run in parallel
 ALIKE = 10  # trials: TPE draws so many at random, and all kinds of servers have the same flags
 IMPORTANCE_TRIALS = 10  # the least number of trials from which importance is computed
+HOPELESS = 4.0  # times the used share of a limit of the best trial, where none keeps all limits
 POLICY = "policy"
 LATENCY = "e2e_p95_s"  # beside goodput in the front, where no target binds
 Numbers = optuna.distributions.IntDistribution | optuna.distributions.FloatDistribution
@@ -60,7 +64,12 @@ class Found:
 
     evaluations: list[Evaluation]
     study: optuna.Study
-    limits: CandidateLimits
+    setup: EvaluationSetup
+
+    @property
+    def limits(self) -> CandidateLimits:
+        """The limits of a candidate."""
+        return self.setup.limits
 
     def best(self, keys: Collection[str] | None = None) -> Evaluation | None:
         """The best trial, of all or of these spaces; None where they have none.
@@ -129,7 +138,7 @@ def search(
     """Run the search on `setup`.
 
     Trial 0 is the recipe's policy, then come the defaults of the other policies, then the
-    suggestions of TPE. Trials may be screened (`_screened`) or stop early (`_may_stop_early`).
+    suggestions of TPE. Trials may be screened (`_screened`) or stop early (`_stops_above`).
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     own = settings.spaces[0]
@@ -141,7 +150,7 @@ def search(
         start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
         study.enqueue_trial(({POLICY: space.key} if several else {}) | start)
     evaluations: list[Evaluation] = []
-    found = Found(evaluations, study, setup.limits)
+    found = Found(evaluations, study, setup)
     next_policies = _next_policies(settings, found)
     screen = make_screen(setup)
     best_rps = 0.0
@@ -152,24 +161,70 @@ def search(
             if several and number >= len(settings.spaces):
                 study.enqueue_trial({POLICY: next(next_policies)})  # TPE suggests the parameters
             batch.append(study.ask())
-        early = _may_stop_early(found, settings)
+        suggested = [_suggest(trial, settings.spaces, setup) for trial in batch]
         tasks = [
-            replace(task, stops_early=task.key in early)
-            for task in (_suggest(trial, settings.spaces, setup) for trial in batch)
+            replace(task, stops_above=_stops_above(task.key, found, settings)) for task in suggested
         ]
         screened = _screened(found, settings)
         done = _evaluate(runner, tasks, screen, screened, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
-            # The queue of an overloaded server grows, so requests of a window's first part are less
-            # late than those of the whole window, about by the share of the part.
-            part = SCREEN_SHARE if evaluation.screened_out else 1.0
-            for key, share in evaluation.usage(setup.limits).items():
-                trial.set_constraint(key, share / part - 1.0)
-            study.tell(trial, evaluation.score * part)
+            _tell(study, trial, evaluation, setup.limits)
         evaluations += done
         best_rps = max(evaluation.goodput_rps for evaluation in evaluations if evaluation.whole)
         size = BATCH if len(evaluations) > 1 else max(len(settings.spaces) - 1, 1)
     return found
+
+
+def _tell(
+    study: optuna.Study, trial: optuna.Trial, evaluation: Evaluation, limits: CandidateLimits
+) -> None:
+    # The queue of an overloaded server grows, so requests of a window's first part are less late
+    # than those of the whole window, about by the share of the part.
+    part = SCREEN_SHARE if evaluation.screened_out else 1.0
+    for key, share in evaluation.usage(limits).items():
+        trial.set_constraint(key, share / part - 1.0)
+    study.tell(trial, evaluation.score * part)
+
+
+def search_again(
+    found: Found,
+    settings: SearchSettings,
+    judged: Mapping[int, Evaluation],
+    judge: Callable[[Task], Task],
+    runner: Runner,
+    progress: Progress,
+) -> list[Evaluation]:
+    """The next batch of TPE's suggestions for policies that the engine can run, on the whole trace.
+
+    Args:
+        found: its study gets the results, besides the trials that it has.
+        judged: what trials of `found` gave on the whole trace, by their numbers. TPE gets these
+            as further trials with the same parameters.
+        judge: the same candidate on the whole trace.
+    """
+    study = found.study
+    for number, evaluation in judged.items():
+        trial = study.trials[number]
+        usage = evaluation.usage(found.limits)
+        study.add_trial(
+            optuna.trial.create_trial(
+                value=evaluation.score,
+                params=trial.params,
+                distributions=trial.distributions,
+                constraints={key: share - 1.0 for key, share in usage.items()},
+            )
+        )
+    best = found.best(settings.served)
+    batch = []
+    for _ in range(BATCH):
+        if len(settings.spaces) > 1 and best is not None:
+            study.enqueue_trial({POLICY: best.outcome.key})
+        batch.append(study.ask())
+    tasks = [judge(_suggest(trial, settings.spaces, found.setup)) for trial in batch]
+    done = collect(runner, tasks, partial(progress, 0.0))
+    for trial, evaluation in zip(batch, done, strict=True):
+        _tell(study, trial, evaluation, found.limits)
+    return done
 
 
 def _screened(found: Found, settings: SearchSettings) -> set[str]:
@@ -182,15 +237,23 @@ def _screened(found: Found, settings: SearchSettings) -> set[str]:
     return {space.key for space in settings.spaces} - keeping
 
 
-def _may_stop_early(found: Found, settings: SearchSettings) -> set[str]:
-    """The spaces with trials that end once they break a limit whatever the other windows give.
+def _stops_above(key: str, found: Found, settings: SearchSettings) -> float | None:
+    """The used share of a limit above which a trial of this space ends early; None: it does not.
 
-    They have a trial that keeps every limit, and `most_good` trials of the search do. So a trial
-    that breaks a limit is neither the best of its space nor among TPE's good ones, and TPE uses
-    nothing else of it: its suggestions, and the best of each space, stay the same.
+    It is 1 where the space has a trial that keeps every limit, and `most_good` trials of the search
+    do. So a trial that breaks a limit is neither the best of its space nor among TPE's good ones,
+    and TPE uses nothing else of it: its suggestions, and the best of each space, stay the same.
+
+    Where no trial keeps every limit, trials that are further off by the factor `HOPELESS` than the
+    best that the engine can run end early: an overloaded policy may take minutes to simulate.
     """
     keeping = found.keeping()
-    return set(keeping) if len(keeping) >= most_good(settings.trials) else set()
+    if key in keeping and len(keeping) >= most_good(settings.trials):
+        return 1.0
+    best = found.best(settings.served)
+    if keeping or best is None or key == best.outcome.key:
+        return None
+    return HOPELESS * max(best.usage(found.limits).values(), default=1.0)
 
 
 def most_good(trials: int) -> int:

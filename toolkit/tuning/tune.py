@@ -1,8 +1,8 @@
 """From a recipe, a fit and a trace to tuning.json.
 
-`tune` searches on one set of windows and judges the result on others (held out). `tune_to_size`
+`tune` searches on windows of the trace and judges the result on the whole of it. `tune_to_size`
 also looks for the fewest workers. The parts, in order: settings, the two entry points, the report
-with its verdict, and how much the fit's error moves that verdict.
+with its verdict, and how much the fit's error moves the gain, on windows that were held out.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
+    BEHIND,
+    OOM,
     UNSERVED,
     Cost,
     Interval,
+    JudgedPart,
+    Limit,
     Outcome,
     PolicyResult,
     Sibling,
+    TunedCapacity,
     Tuning,
     TuningWindow,
     Uncertainty,
@@ -37,15 +42,14 @@ from toolkit.files.tuning import (
     broken,
     recipe_limits,
 )
+from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, engines_for, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
-from toolkit.traces.windows import TraceWindow
+from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.tuning.alternatives import (
-    BISECTIONS,
-    HALVINGS,
-    NOTABLE_GAIN,
+    RATES,
     RECIPE,
     AlternativeRuns,
     WorkerCounts,
@@ -55,6 +59,7 @@ from toolkit.tuning.alternatives import (
     nothing_suffices,
     try_siblings,
 )
+from toolkit.tuning.costs import cost_of, served_rps
 from toolkit.tuning.evaluate import (
     ATTAINMENT,
     ATTAINMENT_LOWER,
@@ -62,11 +67,11 @@ from toolkit.tuning.evaluate import (
     Evaluation,
     EvaluationSetup,
     Task,
-    Workload,
     all_kinds,
     make_world,
 )
 from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.judge import NOTABLE_GAIN, Judged, is_better, judge_candidates
 from toolkit.tuning.search import (
     LATENCY,
     Found,
@@ -78,6 +83,7 @@ from toolkit.tuning.search import (
     sensitivity,
 )
 from toolkit.tuning.spaces import PolicySpace, make_spaces, router_spaces, sweeps, with_kinds
+from toolkit.tuning.workload import Workload, whole_setup
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
@@ -105,14 +111,31 @@ class Inputs:
         """See `settings_of`."""
         return settings_of(self.recipe, self.fit, self.others)
 
+    @property
+    def world(self) -> World:
+        """The recipe's machine."""
+        return make_world(self.recipe, self.fit, self.others)
+
     def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
         """The recipe's machine, targets and limits on `windows`."""
-        world, traces = make_world(self.recipe, self.fit, self.others), [w.trace for w in windows]
-        label += f", {world.size} workers"
+        traces = [window.trace for window in windows]
+        limits = CandidateLimits.of(self.recipe)
+        return EvaluationSetup(self.world, traces, self.recipe.sla, self._label(label), limits)
+
+    def whole(self, policy: str) -> EvaluationSetup:
+        """The recipe's machine, targets and limits where a policy is judged: on the whole trace."""
+        label = self._label("whole trace")
+        return whole_setup(self.world, self.workload.trace, self.recipe, policy, label)
+
+    def judge(self, task: Task) -> Task:
+        """The same candidate where it is judged."""
+        return replace(task, setup=self.whole(task.policy))
+
+    def _label(self, label: str) -> str:
+        label += f", {self.world.size} workers"
         if self.others:
             label += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.kinds)
-        limits = CandidateLimits.of(self.recipe)
-        return EvaluationSetup(world, traces, self.recipe.sla, label, limits)
+        return label
 
 
 def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
@@ -144,12 +167,12 @@ def evaluations(settings: SearchSettings, draws: int, siblings: Sequence[Kind] =
     """About the greatest number of evaluations that a tuning takes."""
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
     verdict = 1 + len(settings.spaces) + 2 * draws
-    others = (1 + len(siblings)) * (1 + HALVINGS + BISECTIONS)  # `alternatives`
-    return settings.trials + verdict + sweep + others
+    capacities = (2 + len(siblings)) * RATES
+    return settings.trials + verdict + sweep + len(siblings) + capacities
 
 
 def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progress) -> Tuning:
-    """Search on one set of windows, judge on the other.
+    """Search on windows, judge on the whole trace.
 
     Args:
         runner: runs the simulations, or returns the results that an interrupted run kept.
@@ -177,15 +200,13 @@ def tune_to_size(
             "--workers auto needs latency targets",
             "give some in the recipe's sla, like ttft_p99_s: 5",
         )
-    cut = inputs.workload.windows
-    setup = replace(inputs.setup("", [*cut.search, *cut.held_out]), label="all windows")
-    sizes = WorkerCounts(setup, partial(collect, runner, tick=partial(progress, 0.0)))
+    sizes = WorkerCounts(inputs.whole, partial(collect, runner, tick=partial(progress, 0.0)))
     own = inputs.settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
     if traits_of(inputs.recipe.engine.name).server and own.policy not in BUILT_IN:
         found = search_of(inputs, runner, progress)
         result, name = reported(inputs, found, runner, head, progress), "tuned for 1"
-        if not sizes.keeps(name, result.best_held_out, 1):
+        if not sizes.keeps(name, result.best, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
     siblings = try_siblings(
@@ -231,9 +252,8 @@ def search_of(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
 
 
 def _alternative_runs(inputs: Inputs, runner: Runner, progress: Progress) -> AlternativeRuns:
-    workload, evaluate = inputs.workload, partial(collect, runner, tick=partial(progress, 0.0))
-    setup = inputs.setup("held out", workload.windows.held_out)
-    return AlternativeRuns(inputs.recipe, setup, workload.rate_rps, evaluate)
+    evaluate = partial(collect, runner, tick=partial(progress, 0.0))
+    return AlternativeRuns(inputs.recipe, inputs.world, inputs.workload, evaluate)
 
 
 def reported(
@@ -248,110 +268,122 @@ def reported(
 
     The best is one that the recipe's engine can run. `siblings`: their results, if tried already.
     """
-    recipe, settings = inputs.recipe, inputs.settings
+    recipe = inputs.recipe
+    settings = inputs.settings
     engines = [kind.recipe.engine.name for kind in inputs.kinds]
     runs = _alternative_runs(inputs, runner, progress)
-    default, *held_out = _judge(runs, found, settings.spaces)
-    best = _best_held_out(held_out, found, settings)
-    chosen, space, in_turn = _settle_router(runs, best, settings.spaces)
+    judged = judge_candidates(found, settings, inputs.judge, runner, progress)
+    best = _best_served(judged, settings)
+    chosen, space, in_turn = _settle_router(inputs, runs, best, settings.spaces)
     # The front has goodput and the target nearest to its limit, where that is a metric.
     ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
-    trials, latency = found.trials(), max(ratios, key=lambda key: ratios[key], default=LATENCY)
-    verdict = _verdict(default, chosen, runs)
-    recommended = default if verdict["keep_defaults"] else chosen
+    latency = max(ratios, key=lambda key: ratios[key], default=LATENCY)
+    trials = found.trials()
+    verdict = _verdict(inputs, judged.default, chosen)
+    recommended = judged.default if verdict["keep_defaults"] else chosen
     cut = inputs.workload.windows
-    swept = inputs.setup("search", cut.search)
     others = None
+    capacity = None
     if not inputs.others:
         if siblings is None:
             siblings = try_siblings(runs, inputs.siblings)
-        others = alternatives(runs, inputs.fit, recommended, held_out, siblings)
+        others = alternatives(runs, inputs.fit, recommended, [*judged.of_space.values()], siblings)
+        capacity = _capacity(runs, judged.default, recommended)
     return Tuning.model_validate(
         {
             **head,
             "recipe_name": recipe.name,
             "seed": settings.seed,
             "sla": recipe.sla,
-            "workers": runs.setup.world.size,
+            "workers": inputs.world.size,
             "request_rate_rps": inputs.workload.rate_rps,
             "trace_notes": list(cut.trace.notes),
             "scaling": cut.trace.scaling,
-            "window_length": WindowLength(
-                wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
-            ),
+            "window_length": _window_length(inputs.workload),
             "search_windows": _window_specs(cut.search),
             "held_out_windows": _window_specs(cut.held_out),
             "trials": trials,
             **verdict,
-            "sensitivity": sensitivity(swept, runner, space, chosen, progress),
-            "policies": [_result(found, best, settings, engines) for best in held_out],
+            "judged": _judged_part(inputs.workload, recommended.outcome.policy),
+            "further": [evaluation.outcome for evaluation in judged.further],
+            "capacity": capacity,
+            "sensitivity": sensitivity(found.setup, runner, space, chosen, progress),
+            "policies": [
+                _result(found, best, settings, engines, inputs) for best in judged.of_space.values()
+            ],
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
-            "uncertainty": _uncertainty(inputs, runs, (default.outcome, chosen.outcome)),
+            "uncertainty": _uncertainty(inputs, runs, (judged.default.outcome, chosen.outcome)),
             "engines": engines,
             "alternatives": others,
-            "cost": _cost(inputs, recommended.outcome, runs.setup),
+            "cost": _cost(inputs, recommended.outcome),
         }
+    )
+
+
+def _window_length(workload: Workload) -> WindowLength:
+    cut = workload.windows
+    inside = sum(window.trace.counted for window in [*cut.search, *cut.held_out])
+    return WindowLength(
+        wished_s=cut.wished_s,
+        seconds=cut.seconds,
+        longest_s=cut.longest_s,
+        covered_percent=100.0 * inside / len(workload.trace),
+    )
+
+
+def _judged_part(workload: Workload, policy: str) -> JudgedPart:
+    part = workload.judged(policy)
+    return JudgedPart(
+        start_s=part.start_s,
+        end_s=part.end_s,
+        requests=len(part.trace),
+        of_requests=len(workload.trace),
+    )
+
+
+def _capacity(
+    runs: AlternativeRuns, default: Evaluation, recommended: Evaluation
+) -> TunedCapacity | None:
+    """The capacities of the recipe's settings and of the recommended ones."""
+    if mean_rate(runs.workload.trace) == 0.0:
+        return None
+    own = runs.capacity(default.outcome)
+    found = own
+    if not recommended.outcome.same_settings(default.outcome):
+        found = runs.capacity(recommended.outcome)
+    return TunedCapacity(
+        defaults_rps=own and own.load,
+        recommended_rps=found and found.load,
+        binding=found and found.binding,
+        error_percent=found.error_percent if found else 0.0,
     )
 
 
 def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
     return [
-        TuningWindow(start_s=window.start_s, end_s=window.end_s, requests=len(window.trace))
+        TuningWindow(start_s=window.start_s, end_s=window.end_s, requests=window.trace.counted)
         for window in windows
     ]
 
 
-def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
+def _cost(inputs: Inputs, outcome: Outcome) -> Cost | None:
     """What the settings of `outcome` cost; None without a price or without served requests."""
-    metrics, steps = outcome.metrics, inputs.fit.steps
-    rate_rps = metrics.get("throughput_rps", 0.0)
+    rate_rps = served_rps(outcome.metrics)
     usd_per_hour = 0.0
     for kind in inputs.kinds:
         price = kind.recipe.hardware.usd_per_hour
         if price is None or not rate_rps:
             return None
         usd_per_hour += price * kind.workers
-    usd = usd_per_hour / 3600.0 / rate_rps  # of a request
-    cost = Cost(
-        usd_per_hour=usd_per_hour,
-        usd_per_million_requests=1e6 * usd,
-        usd_per_million_in=None,
-        usd_per_million_cached=None,
-        usd_per_million_out=None,
-    )
-    if steps is None or inputs.others:
-        return cost
-    prompt, output = (
-        float(np.concatenate([getattr(window, column) for window in setup.windows]).mean())
-        for column in ("prompt_tokens", "output_tokens")
-    )
-    cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
-    new, rows = prompt - cached, max(metrics.get("batch_size_mean", 1.0), 1.0)
-    in_s = steps.token_s[-1] + steps.attended_s * new / 2
-    cached_s = steps.attended_s * new
-    out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
-    out_s += steps.token_s[0] + steps.cached_s * (prompt + output / 2)
-    usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
-    return cost.model_copy(
-        update={
-            "usd_per_million_in": 1e6 * usd_per_s * in_s,
-            "usd_per_million_cached": 1e6 * usd_per_s * cached_s if cached else None,
-            "usd_per_million_out": 1e6 * usd_per_s * out_s,
-        }
-    )
-
-
-def _judge(runs: AlternativeRuns, found: Found, spaces: Sequence[PolicySpace]) -> list[Evaluation]:
-    """The recipe's settings and the best trial of each searched policy, held out."""
-    best = [found.best([space.key]) for space in spaces]
-    tasks = [Task.of(runs.setup, trial.outcome) for trial in best if trial]
-    return runs.evaluate([spaces[0].task(runs.setup, {}), *tasks])
+    steps = None if inputs.others else inputs.fit.steps
+    trace = inputs.workload.judged(outcome.policy).trace
+    return cost_of(usd_per_hour, rate_rps, outcome.metrics, steps, trace)
 
 
 def _settle_router(
-    runs: AlternativeRuns, chosen: Evaluation, spaces: Sequence[PolicySpace]
+    inputs: Inputs, runs: AlternativeRuns, chosen: Evaluation, spaces: Sequence[PolicySpace]
 ) -> tuple[Evaluation, PolicySpace, Outcome | None]:
     """The chosen settings, their space, and their outcome with requests to each replica in turn
     (None without a router). Where the router gains nothing, the settings in turn are chosen.
@@ -359,9 +391,10 @@ def _settle_router(
     space = next(space for space in spaces if space.key == chosen.outcome.key)
     if space.router is None:
         return chosen, space, None
-    task = replace(Task.of(runs.setup, chosen.outcome), router=RouterSpec())
+    setup = inputs.whole(chosen.outcome.policy)
+    task = replace(Task.of(setup, chosen.outcome), router=RouterSpec())
     [in_turn] = runs.evaluate([task])
-    if not _router_gains(in_turn, chosen, runs.setup.limits):
+    if not _router_gains(in_turn, chosen, setup.limits):
         chosen, space = in_turn, space.in_turn()
     return chosen, space, in_turn.outcome
 
@@ -378,21 +411,11 @@ def _router_gains(in_turn: Evaluation, chosen: Evaluation, limits: CandidateLimi
     return chosen.goodput_rps >= in_turn.goodput_rps and before_s > NOTABLE_GAIN * after_s
 
 
-def _best_held_out(
-    held_out: Sequence[Evaluation], found: Found, settings: SearchSettings
-) -> Evaluation:
-    """The best policy that the engine can run (any policy, where the engine can run none).
-
-    A policy that keeps all limits held out comes first, then one that kept them in the search,
-    then the score of the search.
-    """
-    served = [best for best in held_out if best.outcome.key in settings.served] or held_out
-
-    def rank(best: Evaluation) -> tuple[bool, bool, float]:
-        trial = best_trial(found, [best.outcome.key])
-        return best.feasible(found.limits), trial.feasible(found.limits), trial.score
-
-    return max(served, key=rank)
+def _best_served(judged: Judged, settings: SearchSettings) -> Evaluation:
+    """The best policy that the engine can run (any policy, where the engine can run none)."""
+    spaces = judged.of_space
+    served = [spaces[key] for key in spaces if key in settings.served] or list(spaces.values())
+    return max(served, key=lambda best: best.rank(judged.limits))
 
 
 def best_trial(found: Found, keys: Collection[str]) -> Evaluation:
@@ -402,48 +425,54 @@ def best_trial(found: Found, keys: Collection[str]) -> Evaluation:
     return best
 
 
-def _verdict(default: Evaluation, best: Evaluation, runs: AlternativeRuns) -> dict[str, object]:
-    """The fields of a tuning that compare the best with the recipe's settings, on held-out windows,
+def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str, object]:
+    """The fields of a tuning that compare the best with the recipe's settings on the whole trace,
     and judge the recommended one of the two by each limit.
     """
-    before, after, limits = default.goodput_rps, best.goodput_rps, runs.setup.limits
-    keep = best.rank(limits) <= default.rank(limits)
+    before, after = default.goodput_rps, best.goodput_rps
+    limits = inputs.whole(best.outcome.policy).limits
+    keep = not is_better(best, default, limits)
     recommended = default if keep else best
     usage, metrics = recommended.usage(limits), recommended.outcome.metrics
+    behind = Limit(name=BEHIND, bound="at most", limit=MOST_BEHIND_PERCENT)
     judged = []
-    for limit in recipe_limits(runs.recipe):
+    for limit in [*recipe_limits(inputs.recipe), behind]:
         share = usage[USAGE_KEYS.get(limit.name, limit.name)]
-        # A target is judged on the requests of all windows together.
         ratio = recommended.ratios.get(limit.name)
         value: float | None = metrics.get(limit.name, 0.0)
         if ratio is not None:
             value = None if share >= UNSERVED else ratio * limit.limit
         judged.append(limit.judged(value, kept=share <= 1.0))
-    targets = {key: share for key, share in usage.items() if key != "oom_percent"}
+    targets = {key: share for key, share in usage.items() if key not in (OOM, BEHIND)}
     binding = max(targets, key=lambda key: targets[key], default=None)
     return {
-        "defaults_held_out": default.outcome,
-        "best_held_out": best.outcome,
+        "defaults": default.outcome,
+        "best": best.outcome,
         "gain_percent": 100.0 * (after / before - 1.0) if before > 0 else None,
         "binding_sla": binding,
         "binding_ratio": targets[binding] if binding else None,
         "limits": judged,
         "keeps_limits": not broken(judged),
+        "keeps_up": usage[BEHIND] <= 1.0,
         "usage": usage,
         "keep_defaults": keep,
     }
 
 
 def _result(
-    found: Found, held_out: Evaluation, settings: SearchSettings, engines: Sequence[str]
+    found: Found,
+    best: Evaluation,
+    settings: SearchSettings,
+    engines: Sequence[str],
+    inputs: Inputs,
 ) -> PolicyResult:
-    policy, key = held_out.outcome.policy, held_out.outcome.key
+    policy, key = best.outcome.policy, best.outcome.key
     return PolicyResult(
         policy=policy,
         trials=sum(trial.outcome.key == key for trial in found.evaluations),
-        best_trial=found.evaluations.index(best_trial(found, [key])),
-        held_out=held_out.outcome,
-        feasible=held_out.feasible(found.limits),
+        outcome=best.outcome,
+        feasible=best.feasible(inputs.whole(policy).limits),
+        judged_requests=len(inputs.workload.judged(policy).trace),
         importance=importance(found, next(space for space in settings.spaces if space.key == key)),
         refusal=refusal(policy, engines),
         engines=engines_for(policy),
@@ -453,13 +482,14 @@ def _result(
 def _uncertainty(
     inputs: Inputs, runs: AlternativeRuns, pair: tuple[Outcome, Outcome]
 ) -> Uncertainty | None:
-    """The verdict on the defaults and the best (`pair`) under drawn laws; None without draws.
+    """The gain of the best over the defaults (`pair`) under drawn laws; None without draws.
 
     In a draw the workers follow the drawn laws while the scheduler believes the fitted ones, as in
     a live server. The defaults and the best get the same draws. Fits are resampled from the profile
     where it is known, else scaled by their held-out errors.
     """
-    draws, seed, setup = inputs.recipe.tune.draws, inputs.recipe.tune.seed, runs.setup
+    draws, seed = inputs.recipe.tune.draws, inputs.recipe.tune.seed
+    setup = inputs.setup("held out", inputs.workload.windows.held_out)
     if not draws:
         return None
     if inputs.profile is None:
@@ -474,7 +504,7 @@ def _uncertainty(
         tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
     done = runs.evaluate(tasks)
     pairs = list(zip(done[0::2], done[1::2], strict=True))
-    better = sum(best.rank(setup.limits) > default.rank(setup.limits) for default, best in pairs)
+    better = sum(is_better(best, default, setup.limits) for default, best in pairs)
     defaults, bests = ([one.goodput_rps for one in each] for each in zip(*pairs, strict=True))
     gains = [100.0 * (b / a - 1.0) for a, b in zip(defaults, bests, strict=True) if a > 0]
     return Uncertainty(

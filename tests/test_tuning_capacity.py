@@ -1,0 +1,132 @@
+"""The capacity: the highest load that keeps every limit, on the whole trace."""
+
+import numpy as np
+import pytest
+import samples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tuning import trace
+
+from toolkit.errors import InputError
+from toolkit.files.tuning import Outcome
+from toolkit.traces.types import Trace
+from toolkit.tuning.capacity import (
+    ABOVE,
+    BELOW,
+    TOLERANCE,
+    LoadSearch,
+    at_rate,
+    most_rate_rps,
+    rate_capacity,
+)
+from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, make_world
+from toolkit.tuning.workload import in_process, judged_part, own_settings, whole_setup
+
+LOADS = st.floats(0.01, 1000.0)
+OWN = Outcome(policy="slice", parameters={}, metrics={})
+
+
+def search(keeps, **options) -> LoadSearch:
+    """A search over loads where `keeps` says whether one is kept."""
+
+    def at(load: float) -> EvaluationSetup:
+        return EvaluationSetup(None, [], {"ttft_p99_s": load})
+
+    def evaluate(tasks) -> list[Evaluation]:
+        loads = [task.setup.sla["ttft_p99_s"] for task in tasks]
+        return [Evaluation(OWN, {"ttft_p99_s": 0.5 if keeps(load) else 2.0}) for load in loads]
+
+    return LoadSearch(at, OWN, evaluate, **options)
+
+
+@given(guess=LOADS, edge=LOADS)
+def test_the_capacity_is_within_its_tolerance_of_the_edge(guess, edge):
+    found = search(lambda load: load <= edge).found(guess)
+    if found is None:
+        assert edge < 0.001 * guess
+        return
+    assert found.load <= edge < found.broken
+    assert found.broken <= found.load * (1 + TOLERANCE) * (1 + 1e-9)
+    assert found.binding == "ttft_p99_s"
+    assert found.at_capacity.kept
+
+
+@given(guess=LOADS, edge=LOADS, holes=st.lists(st.tuples(LOADS, st.floats(1.0, 1.2)), max_size=3))
+def test_no_tried_load_below_the_capacity_is_broken(guess, edge, holes):
+    """Although a simulation may keep a load and break a lower one."""
+
+    def keeps(load: float) -> bool:
+        return load <= edge and not any(low < load < low * width for low, width in holes)
+
+    found = search(keeps).found(guess)
+    if found is not None:
+        shares = {point.load / found.load: point.kept for point in found.points}
+        checked = [share for share in shares if any(abs(share - one) < 1e-9 for one in BELOW)]
+        assert len(checked) == len(BELOW)
+        assert all(shares[share] for share in checked)
+
+
+def test_a_whole_number_of_requests_at_once_is_found_exactly():
+    found = search(lambda load: load <= 37, whole=True).found(10)
+    assert (found.load, found.broken) == (37, 38)
+
+
+def test_where_the_trace_is_too_short_for_more_the_capacity_is_at_least():
+    found = search(lambda load: True, most=50.0).found(10)
+    assert (found.load, found.broken, found.error_percent) == (50.0, None, 0.0)
+
+
+def test_no_load_is_kept_where_the_target_breaks_at_all():
+    assert search(lambda load: False).found(10) is None
+
+
+def setup(sla: dict[str, float], requests: Trace) -> EvaluationSetup:
+    recipe = samples.recipe(sla=sla)
+    world = make_world(recipe, samples.fit())
+    return whole_setup(world, requests, recipe, "slice")
+
+
+@pytest.mark.slow
+def test_the_whole_trace_keeps_the_limits_below_the_capacity_and_not_above():
+    where = setup({"ttft_p99_s": 2.0}, trace(1000))
+    own = own_settings(samples.recipe())
+    found = rate_capacity(where, own, in_process)
+    search = LoadSearch(lambda rate: at_rate(where, rate), own, in_process)
+    below, above = search.tried([0.98 * found.load, ABOVE * found.load])
+    assert below.kept
+    assert not above.kept
+
+
+def test_requests_that_arrive_at_once_have_no_rate_to_search():
+    requests = trace(100)
+    at_once = Trace(
+        np.zeros(100), requests.prompt_tokens, requests.output_tokens, requests.max_tokens
+    )
+    where = setup({"ttft_p99_s": 2.0}, at_once)
+    with pytest.raises(InputError):
+        rate_capacity(where, own_settings(samples.recipe()), in_process)
+
+
+def test_no_rate_is_judged_at_which_the_trace_is_over_before_a_target_can_be_missed():
+    where = setup({"ttft_p99_s": 2.0, "mtpot_p99_s": 60.0}, trace(1001))
+    assert most_rate_rps(where) == pytest.approx(500.0)
+
+
+def test_a_trace_that_is_too_long_is_judged_on_its_busiest_part():
+    calm = np.arange(0, 1000, 1.0)
+    burst = np.arange(1000, 1010, 0.1)
+    after = np.arange(1010, 2000, 1.0)
+    arrival_s = np.concatenate([calm, burst, after])
+    ones = np.ones(len(arrival_s), dtype=np.int64)
+    long = Trace(arrival_s, ones, ones, 0 * ones)
+    part = judged_part(long, 500)
+    assert len(part.trace) == 500
+    assert part.start_s < 1000
+    assert part.end_s > 1010
+    whole = judged_part(long, 5000)
+    assert whole.trace is long
+
+
+def test_limits_of_a_whole_trace_include_that_the_queue_does_not_grow():
+    assert setup({}, trace(100)).limits.max_behind_percent is not None
+    assert CandidateLimits.of(samples.recipe()).max_behind_percent is None

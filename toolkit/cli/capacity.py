@@ -1,0 +1,481 @@
+"""`llmctl capacity`: the highest rate and concurrency at which all targets hold, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from toolkit.cli import arguments
+from toolkit.cli.arguments import (
+    JsonOption,
+    SlaOption,
+    argument,
+    command_of,
+    limit_workers,
+    open_recipe,
+    option,
+    parse_sla,
+)
+from toolkit.cli.basis import note_bases, note_rest, note_scaling, plain, read_fit, read_tuning
+from toolkit.cli.output import (
+    WIDTH,
+    FigurePanel,
+    chart,
+    draw,
+    emit,
+    note,
+    progress,
+    require_matplotlib,
+    table,
+)
+from toolkit.cli.results import Capacities, CapacityOf, CapacityPoint, Needed
+from toolkit.errors import InputError, LimitsBrokenError
+from toolkit.files.fit import Fit
+from toolkit.files.io import check_writable, read_file, shipped_fit
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import recipe_path
+from toolkit.files.tuning import share_used
+from toolkit.units import number
+
+if TYPE_CHECKING:
+    from toolkit.traces.types import Trace
+    from toolkit.tuning.capacity import Capacity
+    from toolkit.tuning.contenders import Contender, Measured
+    from toolkit.tuning.executor import Runner
+
+SIMULATIONS = 20  # of each capacity, about
+CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityOptions:
+    """The command line of `llmctl capacity`."""
+
+    recipes: list[str] = argument(
+        "Recipes: files, or names of shipped ones. Several are shown side by side.",
+        metavar="RECIPE...",
+        autocompletion=arguments.recipes,
+    )
+    fit: list[Path] | None = option(
+        None,
+        "The fit of a recipe that has no shipped one, or in its place; repeatable.",
+        callback=lambda fits: [arguments.resolve_fit(fit) for fit in fits or []],
+        autocompletion=arguments.fits,
+    )
+    trace: str = option(
+        "",
+        "A trace file, or the name of a shipped trace; default: the first recipe's.",
+        autocompletion=arguments.traces,
+    )
+    rate: float | None = option(
+        None, "Also find how many workers, and so GPUs, this many requests per second take."
+    )
+    tuning: Path | None = option(
+        None, "Also the settings that this tuning.json recommends, for its recipe."
+    )
+    policies: str | None = option(
+        None,
+        "Also these policies at their defaults; 'all' means all that the engine can run.",
+        metavar="NAME,...",
+        autocompletion=arguments.policies,
+    )
+    routers: str | None = option(
+        None, "Also these routers before several replicas; 'all' means all.", metavar="NAME,..."
+    )
+    workers: int | None = option(
+        None, "The number of workers; default: the recipe's.", min=1, callback=limit_workers
+    )
+    tp: str | None = option(
+        None,
+        "Only recipes measured with this tensor parallelism: GPUs of a worker, such as 1,2.",
+        metavar="N,...",
+    )
+    concurrency: bool = option(
+        True,
+        "Also find the most requests at once that keep the limits.",
+        "--concurrency/--no-concurrency",
+    )
+    sla: SlaOption = None
+    price: list[str] | None = option(
+        None,
+        "USD an hour of one GPU of this name, such as H200=3.60; repeatable; default: recipes'.",
+        metavar="GPU=USD",
+    )
+    force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
+    seed: int | None = option(
+        None, "Draw memory limits and the policies' samples from this seed.", min=0
+    )
+    jobs: int = option(1, "Simulate in this many processes.", min=1, max=1024)
+    png: Path | None = option(None, "Draw the curves to this file; needs the extra 'plot'.")
+    as_json: JsonOption = False
+
+
+@command_of(CapacityOptions)
+def command(args: CapacityOptions) -> None:
+    """Find the highest rate, and the most requests at once, at which a recipe keeps all targets on
+    a whole trace; for several recipes, policies and routers side by side.
+
+    The arrivals of the trace are compressed until a target breaks, by bisection to 1 %; all rates
+    have the same requests and draws. With a price, it says what requests and tokens cost at that
+    rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps
+    the limits.
+    """
+    from toolkit.tuning.contenders import contenders_of, measure
+    from toolkit.tuning.executor import collect
+
+    if args.png:
+        require_matplotlib()
+        check_writable(args.png)
+    targets = parse_sla(args.sla)
+    pairs = _recipes(args)
+    tuning = read_tuning(args.tuning)
+    contenders: list[Contender] = []
+    for _, recipe, fit, _ in pairs:
+        changed = _changed(recipe, args, targets)
+        own = tuning if tuning and tuning.recipe_name == recipe.name else None
+        contenders += contenders_of(
+            changed,
+            fit,
+            tuning=own,
+            policies=_names(args.policies),
+            routers=_names(args.routers),
+        )
+    traces = [_trace(args, contender.recipe) for contender in contenders]
+    note_scaling(traces[0])
+    note_rest(traces[0])
+    found: list[Measured] = []
+    total = SIMULATIONS * (1 + args.concurrency) * len(contenders)
+    with _runner(args.jobs) as runner, progress("capacity", total) as advance:
+        for contender, trace in zip(contenders, traces, strict=True):
+            told = f"{contender.recipe.name}, {contender.label}"
+            evaluate = partial(collect, runner, tick=partial(advance, text=told))
+            one = measure(
+                contender, trace, evaluate, rate_rps=args.rate, concurrency=args.concurrency
+            )
+            found.append(one)
+    result = Capacities(
+        trace=plain(traces[0]),
+        sla=dict(contenders[0].recipe.sla),
+        wanted_rps=args.rate,
+        capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
+    )
+    emit(args.as_json, result, lambda: _show(result))
+    note_bases({path: fit for _, _, fit, path in pairs})
+    if args.png:
+        draw(_panels(result), args.png)
+        note(f"wrote {args.png}")
+    if all(one.capacity_rps is None for one in result.capacities):
+        first = found[0]
+        raise _none_keeps(first)
+
+
+def _names(listed: str | None) -> list[str]:
+    return [word.strip() for word in (listed or "").split(",") if word.strip()]
+
+
+def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
+    """Each recipe with its file, its fit and the fit's file.
+
+    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Raises
+    `InputError` for a recipe without a fit.
+    """
+    given = list(args.fit or [])
+    files = [recipe_path(name) for name in args.recipes]
+    by_name = {read_file(Fit, path).recipe_name: path for path in given}
+    if len(given) > len(files):
+        raise InputError(
+            f"--fit: {len(given)} fits for {len(files)} recipes", "give one fit for each recipe"
+        )
+    found = []
+    for file in files:
+        recipe = open_recipe(file)
+        path = by_name.get(recipe.name)
+        if path is None and len(files) == 1 and given:
+            path = given[0]
+        path = path or shipped_fit(file.stem)
+        if path is None:
+            raise InputError(
+                f"recipe '{recipe.name}' has no shipped fit",
+                "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
+            )
+        fit = read_fit(path, file, force=args.force)
+        _check_parallel(recipe, _names(args.tp))
+        found.append((file, recipe, fit, path))
+    wanted = set(_names(args.tp))
+    return [one for one in found if not wanted or _parallel(one[1]) in wanted]
+
+
+def _parallel(recipe: Recipe) -> str:
+    return str(recipe.engine.tensor_parallel_size)
+
+
+def _check_parallel(recipe: Recipe, wanted: Sequence[str]) -> None:
+    """`InputError` for a tensor parallelism that was not measured: its laws are not known."""
+    unknown = [size for size in wanted if size != _parallel(recipe)]
+    if unknown:
+        raise InputError(
+            f"--tp {unknown[0]}: recipe '{recipe.name}' was measured with "
+            f"{_parallel(recipe)}, and laws for another tensor parallelism do not follow from it",
+            f"profile a recipe with engine.tensor_parallel_size: {unknown[0]}, and name it too",
+        )
+
+
+def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -> Recipe:
+    """The recipe with the command line's targets, workers, seed and price.
+
+    Raises `InputError` where there are no targets, or a price is of no recipe's GPU.
+    """
+    changes: dict[str, object] = {}
+    if targets:
+        changes["sla"] = targets
+    if args.workers:
+        changes["workers"] = args.workers
+    if args.seed is not None:
+        changes["tune"] = recipe.tune.model_copy(update={"seed": args.seed})
+    usd = _price(recipe, args.price or [])
+    if usd is not None:
+        changes["hardware"] = recipe.hardware.model_copy(update={"usd_per_hour": usd})
+    if not (targets or recipe.sla):
+        raise InputError(
+            f"recipe '{recipe.name}' has no targets, so no rate breaks one",
+            "give some with --sla ttft_p99_s=2, or in the recipe's sla",
+        )
+    return recipe.model_copy(update=changes)
+
+
+def _price(recipe: Recipe, prices: Sequence[str]) -> float | None:
+    """USD an hour of one worker, by the first price whose name is in the recipe's hardware.name."""
+    for word in prices:
+        name, sign, text = word.partition("=")
+        try:
+            usd = float(text)
+        except ValueError:
+            usd = 0.0
+        if not sign or not 0.0 < usd < float("inf"):
+            raise InputError(f"--price {word}: it is GPU=USD an hour", "for example H200=3.60")
+        if name.lower() in f"{recipe.hardware.name} {recipe.name}".lower():
+            return usd * recipe.engine.tensor_parallel_size
+    return None
+
+
+def _trace(args: CapacityOptions, recipe: Recipe) -> Trace:
+    """The trace with the lengths that the recipe takes."""
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import prepare
+
+    return prepare(read_trace(trace_path(args.trace or recipe.tune.trace))[0], recipe)
+
+
+@contextmanager
+def _runner(jobs: int) -> Iterator[Runner]:
+    """What runs simulations: this process, or `jobs` processes until the block ends."""
+    from toolkit.tuning.executor import InProcessRunner, ProcessPool
+
+    if jobs == 1:
+        yield InProcessRunner()
+        return
+    with ProcessPool(jobs) as pool:
+        yield pool
+
+
+def _plain(found: Measured, trace: Trace) -> CapacityOf:
+    """What was found of a contender, as `--json` prints it."""
+    from toolkit.tuning.costs import cost_of
+
+    contender = found.contender
+    rate = found.rate
+    at_once = found.concurrency
+    metrics = rate.at_capacity.evaluation.outcome.metrics if rate else {}
+    cost = None
+    if rate and contender.usd_per_hour is not None:
+        cost = cost_of(contender.usd_per_hour, rate.load, metrics, contender.fit.steps, trace)
+    needed = found.needed
+    return CapacityOf(
+        recipe=contender.recipe.name,
+        settings=contender.label,
+        engine=contender.recipe.engine.name,
+        policy=contender.outcome.policy,
+        parameters=dict(contender.outcome.parameters),
+        router=contender.outcome.replica_router,
+        workers=contender.recipe.workers,
+        gpus=contender.gpus,
+        capacity_rps=rate and rate.load,
+        at_least=bool(rate and rate.broken is None),
+        error_percent=rate.error_percent if rate else 0.0,
+        binding=rate.binding if rate else _binding(found),
+        concurrency=int(at_once.load) if at_once else None,
+        concurrency_binding=at_once and at_once.binding,
+        metrics=metrics,
+        cost=cost,
+        needed=needed
+        and Needed(
+            workers=needed.recipe.workers, gpus=needed.gpus, usd_per_hour=needed.usd_per_hour
+        ),
+        analytic=contender.fit.engine.analytic,
+        curve=_curve(rate),
+        concurrency_curve=_curve(at_once),
+    )
+
+
+def _binding(found: Measured) -> str | None:
+    usage = found.lowest.usage if found.lowest else {}
+    return max(usage, key=lambda name: usage[name], default=None)
+
+
+def _curve(capacity: Capacity | None) -> list[CapacityPoint]:
+    if capacity is None:
+        return []
+    return [
+        CapacityPoint(
+            load=point.load,
+            kept=point.kept,
+            attainment_percent=point.evaluation.outcome.metrics.get("sla_attainment_percent", 0.0),
+            goodput_rps=point.evaluation.outcome.metrics.get("goodput_rps", 0.0),
+            usage=point.usage,
+        )
+        for point in capacity.points
+    ]
+
+
+def _none_keeps(found: Measured) -> LimitsBrokenError:
+    """The error where no rate keeps the limits: what binds at the lowest rate that was tried."""
+    name = found.contender.recipe.name
+    hint = "give looser targets: --sla KEY=SECONDS, or in the recipe's sla"
+    lowest = found.lowest
+    if lowest is None:
+        return LimitsBrokenError(f"recipe '{name}' serves none of the requests", hint)
+    binding = _binding(found)
+    used = share_used(lowest.usage[str(binding)])
+    return LimitsBrokenError(
+        f"no rate keeps all limits: even at {number(lowest.load)} requests/s {binding} is {used}",
+        hint,
+    )
+
+
+def _show(result: Capacities) -> None:
+    several = len(result.capacities) > 1
+    rows: list[list[object]] = []
+    for one in result.capacities:
+        name = f"{one.recipe}, {one.settings}" if several else one.recipe
+        rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
+        if one.at_least:
+            rate = f">= {rate}"
+        rows.append([name, one.gpus, rate, one.binding, one.concurrency])
+    columns = ["", ">GPUs", ">requests/s", "then breaks", ">at once"]
+    table(columns, rows, f"capacity of {result.trace.source}: all targets hold up to")
+    _show_costs(result)
+    _show_needed(result)
+    for panel in _panels(result):
+        print(f"\n{panel.title}")
+        print("\n".join(chart(panel.curves or {}, x_name=panel.x_name)))
+    print()
+    for line in _conclusion(result):
+        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _show_costs(result: Capacities) -> None:
+    priced = [one for one in result.capacities if one.cost is not None]
+    rows: list[list[object]] = []
+    for one in priced:
+        assert one.cost is not None
+        cost = one.cost
+        rows.append(
+            [
+                f"{one.recipe}, {one.settings}",
+                cost.usd_per_hour,
+                cost.usd_per_million_requests,
+                cost.usd_per_million_in,
+                cost.usd_per_million_out,
+            ]
+        )
+    if rows:
+        columns = ["USD, at capacity", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
+        table(columns, rows)
+
+
+def _show_needed(result: Capacities) -> None:
+    if result.wanted_rps is None:
+        return
+    rows: list[list[object]] = []
+    for one in result.capacities:
+        needed = one.needed
+        name = f"{one.recipe}, {one.settings}"
+        if needed is None:
+            rows.append([name, "none keeps", None, None])
+        else:
+            rows.append([name, needed.workers, needed.gpus, needed.usd_per_hour])
+    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s"
+    table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
+
+
+def _conclusion(result: Capacities) -> list[str]:
+    """The answer in a sentence or two."""
+    kept = [one for one in result.capacities if one.capacity_rps is not None]
+    lines = []
+    if kept:
+        best = max(kept, key=lambda one: one.capacity_rps or 0.0)
+        error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
+        most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
+        which = f"{best.recipe}, {best.settings}: " if len(result.capacities) > 1 else ""
+        lines.append(f"{which}all targets hold up to {most} on the whole trace")
+        if best.at_least:
+            lines.append("  at more, the trace is over before a request could miss a target")
+    if result.wanted_rps is not None:
+        able = [one for one in result.capacities if one.needed is not None]
+        wanted = f"{number(result.wanted_rps)} requests/s"
+        if not able:
+            lines.append(f"no number of workers that was tried keeps the targets at {wanted}")
+            return lines
+        fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
+        assert fewest.needed is not None
+        gpus = f"{fewest.needed.gpus} GPU{'s' * (fewest.needed.gpus > 1)}"
+        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.recipe}, {fewest.settings}")
+        prices = [
+            (one.needed.usd_per_hour, one)
+            for one in able
+            if one.needed and one.needed.usd_per_hour is not None
+        ]
+        if prices:
+            usd, cheapest = min(prices, key=lambda pair: pair[0])
+            named = f"{cheapest.recipe}, {cheapest.settings}"
+            lines.append(f"the cheapest for {wanted}: {number(usd)} USD an hour, {named}")
+    return lines
+
+
+def _panels(result: Capacities) -> list[FigurePanel]:
+    """Each target's used share over the rate, and the attainment; of several, the limit that
+    binds.
+    """
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    reached: dict[str, tuple[list[float], list[float]]] = {}
+    single = len(result.capacities) == 1
+    for one in result.capacities:
+        points = [p for p in one.curve if max(p.usage.values(), default=0.0) <= CURVE_RATIO]
+        if len(points) < 2:
+            continue
+        loads = [point.load for point in points]
+        name = f"{one.recipe}, {one.settings}"
+        if single:
+            for key in result.sla:
+                curves[key] = (loads, [point.usage.get(key, 0.0) for point in points])
+        else:
+            curves[name] = (loads, [max(point.usage.values()) for point in points])
+        reached[name] = (
+            [point.load for point in one.curve],
+            [point.attainment_percent for point in one.curve],
+        )
+    if not curves:
+        return []
+    what = "each target over its limit" if single else "the target that binds, over its limit"
+    return [
+        FigurePanel(f"{what} (1: it breaks)", curves=curves, x_name="requests/s that arrive"),
+        FigurePanel(
+            "requests within all targets, %", curves=reached, x_name="requests/s that arrive"
+        ),
+    ]

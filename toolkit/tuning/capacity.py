@@ -1,0 +1,259 @@
+"""Capacity: the highest load at which settings keep every limit on the whole trace.
+
+A load is a rate (the trace's arrivals, stretched or compressed) or a concurrency (a fixed number of
+requests at once). All loads have the same requests and the same random draws, so that results
+differ by the load alone. A load is kept if every limit is kept; that the queue does not grow with
+the trace is one of them (`CandidateLimits.max_behind_percent`).
+
+More load is worse, but a simulation is not smooth: a load may be kept although a slightly lower one
+is not. So the answer is made monotone: loads at fixed shares of it are tried too, and it is lowered
+below any of them that is broken, or raised above any higher one that is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from toolkit.errors import InputError
+from toolkit.files.tuning import Outcome
+from toolkit.routing.admission import UNLIMITED
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import MAX_RATE_RPS, mean_rate
+from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
+from toolkit.tuning.executor import Evaluate
+
+TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
+TOGETHER = 2  # loads that are tried at once; a constant, so that processes change only the time
+BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
+ABOVE = 1.05  # times the capacity: must be broken
+BEYOND = (1.2, 1.5)  # times the capacity, for the curve
+STEPS = (0.75, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)  # shares of a backlog's rate, while none is kept
+ROUNDS = 6  # times that the answer is checked and mended, at most
+WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
+
+
+@dataclass(slots=True, frozen=True)
+class LoadPoint:
+    """Settings at one load. `load`: requests/s, or requests at once."""
+
+    load: float
+    evaluation: Evaluation
+    kept: bool
+    usage: dict[str, float]  # the used share of each limit; above 1 it is broken
+
+
+@dataclass(slots=True, frozen=True)
+class Capacity:
+    """The highest load that keeps every limit, and every load that was tried, in order.
+
+    `broken` is the lowest load above it that was tried; None where the trace is too short to say
+    more than "at least". `binding` is the limit that breaks there.
+    """
+
+    load: float
+    broken: float | None
+    binding: str
+    points: list[LoadPoint] = field(repr=False)
+
+    @property
+    def error_percent(self) -> float:
+        """How much higher the capacity may be, by the loads that were tried."""
+        return 100.0 * (self.broken / self.load - 1.0) if self.broken else 0.0
+
+    @property
+    def at_capacity(self) -> LoadPoint:
+        """The settings at the capacity."""
+        return next(point for point in self.points if point.load == self.load)
+
+
+@dataclass(slots=True)
+class LoadSearch:
+    """Finds the capacity of one setting. Each load is simulated once.
+
+    Args:
+        at: the setup at a load.
+        outcome: policy, parameters and router.
+        evaluate: runs tasks.
+        most: the greatest load that can be judged; beyond it, the trace says nothing.
+        whole: loads are whole numbers.
+    """
+
+    at: Callable[[float], EvaluationSetup]
+    outcome: Outcome
+    evaluate: Evaluate
+    most: float = math.inf
+    whole: bool = False
+    points: dict[float, LoadPoint] = field(default_factory=dict)
+
+    def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
+        """The points at these loads."""
+        loads = [self._possible(load) for load in loads]
+        new = [load for load in dict.fromkeys(loads) if load not in self.points]
+        setups = [self.at(load) for load in new]
+        done = self.evaluate([Task.of(setup, self.outcome) for setup in setups])
+        for load, setup, evaluation in zip(new, setups, done, strict=True):
+            usage = evaluation.usage(setup.limits)
+            kept = evaluation.feasible(setup.limits)
+            self.points[load] = LoadPoint(load, evaluation, kept, usage)
+        return [self.points[load] for load in loads]
+
+    def found(self, guess: float) -> Capacity | None:
+        """The capacity, searched from `guess` on; None where no load was found that is kept."""
+        low, high = self._bracket(guess)
+        if low is None:
+            return None
+        for _ in range(ROUNDS):
+            low, high = self._narrowed(low, high)
+            below = self.tried([share * low for share in BELOW])
+            if broken := [point.load for point in below if not point.kept and point.load < low]:
+                high = min(broken)
+                kept = [p.load for p in self.points.values() if p.kept and p.load < high]
+                if not kept:
+                    return None
+                low = max(kept)
+                continue
+            if high is None:
+                break
+            [above] = self.tried([ABOVE * low])
+            if not above.kept or above.load <= low:
+                break
+            low, high = self._bracket(above.load)
+            assert low is not None
+        return self._answer(low, high)
+
+    def _answer(self, low: float, high: float | None) -> Capacity:
+        """The capacity with its points; a few more complete the curve."""
+        if high is not None:
+            self.tried([times * low for times in BEYOND])
+        points = sorted(self.points.values(), key=lambda point: point.load)
+        above = [point for point in points if point.load > low and not point.kept]
+        nearest = above[0].usage if above else self.points[low].usage
+        binding = max(nearest, key=lambda name: nearest[name])
+        return Capacity(low, above[0].load if above else None, binding, points)
+
+    def _bracket(self, guess: float) -> tuple[float | None, float | None]:
+        """A load that is kept and a higher one that is not. The first is None where none was found,
+        the second where the greatest possible load is kept.
+        """
+        low, high = None, None
+        load = self._possible(guess)
+        [point] = self.tried([load])
+        if not point.kept:
+            for share in STEPS:
+                high = load
+                load = self._possible(share * guess)
+                [point] = self.tried([load])
+                if point.kept:
+                    break
+            else:
+                return None, high
+        low = load
+        while high is None and low < self.most:
+            load = self._possible(low * 1.25 + int(self.whole))
+            [point] = self.tried([load])
+            if point.kept:
+                low = load
+            else:
+                high = load
+        return low, high
+
+    def _narrowed(self, low: float, high: float | None) -> tuple[float, float | None]:
+        """The same bracket, narrowed to `TOLERANCE`."""
+        parts = TOGETHER + 1
+        while high is not None and high > low * (1.0 + TOLERANCE):
+            inner = [low * (high / low) ** (k / parts) for k in range(1, parts)]
+            loads = [self._possible(load) for load in inner]
+            loads = [load for load in loads if low < load < high]
+            if not loads:
+                break
+            for point in self.tried(loads):
+                if not point.kept:
+                    high = point.load
+                    break
+                low = point.load
+        return low, high
+
+    def _possible(self, load: float) -> float:
+        """The nearest load that can be simulated."""
+        load = min(load, self.most)
+        return float(max(round(load), 1)) if self.whole else load
+
+
+def at_rate(setup: EvaluationSetup, rate_rps: float) -> EvaluationSetup:
+    """The setup with its only window's arrivals at this mean rate."""
+    [trace] = setup.windows
+    stretch = mean_rate(trace) / rate_rps
+    scaled = replace(trace, arrival_s=trace.arrival_s * stretch)
+    return replace(setup, windows=[scaled], label=f"{setup.label}, {rate_rps:.9g} requests/s")
+
+
+def at_concurrency(setup: EvaluationSetup, count: int) -> EvaluationSetup:
+    """The setup with so many requests at once: the next one starts when one ends."""
+    world = replace(setup.world, concurrency=count)
+    limits = replace(setup.limits, max_behind_percent=None)  # requests start as others end
+    label = f"{setup.label}, {count} at once"
+    return replace(setup, world=world, limits=limits, label=label)
+
+
+def longest_wait_s(sla: Mapping[str, float]) -> tuple[float, str]:
+    """The greatest limit of a target that waiting adds to, in seconds, and its name; 0 without."""
+    waits = [(limit, key) for key, limit in sla.items() if key.split("_")[0] in WAITS]
+    return max(waits, default=(0.0, ""))
+
+
+def most_rate_rps(setup: EvaluationSetup) -> float:
+    """The greatest rate at which the trace can be judged: beyond it, the trace lasts less than the
+    longest target on waiting, which no request could then miss.
+    """
+    [trace] = setup.windows
+    wait_s, _ = longest_wait_s(setup.sla)
+    return min((len(trace) - 1) / wait_s, MAX_RATE_RPS) if wait_s else MAX_RATE_RPS
+
+
+def backlog_rate_rps(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float:
+    """Requests per second that are served where all of the trace's requests arrive at once."""
+    [trace] = setup.windows
+    world = replace(setup.world, closed_loop=False)
+    if world.routing is not None:
+        world = replace(world, routing=replace(world.routing, limits=UNLIMITED))
+    waiting = replace(trace, arrival_s=np.zeros(len(trace)), priority=None)
+    label = f"{setup.label}, a backlog"
+    [done] = evaluate(
+        [Task.of(replace(setup, world=world, windows=[waiting], label=label), outcome)]
+    )
+    return done.outcome.metrics["throughput_rps"]
+
+
+def rate_capacity(
+    setup: EvaluationSetup,
+    outcome: Outcome,
+    evaluate: Evaluate,
+    tried: list[LoadPoint] | None = None,
+) -> Capacity | None:
+    """The highest rate at which the settings keep every limit; None where none was found.
+
+    The only window of `setup` is the trace to be judged. `tried` gets every rate that was tried.
+    Raises `InputError` where the trace has no rate.
+    """
+    [trace] = setup.windows
+    check_rate(trace)
+    most = most_rate_rps(setup)
+    backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
+    search = LoadSearch(lambda rate_rps: at_rate(setup, rate_rps), outcome, evaluate, most)
+    found = search.found(backlog_rps) if backlog_rps else None
+    if tried is not None:
+        tried += search.points.values()
+    return found
+
+
+def check_rate(trace: Trace) -> None:
+    """`InputError` where the arrivals of `trace` have no rate that could be changed."""
+    if mean_rate(trace) == 0.0:
+        raise InputError(
+            f"{trace.source}: its requests arrive at once, so there is no rate to change",
+            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
+        )

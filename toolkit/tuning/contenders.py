@@ -1,0 +1,231 @@
+"""Whose capacity is asked for: settings on machines, side by side, on one trace.
+
+`contenders_of` lists the settings of a recipe: its own, those that a tuning recommends, other
+policies, other routers. `measure` finds for each the highest rate and the highest concurrency that
+keep all limits, and how many workers a given rate takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Outcome, Tuning
+from toolkit.routing.routers import ROUTERS, router_of
+from toolkit.sched.policies import BUILT_IN, make_any, refuse_unservable
+from toolkit.sim.api import usual_policies
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import scale_rate
+from toolkit.tuning.alternatives import WORKERS_MAX
+from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
+from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.workload import check_length, own_settings, whole_setup
+
+ALL = "all"
+FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
+
+
+@dataclass(slots=True, frozen=True)
+class Contender:
+    """Settings on a machine: a recipe with its number of workers, its fit, policy and router."""
+
+    recipe: Recipe
+    fit: Fit
+    label: str  # what its settings are: "defaults", "tuned", "policy NAME", "router NAME"
+    outcome: Outcome  # its metrics do not count
+
+    @property
+    def gpus(self) -> int:
+        """The devices of all workers."""
+        return self.recipe.workers * self.recipe.engine.tensor_parallel_size
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """The price of all workers; None without a price."""
+        price = self.recipe.hardware.usd_per_hour
+        return None if price is None else price * self.recipe.workers
+
+    def with_workers(self, workers: int) -> Contender:
+        """The same settings on so many workers; the recipe's router is before several replicas."""
+        recipe = self.recipe.model_copy(update={"workers": workers})
+        router = self.outcome.replica_router or router_of(recipe)
+        if workers == 1:
+            router = None
+        outcome = self.outcome.model_copy(update={"replica_router": router})
+        return replace(self, recipe=recipe, outcome=outcome)
+
+    def setup(self, trace: Trace) -> EvaluationSetup:
+        """Where its settings are judged: on the whole trace."""
+        world = make_world(self.recipe, self.fit)
+        label = f"{self.recipe.name}, {self.recipe.workers} workers"
+        return whole_setup(world, trace, self.recipe, self.outcome.policy, label)
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """What was found of a contender.
+
+    Attributes:
+        rate: None where no rate keeps the limits, or none was searched.
+        concurrency: likewise, of a fixed number of requests at once.
+        needed: with the fewest workers that keep the limits at the wanted rate; None where no
+            number does, or no rate was wanted.
+        lowest: of the rates that were tried where none is kept, the lowest.
+    """
+
+    contender: Contender
+    rate: Capacity | None
+    concurrency: Capacity | None
+    needed: Contender | None
+    lowest: LoadPoint | None = None
+
+
+def contenders_of(
+    recipe: Recipe,
+    fit: Fit,
+    *,
+    tuning: Tuning | None = None,
+    policies: Sequence[str] = (),
+    routers: Sequence[str] = (),
+) -> list[Contender]:
+    """The recipe's own settings, then the tuned ones, then policies and routers by name.
+
+    "all" stands for all that the engine can run, and for all routers. Raises `InputError` for a
+    policy or router that does not exist, a policy that the engine cannot run, and routers where
+    there is one worker.
+    """
+    own = own_settings(recipe)
+    found = [Contender(recipe, fit, "defaults", own).with_workers(recipe.workers)]
+    if tuning is not None:
+        sized = recipe.model_copy(update={"workers": tuning.workers})
+        found.append(Contender(sized, fit, "tuned", tuning.recommended))
+    for name in _policies(recipe, fit, policies):
+        if name != own.policy:
+            outcome = Outcome(policy=name, parameters={}, metrics={})
+            alone = recipe if name in BUILT_IN else _unrouted(recipe)
+            found.append(Contender(alone, fit, f"policy {name}", outcome))
+    for name in _routers(recipe, routers):
+        outcome = own.model_copy(update={"replica_router": router_of(recipe, name)})
+        found.append(Contender(recipe, fit, f"router {name}", outcome))
+    return found
+
+
+def _unrouted(recipe: Recipe) -> Recipe:
+    """One server: a policy of ours inside a server has no router before it."""
+    server = traits_of(recipe.engine.name).server
+    return recipe.model_copy(update={"workers": 1}) if server else recipe
+
+
+def _policies(recipe: Recipe, fit: Fit, named: Sequence[str]) -> list[str]:
+    engine = recipe.engine.name
+    if ALL in named:
+        return [name for name in usual_policies(fit) if _can_run(name, engine)]
+    for name in named:
+        refuse_unservable(make_any(name, {}), engine)
+    return list(named)
+
+
+def _can_run(policy: str, engine: str) -> bool:
+    try:
+        refuse_unservable(make_any(policy, {}), engine)
+    except InputError:
+        return False
+    return True
+
+
+def _routers(recipe: Recipe, named: Sequence[str]) -> list[str]:
+    if not named:
+        return []
+    if router_of(recipe) is None:
+        raise InputError(
+            f"--routers: recipe '{recipe.name}' has {recipe.workers} worker"
+            f"{'s' * (recipe.workers > 1)} of engine '{recipe.engine.name}', so no router",
+            "give several replicas of a server: --workers 4",
+        )
+    own = recipe.replica_router.name
+    return [name for name in (ROUTERS if ALL in named else named) if name != own]
+
+
+def measure(
+    contender: Contender,
+    trace: Trace,
+    evaluate: Evaluate,
+    *,
+    rate_rps: float | None = None,
+    concurrency: bool = True,
+) -> Measured:
+    """The capacity of a contender, and how many workers `rate_rps` takes.
+
+    Raises `InputError` where the trace has no rate, or is shorter than the longest target at
+    `rate_rps`.
+    """
+    setup = contender.setup(trace)
+    tried: list[LoadPoint] = []
+    rate = rate_capacity(setup, contender.outcome, evaluate, tried)
+    at_once = None
+    if concurrency:
+        at_once = concurrency_capacity(setup, contender, evaluate)
+    needed = None
+    if rate_rps is not None:
+        guess = rate_rps / rate.load * contender.recipe.workers if rate else 1.0
+        needed = fewest_workers(contender, trace, rate_rps, guess, evaluate)
+    lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
+    return Measured(contender, rate, at_once, needed, lowest)
+
+
+def concurrency_capacity(
+    setup: EvaluationSetup, contender: Contender, evaluate: Evaluate
+) -> Capacity | None:
+    """The most requests at once that keep every limit; None where not even one does."""
+    [trace] = setup.windows
+    search = LoadSearch(
+        lambda count: at_concurrency(setup, int(count)),
+        contender.outcome,
+        evaluate,
+        most=float(len(trace)),
+        whole=True,
+    )
+    return search.found(FIRST_CONCURRENCY * contender.recipe.workers)
+
+
+def fewest_workers(
+    contender: Contender, trace: Trace, rate_rps: float, guess: float, evaluate: Evaluate
+) -> Contender | None:
+    """The contender with the fewest workers that keep every limit at this rate: one less does not.
+    None where no number up to `WORKERS_MAX` does, or where it cannot have more workers.
+    """
+    scaled = scale_rate(trace, rate_rps)
+    check_length(scaled, contender.recipe)
+    several = not traits_of(contender.recipe.engine.name).server
+    if not several and contender.outcome.policy not in BUILT_IN:
+        single = contender.with_workers(1)
+        return single if _keeps(single, scaled, evaluate) else None
+
+    def keeps(count: int) -> bool:
+        return _keeps(contender.with_workers(count), scaled, evaluate)
+
+    count = _fewest_from(keeps, max(round(guess), 1))
+    return None if count is None else contender.with_workers(count)
+
+
+def _keeps(contender: Contender, trace: Trace, evaluate: Evaluate) -> bool:
+    setup = contender.setup(trace)
+    [done] = evaluate([Task.of(setup, contender.outcome)])
+    return done.feasible(setup.limits)
+
+
+def _fewest_from(keeps: Callable[[int], bool], guess: int) -> int | None:
+    """A number that `keeps` while the number below it does not, searched from `guess` on."""
+    count = min(guess, WORKERS_MAX)
+    while not keeps(count):
+        count += max(count // 8, 1)
+        if count > WORKERS_MAX:
+            return None
+    while count > 1 and keeps(count - 1):
+        count -= 1
+    return count

@@ -1,0 +1,65 @@
+"""What requests and tokens cost, by the price of an hour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.files.fit import StepsFit
+from toolkit.files.tuning import BEHIND, Cost
+from toolkit.metrics import MOST_BEHIND_PERCENT
+from toolkit.traces.types import Trace
+from toolkit.tuning.evaluate import ATTAINMENT
+
+
+def served_rps(metrics: Mapping[str, float]) -> float:
+    """The rate of requests that are served, by the metrics of an evaluation.
+
+    Where the server keeps up, it is the successful requests over the length of their window. Where
+    the queue grows with the trace, and without targets, it is the throughput.
+    """
+    attained = metrics.get(ATTAINMENT, 0.0) / 100.0
+    if metrics.get(BEHIND, 0.0) > MOST_BEHIND_PERCENT or not attained:
+        return metrics.get("throughput_rps", 0.0)
+    successful = 1.0 - metrics["failed"] / metrics["requests"]
+    return metrics["goodput_rps"] / attained * successful
+
+
+def cost_of(
+    usd_per_hour: float,
+    rate_rps: float,
+    metrics: Mapping[str, float],
+    steps: StepsFit | None,
+    trace: Trace,
+) -> Cost:
+    """What requests with the lengths of `trace` cost at `rate_rps`, which is above 0.
+
+    The price of a request is divided among its tokens by the time that the law of a pass gives
+    them. Without that law (`steps` None) tokens have no price of their own.
+    """
+    usd = usd_per_hour / 3600.0 / rate_rps  # of a request
+    cost = Cost(
+        usd_per_hour=usd_per_hour,
+        usd_per_million_requests=1e6 * usd,
+        usd_per_million_in=None,
+        usd_per_million_cached=None,
+        usd_per_million_out=None,
+    )
+    if steps is None:
+        return cost
+    prompt = float(trace.prompt_tokens.mean())
+    output = float(trace.output_tokens.mean())
+    cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
+    new = prompt - cached
+    rows = max(metrics.get("batch_size_mean", 1.0), 1.0)
+    in_s = steps.token_s[-1] + steps.attended_s * new / 2
+    cached_s = steps.attended_s * new
+    out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
+    out_s += steps.token_s[0] + steps.cached_s * (prompt + output / 2)
+    usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
+    return cost.model_copy(
+        update={
+            "usd_per_million_in": 1e6 * usd_per_s * in_s,
+            "usd_per_million_cached": 1e6 * usd_per_s * cached_s if cached else None,
+            "usd_per_million_out": 1e6 * usd_per_s * out_s,
+        }
+    )

@@ -1,0 +1,131 @@
+"""Which settings a tuning recommends: the candidates of a search, judged on the whole trace.
+
+A search sees windows of the trace. Its best settings may break a limit on the whole of it. Then the
+next best are tried there, and at last the search goes on with what it learned (`search_again`).
+The settings that are found are recommended only if they are better than the recipe's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from toolkit.tuning.evaluate import CandidateLimits, Evaluation, Task
+from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.search import BATCH, Found, Progress, SearchSettings, search_again
+
+NOTABLE_GAIN = 1.01  # ratio of goodput or of latency above which other settings are worth naming
+NO_LOSS = 0.999  # ratio of goodput: less is a loss
+NEXT = BATCH  # further trials that are tried on the whole trace
+AGAIN = 2  # batches of new suggestions that are tried on the whole trace
+REACHABLE = 2.0  # used share of a limit, above which new suggestions are not tried
+
+Judge = Callable[[Task], Task]  # the same candidate on what its verdict is about
+
+
+@dataclass(slots=True)
+class Judged:
+    """Evaluations on the whole trace, which has `limits`.
+
+    `default`: the recipe's settings. `of_space`: the best of each searched space, by its key.
+    `further`: candidates that were tried since none of these kept the limits.
+    """
+
+    limits: CandidateLimits
+    default: Evaluation
+    of_space: dict[str, Evaluation]
+    further: list[Evaluation] = field(default_factory=list)
+
+
+def judge_candidates(
+    found: Found, settings: SearchSettings, judge: Judge, runner: Runner, progress: Progress
+) -> Judged:
+    """Judge the recipe's settings and the best trial of each space; where none of those that the
+    engine can run keeps the limits, further candidates too.
+    """
+    own = settings.spaces[0]
+    best = {space.key: found.best([space.key]) for space in settings.spaces}
+    trials = {key: trial for key, trial in best.items() if trial is not None}
+    start = own.task(found.setup, {})
+    tasks = [start, *(Task.of(found.setup, trial.outcome) for trial in trials.values())]
+    limits = judge(start).setup.limits
+    default, *done = _judged(tasks, judge, runner, progress)
+    result = Judged(limits, default, dict(zip(trials, done, strict=True)))
+    served = [key for key in trials if key in settings.served] or list(trials)
+
+    def shortfall() -> float:
+        """The used share of the limit that binds, of the candidate nearest to keeping all."""
+        candidates = [default, *(result.of_space[key] for key in served)]
+        return min(max(each.usage(limits).values(), default=0.0) for each in candidates)
+
+    if shortfall() <= 1.0:
+        return result
+    numbers = {found.evaluations.index(trials[key]): result.of_space[key] for key in served}
+    others = _next_trials(found, served, set(numbers))
+    tasks = [Task.of(found.setup, found.evaluations[number].outcome) for number in others]
+    done = _judged(tasks, judge, runner, progress)
+    numbers |= dict(zip(others, done, strict=True))
+    _add(result, done)
+    for _ in range(AGAIN):
+        if not 1.0 < shortfall() <= REACHABLE:
+            break
+        done = search_again(found, settings, numbers, judge, runner, progress)
+        numbers = {}
+        _add(result, done)
+    return result
+
+
+def _judged(
+    tasks: list[Task], judge: Judge, runner: Runner, progress: Progress
+) -> list[Evaluation]:
+    return collect(runner, [judge(task) for task in tasks], lambda: progress(0.0))
+
+
+def _next_trials(found: Found, served: list[str], judged: set[int]) -> list[int]:
+    """The numbers of the best trials with other settings than those of the `judged` ones."""
+    known = [found.evaluations[number].outcome for number in judged]
+    ranked = sorted(
+        range(len(found.evaluations)),
+        key=lambda number: found.evaluations[number].rank(found.limits),
+        reverse=True,
+    )
+    chosen: list[int] = []
+    for number in ranked:
+        outcome = found.evaluations[number].outcome
+        is_new = not any(outcome.same_settings(other) for other in known)
+        if outcome.key in served and is_new:
+            known.append(outcome)
+            chosen.append(number)
+        if len(chosen) == NEXT:
+            break
+    return chosen
+
+
+def _add(result: Judged, evaluations: list[Evaluation]) -> None:
+    """Note further candidates; a better one becomes the best of its space."""
+    result.further += evaluations
+    for evaluation in evaluations:
+        key = evaluation.outcome.key
+        before = result.of_space.get(key)
+        if before is None or evaluation.rank(result.limits) > before.rank(result.limits):
+            result.of_space[key] = evaluation
+
+
+def is_better(best: Evaluation, default: Evaluation, limits: CandidateLimits) -> bool:
+    """Whether `best` is worth a change of the recipe's settings.
+
+    It keeps limits that they break, or has notably more goodput. Or it has no less goodput, a
+    notably lower mean E2E latency, and the limit that binds is no nearer.
+    """
+    if best.feasible(limits) != default.feasible(limits):
+        return best.feasible(limits)
+    if best.goodput_rps > NOTABLE_GAIN * default.goodput_rps:
+        return True
+    if best.goodput_rps < NO_LOSS * default.goodput_rps:
+        return False
+    after_s = best.outcome.metrics.get("e2e_mean_s", 0.0)
+    before_s = default.outcome.metrics.get("e2e_mean_s", 0.0)
+    if before_s <= NOTABLE_GAIN * after_s:
+        return False
+    nearest = max(best.usage(limits).values(), default=0.0)
+    return nearest <= NOTABLE_GAIN * max(default.usage(limits).values(), default=0.0)

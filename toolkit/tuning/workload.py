@@ -1,0 +1,163 @@
+"""What a tuning is about: a trace at a rate, its windows, and the part that the verdict judges.
+
+The verdict is about the whole trace, at the rate that was asked for. Windows serve the search, and
+the certainty of the gain. A trace that is longer than a policy can be judged on in reasonable time
+is judged on its busiest part (`judged_part`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from toolkit.errors import InputError, LimitsBrokenError
+from toolkit.files.fit import Fit
+from toolkit.files.plan import Kind
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Outcome
+from toolkit.metrics import MOST_BEHIND_PERCENT
+from toolkit.sim.world import World
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import (
+    TraceWindow,
+    Windows,
+    cut,
+    fit_windows,
+    mean_rate,
+    prepare,
+    scale_rate,
+)
+from toolkit.tuning.capacity import (
+    backlog_rate_rps,
+    check_rate,
+    longest_wait_s,
+    rate_capacity,
+)
+from toolkit.tuning.evaluate import (
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Task,
+    make_world,
+)
+from toolkit.tuning.executor import InProcessRunner, collect
+
+# Requests that are judged at most: some ten seconds of simulation for most policies. It is a number
+# of requests and not of seconds, so that every machine gives the same verdict.
+JUDGED_REQUESTS = 200_000
+# Of policies whose decisions look at every waiting request: an overloaded server takes minutes.
+JUDGED_REQUESTS_BY_POLICY = {"mlfq": 4_000}
+
+
+@dataclass(slots=True, frozen=True)
+class Workload:
+    """A prepared trace at a rate, and its windows."""
+
+    trace: Trace
+    windows: Windows
+    rate_rps: float
+
+    def judged(self, policy: str) -> TraceWindow:
+        """What the verdict on a policy is about: the whole trace, or its busiest part."""
+        return judged_part(self.trace, most_requests(policy))
+
+
+def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
+    """The trace with the recipe's lengths, at the recipe's rate or load, or else at its own rate.
+
+    Raises `InputError` for a trace without requests, one with all requests at the same time, one
+    that is shorter than the longest target on waiting, and windows without requests;
+    `LimitsBrokenError` for a load where no rate keeps the limits.
+    """
+    spec = recipe.tune
+    if not len(trace):
+        raise InputError(f"{trace.source}: it has no requests", "give another trace with --trace")
+    fitted = prepare(trace, recipe)
+    rate_rps = spec.request_rate_rps
+    if rate_rps is None and spec.load is not None:
+        rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
+    if rate_rps is not None:
+        fitted = scale_rate(fitted, rate_rps)
+    check_length(fitted, recipe)
+    windows = fit_windows(
+        fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed, warm=True
+    )
+    return Workload(fitted, windows, rate_rps or mean_rate(fitted))
+
+
+def check_length(trace: Trace, recipe: Recipe) -> None:
+    """`InputError` where the trace is over before a request could miss a target on waiting."""
+    wait_s, name = longest_wait_s(recipe.sla)
+    lasts_s = float(trace.arrival_s[-1])
+    if 0.0 < lasts_s < wait_s:
+        raise InputError(
+            f"{trace.source}: it lasts {lasts_s:.3g} s at {mean_rate(trace):.4g} requests/s, less "
+            f"than the target {name}, {wait_s:g} s, which no request could then miss",
+            f"give a longer trace, or a rate of at most {(len(trace) - 1) / wait_s:.3g} requests/s",
+        )
+
+
+def load_rate_rps(
+    recipe: Recipe, fit: Fit, trace: Trace, load: float, others: Sequence[Kind] = ()
+) -> float:
+    """The rate that is `load` times the capacity of the recipe's own settings."""
+    check_rate(trace)
+    world = make_world(recipe, fit, others)
+    setup = whole_setup(world, trace, recipe, recipe.policy.name)
+    found = rate_capacity(setup, own_settings(recipe), in_process)
+    if found is None:
+        raise LimitsBrokenError(
+            f"a load of {load:g} has no rate: the recipe's settings keep its limits at none",
+            "give a rate with --rate, or looser targets in the recipe's sla",
+        )
+    return round(load * found.load, 3)
+
+
+def backlog_rps(recipe: Recipe, fit: Fit, trace: Trace) -> float:
+    """Requests per second that the recipe's settings serve of a backlog of the whole trace."""
+    setup = whole_setup(make_world(recipe, fit), trace, recipe, recipe.policy.name)
+    return backlog_rate_rps(setup, own_settings(recipe), in_process)
+
+
+def own_settings(recipe: Recipe) -> Outcome:
+    """The recipe's policy and parameters."""
+    return Outcome(policy=recipe.policy.name, parameters=recipe.policy.parameters, metrics={})
+
+
+def in_process(tasks: Sequence[Task]) -> list[Evaluation]:
+    """Run tasks in this process."""
+    return collect(InProcessRunner(), tasks)
+
+
+def judged_part(trace: Trace, most: int) -> TraceWindow:
+    """The whole trace if it has at most `most` requests; else so many, the busiest of the trace
+    among them: their middle is the middle of the busiest tenth of that number.
+    """
+    last_s = float(trace.arrival_s[-1])
+    if len(trace) <= most:
+        return TraceWindow(0.0, last_s, trace)
+    burst = max(most // 10, 1)
+    spans = trace.arrival_s[burst:] - trace.arrival_s[:-burst]
+    middle = int(np.argmin(spans)) + burst // 2
+    first = min(max(middle - most // 2, 0), len(trace) - most)
+    start_s = float(trace.arrival_s[first])
+    end_s = float(trace.arrival_s[first + most]) if first + most < len(trace) else np.inf
+    return TraceWindow(start_s, min(end_s, last_s), cut(trace, start_s, end_s))
+
+
+def whole_setup(
+    world: World, trace: Trace, recipe: Recipe, policy: str, label: str = "whole trace"
+) -> EvaluationSetup:
+    """Where a policy is judged: on the whole trace, or its busiest part, on this machine."""
+    part = judged_part(trace, most_requests(policy)).trace
+    if len(part) < len(trace):
+        label += f", its busiest {len(part)} requests"
+    limits = replace(CandidateLimits.of(recipe), max_behind_percent=MOST_BEHIND_PERCENT)
+    return EvaluationSetup(world, [part], recipe.sla, label, limits)
+
+
+def most_requests(policy: str) -> int:
+    """The most requests that a policy is judged on."""
+    return JUDGED_REQUESTS_BY_POLICY.get(policy, JUDGED_REQUESTS)
