@@ -52,7 +52,7 @@ def test_statistics_by_name(name, expected):
 
 
 def test_throughput_is_over_the_time_from_first_arrival_to_last_completion():
-    summary = summarize(TWO, {})
+    summary = summarize(TWO, {"e2e_p99_s": 9.0})
     assert summary["makespan_s"] == 4
     assert summary["throughput_rps"] == summary["goodput_rps"] == 0.5
     assert summary["output_tokens_per_s"] == 11 / 4
@@ -72,14 +72,20 @@ def test_goodput_counts_those_that_meet_every_target():
 def test_a_failed_request_meets_no_target_and_stays_in_the_count():
     failed = served((0, 1, 2, 3, 0.5), (0, np.nan, np.nan, 0, 0), ok=[True, False])
     assert list(meets_sla(failed, {"e2e_p95_s": 10})) == [True, False]
-    summary = summarize(failed, {})
+    summary = summarize(failed, {"e2e_p95_s": 10})
     assert (summary["requests"], summary["failed"], summary["sla_attainment_percent"]) == (2, 1, 50)
     assert summary["throughput_rps"] == 0.5
 
 
 def test_a_summary_without_served_requests_has_no_latencies():
-    summary = summarize(served((0, np.nan, np.nan, 0, 0), ok=[False]), {})
-    assert summary == {"requests": 1, "failed": 1, "throughput_rps": 0, "goodput_rps": 0}
+    failed = served((0, np.nan, np.nan, 0, 0), ok=[False])
+    assert summarize(failed, {}) == {"requests": 1, "failed": 1, "throughput_rps": 0}
+    summary = summarize(failed, {"e2e_p95_s": 10})
+    assert (summary["goodput_rps"], summary["sla_attainment_percent"]) == (0, 0)
+
+
+def test_without_targets_there_is_neither_goodput_nor_attainment():
+    assert not {"goodput_rps", "sla_attainment_percent"} & summarize(TWO, {}).keys()
 
 
 @pytest.mark.parametrize(

@@ -80,23 +80,26 @@ def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
     """Metric names, with their units, and values.
 
     Throughput is the successful requests over the time from the first arrival to the last
-    completion. Goodput counts only those that also meet `sla`.
+    completion. Goodput counts only those that also meet `sla`. Without targets there is neither
+    goodput nor attainment.
     """
-    if not served.ok.any():
-        count = float(len(served))
-        return {"requests": count, "failed": count, "throughput_rps": 0.0, "goodput_rps": 0.0}
     ok = served.ok
+    if not ok.any():
+        count = float(len(served))
+        unserved = {"requests": count, "failed": count, "throughput_rps": 0.0}
+        return unserved | ({"goodput_rps": 0.0, "sla_attainment_percent": 0.0} if sla else {})
     span_s = max(float(served.finish_s[ok].max() - served.arrival_s.min()), 1e-12)
-    good = meets_sla(served, sla)
     summary = {
         "requests": float(len(served)),
         "failed": float((~ok).sum()),
         "makespan_s": span_s,
         "throughput_rps": float(ok.sum()) / span_s,
-        "goodput_rps": float(good.sum()) / span_s,
-        "sla_attainment_percent": 100.0 * float(good.sum()) / len(served),
         "output_tokens_per_s": float(served.output_tokens[ok].sum()) / span_s,
     }
+    if sla:
+        good = float(meets_sla(served, sla).sum())
+        summary["goodput_rps"] = good / span_s
+        summary["sla_attainment_percent"] = 100.0 * good / len(served)
     for name, values in latencies(served).items():
         for stat in ("mean", "p50", "p95", "p99"):
             summary[f"{name}_{stat}_s"] = statistic(values, stat)

@@ -159,7 +159,7 @@ class Evaluation:
 
     @property
     def goodput_rps(self) -> float:
-        """Requests per second that meet every latency target."""
+        """Requests per second that meet every latency target; the throughput without targets."""
         return self.outcome.metrics["goodput_rps"]
 
     @property
@@ -309,6 +309,8 @@ class Task:
             for key in results[0].metrics
             if all(key in result.metrics for result in results)
         }
+        if not sla:  # every served request counts
+            metrics["goodput_rps"] = metrics["throughput_rps"]
         good = [meets_sla(result.served, sla) for result in results]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
         if self.setup.world.refuses:
