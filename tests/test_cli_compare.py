@@ -91,7 +91,10 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
     assert llmctl(*stage, *words, "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
-    keys = [(run["rate_rps"], -run["metrics"]["goodput_rps"]) for run in runs]
+    keys = [
+        (run["rate_rps"], -run["metrics"]["goodput_rps"], run["metrics"]["e2e_mean_s"])
+        for run in runs
+    ]
     assert keys == sorted(keys)
 
 

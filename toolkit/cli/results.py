@@ -84,5 +84,6 @@ class Comparison(BaseModel):
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")
     runs: list[ComparedRun] = Field(
-        description="by rate, then by goodput (throughput without targets), the best first"
+        description="by rate, then by goodput (throughput without targets), then by mean E2E, "
+        "the best first"
     )

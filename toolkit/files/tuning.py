@@ -402,12 +402,20 @@ class Alternatives(Strict):
 class Cost(Strict):
     """What the recommended settings cost for the held-out traffic, in US dollars.
 
-    The price of all workers is divided among the tokens by the time that the fitted law of a pass
+    The price of an hour is divided by the requests that are served in it. Where the settings keep
+    all limits, these are the successful requests over the length of the windows. Where a limit is
+    broken, or there is no target, a queue may grow: then it is the throughput, over the time until
+    the last request ends.
+
+    The price of a request is divided among its tokens by the time that the fitted law of a pass
     gives them: computed prompt tokens, prompt tokens found in the cache, and output tokens.
     """
 
     usd_per_hour: float = Field(description="of all workers")
-    usd_per_million_requests: float
+    usd_per_million_requests: float = Field(
+        description="usd_per_hour over the requests served per hour: with all limits kept, the "
+        "successful ones over the windows' length; else the throughput"
+    )
     usd_per_million_in: float | None = Field(
         description="prompt tokens that are computed; None: a fleet, or no law of passes"
     )
@@ -461,7 +469,8 @@ class Tuning(Envelope):
     defaults_held_out: Outcome
     best_held_out: Outcome
     gain_percent: float | None = Field(
-        description="goodput of the best over the defaults', held out; None from zero"
+        description="goodput (without targets throughput) of the best over the defaults', held "
+        "out; None from zero"
     )
     binding_sla: str | None = Field(
         description="of the recommended settings: the target with the greatest ratio to its limit"

@@ -7,7 +7,7 @@ with its verdict, and how much the fit's error moves that verdict.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -291,7 +291,12 @@ def reported(
             "uncertainty": _uncertainty(inputs, runs, (default.outcome, chosen.outcome)),
             "engines": engines,
             "alternatives": others,
-            "cost": _cost(inputs, recommended.outcome, runs.setup),
+            "cost": _cost(
+                inputs,
+                recommended.outcome,
+                runs.setup,
+                keeps_limits=recommended.feasible(runs.setup.limits),
+            ),
         }
     )
 
@@ -303,10 +308,25 @@ def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
     ]
 
 
-def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
+def served_rps(metrics: Mapping[str, float], *, keeps_limits: bool) -> float:
+    """The rate of requests that are served, by the pooled metrics of an evaluation.
+
+    Where all limits are kept, the system keeps up: then it is the successful requests over the
+    length of their windows. Else, and without targets, a queue may grow: it is the throughput.
+    """
+    attained = metrics.get(ATTAINMENT, 0.0) / 100.0
+    if not keeps_limits or not attained:
+        return metrics.get("throughput_rps", 0.0)
+    successful = 1.0 - metrics["failed"] / metrics["requests"]
+    return metrics["goodput_rps"] / attained * successful
+
+
+def _cost(
+    inputs: Inputs, outcome: Outcome, setup: EvaluationSetup, *, keeps_limits: bool
+) -> Cost | None:
     """What the settings of `outcome` cost; None without a price or without served requests."""
     metrics, steps = outcome.metrics, inputs.fit.steps
-    rate_rps = metrics.get("throughput_rps", 0.0)
+    rate_rps = served_rps(metrics, keeps_limits=keeps_limits)
     usd_per_hour = 0.0
     for kind in inputs.kinds:
         price = kind.recipe.hardware.usd_per_hour
