@@ -72,7 +72,8 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
         "* engine 'fake' cannot run it; simulated by its laws all the same. It takes the future"
         in said
     )
-    assert "no --sla was given" in err
+    assert "without targets" in err
+    assert "goodput" not in out
     assert out.isascii() or "─" in out
 
 
@@ -90,13 +91,16 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
     assert llmctl(*stage, *words, "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
-    keys = [(run["rate_rps"], -run["metrics"]["goodput_rps"]) for run in runs]
+    keys = [
+        (run["rate_rps"], -run["metrics"]["goodput_rps"], run["metrics"]["e2e_mean_s"])
+        for run in runs
+    ]
     assert keys == sorted(keys)
 
 
 @pytest.mark.parametrize("words", [[], ["--rate", "10,20"]])
 def test_every_plot_fits_the_terminal(words, stage, capsys):
-    assert llmctl(*stage, "--policies", "fcfs,slice", *words) == 0
+    assert llmctl(*stage, "--policies", "fcfs,slice", "--sla", "ttft_p99_s=9", *words) == 0
     out = capsys.readouterr().out
     assert "goodput, requests/s" in out
     assert "a fcfs  b slice" in out or "a slice  b fcfs" in out
@@ -124,9 +128,14 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
             "give a rate from",
         ),
         (
-            ["--policies", "slice", "--columns", "goodput"],
+            ["--policies", "slice", "--columns", "goodput", "--sla", "ttft_p99_s=1"],
             "there is no metric 'goodput'",
             "did you mean 'goodput_rps'",
+        ),
+        (
+            ["--policies", "slice", "--columns", "goodput_rps"],
+            "there is no metric 'goodput_rps'",
+            "it needs targets, such as --sla ttft_p99_s=2",
         ),
     ],
 )

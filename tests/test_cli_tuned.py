@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from test_fleet_files import write_fleet, write_server
 from test_tuning_kinds import FEW, SHORT, SLA, TUNE, VLLM, passes
 
 from toolkit.cli.basis import open_fleet
+from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
+from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import Outcome, SizedKind, Sizing, Tuning
 from toolkit.traces.generate import Arrivals, generate, parse_lengths
 from toolkit.traces.read import read_trace
@@ -188,6 +191,18 @@ def test_a_recipe_is_simulated_as_it_was_tuned(
     best = made.recommended
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert (found["sla"], found["seed"], found["workers"]) == (made.sla, 4, made.workers)
+    recipe = load_recipe(Path("recipe.yaml"))
+    recipe = recipe.model_copy(update={"tune": recipe.tune.model_copy(update={"seed": 4})})
+    trace_read, _ = read_trace(Path("trace.jsonl"))
+    windows = make_workload(recipe, read_file(Fit, "fit.json"), trace_read).windows.held_out
+    parts = []
+    for window in windows:
+        write_trace(window.trace, Path("window.jsonl"))
+        words_of_window = ("--tuning", "tuning.json", "--trace", "window.jsonl")
+        parts.append(simulated(capsys, *words_of_window, "--no-fit-lengths"))
+    for name in ("throughput_rps", "ttft_p95_s", "mtpot_p95_s", "e2e_mean_s"):
+        mean = fmean(part[name] for part in parts)
+        assert mean == pytest.approx(best.metrics[name], rel=1e-6), name
     assert simulated(capsys, *words, "--workers", "3")["workers"] == 3
     assert llmctl("compare", *words, "--policies", f"fcfs,{best.policy}", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]

@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.metrics import Served, latencies, meets_sla, sla_ratios, statistic, summarize
+from toolkit.metrics import (
+    Served,
+    latencies,
+    meets_sla,
+    pooled_goodput_rps,
+    sla_ratios,
+    statistic,
+    summarize,
+    window_rate_rps,
+)
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import mean_rate
 
 
 def served(*rows, ok=None) -> Served:
@@ -52,9 +63,9 @@ def test_statistics_by_name(name, expected):
 
 
 def test_throughput_is_over_the_time_from_first_arrival_to_last_completion():
-    summary = summarize(TWO, {})
+    summary = summarize(TWO, {"e2e_p99_s": 9.0})
     assert summary["makespan_s"] == 4
-    assert summary["throughput_rps"] == summary["goodput_rps"] == 0.5
+    assert summary["throughput_rps"] == 0.5
     assert summary["output_tokens_per_s"] == 11 / 4
     assert (summary["requests"], summary["failed"], summary["sla_attainment_percent"]) == (
         2,
@@ -66,20 +77,67 @@ def test_throughput_is_over_the_time_from_first_arrival_to_last_completion():
 def test_goodput_counts_those_that_meet_every_target():
     assert list(meets_sla(TWO, {"ttft_p99_s": 0.5})) == [False, True]
     assert list(meets_sla(TWO, {"ttft_p99_s": 0.5, "mtpot_p99_s": 0.9})) == [False, False]
-    assert summarize(TWO, {"ttft_p99_s": 0.5})["goodput_rps"] == 0.25
+    assert summarize(TWO, {"ttft_p99_s": 0.5})["goodput_rps"] == 0.5, "of one arrival a second"
+
+
+def test_with_all_targets_kept_goodput_is_the_mean_arrival_rate_exactly():
+    """However long the requests that came last take."""
+    rng = np.random.default_rng(3)
+    arrival_s = np.cumsum(rng.exponential(0.019, 997))
+    none = np.zeros(997, np.int64)
+    rate = mean_rate(Trace(arrival_s, none, none, none))
+    for drain_s in (0.0, 4.0, 400.0):
+        ended = arrival_s + 1.0 + drain_s * (np.arange(997) == 996)
+        rows = served(*zip(arrival_s, arrival_s + 0.5, ended, none + 9, none + 0.1, strict=True))
+        found = summarize(rows, {"ttft_p99_s": 1.0})
+        assert found["goodput_rps"] == rate
+        assert found["throughput_rps"] == pytest.approx(997 / found["makespan_s"])
+    assert found["throughput_rps"] < found["goodput_rps"] / 10
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "closed", "rate"),
+    [
+        ((0.0, 1.0, 2.0), False, 1.0),
+        ((0.0, 1.0, 2.0), True, 0.5),  # each came when another one had ended
+        ((0.0, 0.0, 0.0), False, 0.5),  # a backlog
+        ((0.0,), False, 1 / 6),
+    ],
+)
+def test_without_a_rate_of_arrivals_the_window_is_the_makespan(arrivals, closed, rate):
+    rows = served(*((at, at + 0.5, 6.0, 3, 1.0) for at in arrivals))
+    assert window_rate_rps(rows, closed=closed) == pytest.approx(rate)
+    good = summarize(rows, {"ttft_p99_s": 1.0}, closed=closed)["goodput_rps"]
+    assert good == pytest.approx(rate)
+
+
+def test_windows_are_pooled_by_their_lengths():
+    """Two good ones of two in 2 s, and one of four in 2 s."""
+    slow = served((0, 0.5, 1, 2, 1), (1, 1.5, 2, 2, 1))
+    dense = served((0, 9, 9, 2, 1), (0.5, 9, 9, 2, 1), (1, 9, 9, 2, 1), (1.5, 1.6, 9, 2, 1))
+    targets = {"ttft_p99_s": 1.0}
+    assert pooled_goodput_rps([slow, dense], targets) == pytest.approx(3 / 4)
+    assert pooled_goodput_rps([slow], targets) == summarize(slow, targets)["goodput_rps"]
+    assert pooled_goodput_rps([served((0, np.nan, np.nan, 0, 0), ok=[False])], targets) == 0.0
 
 
 def test_a_failed_request_meets_no_target_and_stays_in_the_count():
     failed = served((0, 1, 2, 3, 0.5), (0, np.nan, np.nan, 0, 0), ok=[True, False])
     assert list(meets_sla(failed, {"e2e_p95_s": 10})) == [True, False]
-    summary = summarize(failed, {})
+    summary = summarize(failed, {"e2e_p95_s": 10})
     assert (summary["requests"], summary["failed"], summary["sla_attainment_percent"]) == (2, 1, 50)
     assert summary["throughput_rps"] == 0.5
 
 
 def test_a_summary_without_served_requests_has_no_latencies():
-    summary = summarize(served((0, np.nan, np.nan, 0, 0), ok=[False]), {})
-    assert summary == {"requests": 1, "failed": 1, "throughput_rps": 0, "goodput_rps": 0}
+    failed = served((0, np.nan, np.nan, 0, 0), ok=[False])
+    assert summarize(failed, {}) == {"requests": 1, "failed": 1, "throughput_rps": 0}
+    summary = summarize(failed, {"e2e_p95_s": 10})
+    assert (summary["goodput_rps"], summary["sla_attainment_percent"]) == (0, 0)
+
+
+def test_without_targets_there_is_neither_goodput_nor_attainment():
+    assert not {"goodput_rps", "sla_attainment_percent"} & summarize(TWO, {}).keys()
 
 
 @pytest.mark.parametrize(
@@ -112,9 +170,11 @@ def test_every_target_is_missed_if_no_request_is_served():
     ),
     st.floats(0.1, 20),
 )
-def test_goodput_never_exceeds_throughput_and_a_looser_target_never_lowers_it(rows, limit):
+def test_goodput_never_exceeds_the_rate_of_arrivals_and_a_looser_target_never_lowers_it(
+    rows, limit
+):
     requests = served(
         *((at, at + wait, at + wait + rest, n, gap) for at, wait, rest, n, gap in rows)
     )
     tight, loose = (summarize(requests, {"e2e_p99_s": value}) for value in (limit, 2 * limit))
-    assert tight["goodput_rps"] <= loose["goodput_rps"] <= loose["throughput_rps"]
+    assert tight["goodput_rps"] <= loose["goodput_rps"] <= window_rate_rps(requests)

@@ -14,6 +14,7 @@ from toolkit.files.profile import Profile
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles, shipped_recipes
 from toolkit.profiling.analytic import analytic_profile
 from toolkit.report.verdict import FEW_REQUESTS
+from toolkit.sched.policies import make_any
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import fit_windows, prepare, scale_rate
@@ -75,7 +76,7 @@ def test_shipped_traces_have_windows_for_every_recipe_at_any_rate(name: str, tra
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_simulate_and_compare_have_the_requests_that_tune_has(
+def test_simulate_and_compare_have_what_tune_has(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe(recipe_path(name))
@@ -84,7 +85,10 @@ def test_simulate_and_compare_have_the_requests_that_tune_has(
     assert list(stage.trace.rows()) == list(tuned.rows())
     assert stage.trace.scaling == tuned.scaling
     assert tuned.scaling is not None
-    assert stage.world({}, None, {}).max_new_tokens == recipe.serve.max_new_tokens
+    [own] = stage.contenders([stage.own_policy])
+    assert own.policy == make_any(recipe.policy.name, recipe.policy.parameters)
+    assert own.world.max_new_tokens == recipe.serve.max_new_tokens
+    assert (own.world.size, stage.targets) == (recipe.workers, recipe.sla)
     first = capsys.readouterr().err.splitlines()[0]
     assert first.removeprefix("warning: ") == f"trace: {tuned.scaling.summary()}"
 

@@ -23,9 +23,10 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.replicas import ServedKind, traits_of_kinds
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import mean_rate
 from toolkit.tuning.evaluate import Evaluation, Task, make_workload, make_world
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
+from toolkit.tuning.tune import Inputs, served_rps, settings_of, tune, tune_to_size
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
 TUNE = {"trials": 5, "draws": 0, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
@@ -236,7 +237,11 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
         if price is not None
     )
     assert spent == pytest.approx(cost.usd_per_million_requests)
-    assert spent * metrics["throughput_rps"] * 3600 / 1e6 == pytest.approx(6.0)
+    assert result.keeps_limits, "so it keeps up, and serves the requests as they come"
+    seconds = [len(w.trace) / mean_rate(w.trace) for w in windows]
+    rate_rps = sum(len(w.trace) for w in windows) / sum(seconds)
+    assert spent * rate_rps * 3600 / 1e6 == pytest.approx(6.0)
+    assert served_rps(metrics, keeps_limits=False) == metrics["throughput_rps"] < rate_rps
     assert prices[1] is not None
     assert prices[0] is not None
     assert prices[1] < prices[0]
@@ -265,7 +270,8 @@ def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_la
             seen.extend(task for task in tasks if "draw" in task.setup.label)
             return super().run(tasks)
 
-    given = inputs(workers=2, tune=TUNE | {"trials": 1, "draws": 2, "routers": ["own"]})
+    spec = TUNE | {"trials": 1, "draws": 2, "routers": ["own"]}
+    given = inputs({"ttft_p90_s": 0.1}, workers=2, tune=spec)
     found = tune(given, Watching(), HEAD, lambda best: None)
     engines = [task.setup.world.engine() for task in seen]
     fitted = make_world(given.recipe, given.fit).engine()

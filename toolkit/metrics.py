@@ -1,12 +1,27 @@
 """Summaries of served requests: the same functions for simulated and measured ones.
 
 TPOT = (E2E - TTFT) / (output tokens - 1). ITL is each gap between tokens. MTPOT is the largest gap
-within a request. Goodput is the requests per second that meet every latency target.
+within a request.
+
+Throughput is the successful requests over the makespan, from the first arrival to the last
+completion, as in `vllm bench serve`.
+
+Goodput is the requests of a window that meet every latency target, over the length of the window:
+the rate of arrivals times the share of good requests. DistServe (OSDI 2024, section 1) calls
+goodput the greatest request rate at which a given share of the requests keeps the targets; where
+all keep them, the rate of arrivals is such a rate. `request_goodput` of `vllm bench serve` counts
+the same requests, but divides by the whole duration of the benchmark. That includes the drain: the
+time after the last arrival, in which a server that keeps up only finishes. So the same server has
+the less of that goodput the shorter the benchmark is. Here the drain counts only where arrivals
+have no rate of their own: one request, all at once (a backlog), or each when another one has ended.
+
+So goodput may be above throughput, which has the drain. In an overload of a window that is short
+beside the latencies, it may even be above what the server sustains: good requests end after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -16,6 +31,7 @@ from toolkit.files.tuning import UNSERVED
 
 Floats = NDArray[np.float64]
 MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
+SHORTEST_S = 1e-12  # of a makespan, and of a window: a shorter one has no rate
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,27 +97,64 @@ def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
     return good
 
 
-def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
-    """Metric names, with their units, and values.
-
-    Throughput is the successful requests over the time from the first arrival to the last
-    completion. Goodput counts only those that also meet `sla`.
-    """
+def makespan_s(served: Served) -> float:
+    """Seconds from the first arrival to the last successful completion; 0 without one."""
     if not served.ok.any():
-        count = float(len(served))
-        return {"requests": count, "failed": count, "throughput_rps": 0.0, "goodput_rps": 0.0}
+        return 0.0
+    return max(float(served.finish_s[served.ok].max() - served.arrival_s.min()), SHORTEST_S)
+
+
+def window_rate_rps(served: Served, *, closed: bool = False) -> float:
+    """All requests over the length of their window, per second.
+
+    Args:
+        closed: whether requests arrive when others have ended (a closed loop of fixed concurrency).
+            Then, and where all arrive at once, the window is the makespan, and the rate is 0 where
+            no request succeeded; else this is the mean rate of arrivals.
+    """
+    span_s = float(served.arrival_s.max() - served.arrival_s.min())
+    if span_s >= SHORTEST_S and not closed:
+        return (len(served) - 1) / span_s
+    return len(served) / makespan_s(served) if served.ok.any() else 0.0
+
+
+def pooled_goodput_rps(windows: Sequence[Served], sla: Mapping[str, float]) -> float:
+    """The good requests of all windows over the length of all windows, per second; 0 where no
+    window has a length.
+    """
+    good = sum(int(meets_sla(window, sla).sum()) for window in windows)
+    rates = [(len(window), window_rate_rps(window)) for window in windows]
+    total_s = sum(count / rate_rps for count, rate_rps in rates if rate_rps)
+    return good / total_s if total_s else 0.0
+
+
+def summarize(
+    served: Served, sla: Mapping[str, float], *, closed: bool = False
+) -> dict[str, float]:
+    """Metric names, with their units, and values. Without targets there is neither goodput nor
+    attainment.
+
+    Args:
+        sla: target name to its limit in seconds.
+        closed: see `window_rate_rps`.
+    """
     ok = served.ok
-    span_s = max(float(served.finish_s[ok].max() - served.arrival_s.min()), 1e-12)
-    good = meets_sla(served, sla)
+    if not ok.any():
+        count = float(len(served))
+        unserved = {"requests": count, "failed": count, "throughput_rps": 0.0}
+        return unserved | ({"goodput_rps": 0.0, "sla_attainment_percent": 0.0} if sla else {})
+    span_s = makespan_s(served)
     summary = {
         "requests": float(len(served)),
         "failed": float((~ok).sum()),
         "makespan_s": span_s,
         "throughput_rps": float(ok.sum()) / span_s,
-        "goodput_rps": float(good.sum()) / span_s,
-        "sla_attainment_percent": 100.0 * float(good.sum()) / len(served),
         "output_tokens_per_s": float(served.output_tokens[ok].sum()) / span_s,
     }
+    if sla:
+        share = float(meets_sla(served, sla).sum()) / len(served)
+        summary["goodput_rps"] = window_rate_rps(served, closed=closed) * share
+        summary["sla_attainment_percent"] = 100.0 * share
     for name, values in latencies(served).items():
         for stat in ("mean", "p50", "p95", "p99"):
             summary[f"{name}_{stat}_s"] = statistic(values, stat)

@@ -228,11 +228,10 @@ def _print_notes(result: BenchReport) -> None:
     for reason, count in result.failures.items():
         note(f"{count:,} requests failed: {reason}")
     if result.refused:
+        missed = ": attainment and goodput count them as missed" if result.sla else ""
         prediction = "; the prediction serves every request" if result.predicted else ""
-        note(
-            f"{result.refused:,} of {result.requests:,} requests were refused for load:"
-            f" attainment and goodput count them as missed{prediction}"
-        )
+        refused = f"{result.refused:,} of {result.requests:,} requests were refused for load"
+        note(f"{refused}{missed}{prediction}")
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.send_lag_p99_s > LATE_S:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
 
-# goodput is first, since the rows are sorted by it
+# goodput is first, since the rows are sorted by it; without targets it is left out
 COLUMNS = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_mean_s", "e2e_p95_s")
+OF_TARGETS = ("goodput_rps", "sla_attainment_percent")  # not without targets
 CDF_POINTS = 200
 
 
@@ -67,30 +69,25 @@ def command(args: CompareOptions) -> None:
     --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
     it. Ctrl-C prints the finished runs.
     """
-    from toolkit.sched.policies import BUILT_IN, KNOWN
     from toolkit.sim.api import compare, usual_policies
-    from toolkit.sim.world import assign_settings, check_capacity
 
     if args.png:
         require_matplotlib()
         check_writable(args.png)
     listed = [] if args.policies is None else _words("--policies", args.policies)
     named = list(dict.fromkeys(listed))
-    scenario = args.scenario()
-    # checks --set before fits and the trace are read
-    assign_settings(scenario.policies(named, list(KNOWN)), scenario.settings, scenario.kinds)
-    targets, rates = scenario.targets, _rates(args.rate)
+    rates = _rates(args.rate)
     stage = open_stage(args)
-    names = scenario.policies(named, usual_policies(stage.fit))
-    of_world, of_policy = assign_settings(names, scenario.settings, scenario.kinds)
-    contenders = [stage.policy(name, of_policy[name]) for name in names]
-    flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
-    world = stage.world(of_world, flags, targets)
-    check_capacity(of_world, world, stage.trace)
+    targets = stage.targets
+    usual = dict.fromkeys([stage.own_policy, *usual_policies(stage.fit)])
+    names = stage.policies(named, list(usual))
+    contenders = stage.contenders(names)
+    world = contenders[0].world
     note_rest(stage.trace)
     note(*sharing_notes(stage.trace, names))
     total = len(names) * max(len(rates), 1)
-    runs = _collect(compare(stage.trace, contenders, world, rates, targets), total)
+    each = (compare(stage.trace, [c.policy], c.world, rates, targets) for c in contenders)
+    runs = _collect(chain.from_iterable(each), total)
     interrupted = len(runs) < total
     shown = _columns(args.columns, runs)
     _print_notes(runs, world, targets)
@@ -122,7 +119,20 @@ def _collect(simulations: Iterator[PolicyRun], total: int) -> list[PolicyRun]:
     except KeyboardInterrupt:
         if not runs:
             raise
-    return sorted(runs, key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
+    objective = _objective(runs)
+
+    def place(run: PolicyRun) -> tuple[float, float, float]:
+        """By rate; then the best first, between equals the lower mean E2E, as in `tune`."""
+        found = run.metrics
+        return run.rate_rps, -found.get(objective, -1.0), found.get("e2e_mean_s", 0.0)
+
+    return sorted(runs, key=place)
+
+
+def _objective(runs: Sequence[PolicyRun]) -> str:
+    """The metric by which runs are sorted: goodput, or throughput without targets."""
+    known = any("goodput_rps" in run.metrics for run in runs)
+    return "goodput_rps" if known else "throughput_rps"
 
 
 def _words(name: str, text: str) -> list[str]:
@@ -148,10 +158,14 @@ def _rates(words: Sequence[str] | None) -> list[float]:
 def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     """The metrics to show. `InputError` for one that no run has."""
     if text is None:
+        columns = [name for name in COLUMNS if any(name in run.metrics for run in runs)]
         # the column of rates leaves room for one metric less
-        return [name for name in COLUMNS if name != "e2e_mean_s" or not _several_rates(runs)]
+        return [name for name in columns if name != "e2e_mean_s" or not _several_rates(runs)]
     metrics, columns = {name for run in runs for name in run.metrics}, _words("--columns", text)
     for name in columns:
+        if name not in metrics and name in OF_TARGETS:
+            hint = "it needs targets, such as --sla ttft_p99_s=2"
+            raise InputError(f"--columns: there is no metric '{name}'", hint)
         if name not in metrics:
             raise InputError(f"--columns: there is no metric '{name}'", nearest(name, metrics))
     return columns
@@ -175,7 +189,7 @@ def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
 def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
     """Print what a reader must know before trusting the table."""
     if not sla:
-        note("no --sla was given: goodput counts every finished request")
+        note("without targets there is no goodput: add some, such as --sla ttft_p99_s=2")
     many = _several_rates(runs)
     beyond: dict[str, list[str]] = {}
     for run in runs:
@@ -218,16 +232,20 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
 
 
 def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
-    """Goodput and tail latency, over the rates or as bars; for one rate also the CDF of E2E."""
+    """Goodput (throughput without targets) and tail latency, over the rates or as bars; for one
+    rate also the CDF of E2E.
+    """
     import numpy as np
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:
         return []
+    objective = _objective(runs)
+    rates = f"{objective.removesuffix('_rps')}, requests/s"
     if _several_rates(runs):
         panels = []
         for title, metric in (
-            ("goodput, requests/s", "goodput_rps"),
+            (rates, objective),
             ("TTFT, p99, s", "ttft_p99_s"),
         ):
             over_rates: dict[str, tuple[list[float], list[float]]] = {}
@@ -241,11 +259,11 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     curves = {
         run.policy: (np.percentile(run.e2e_s, shares).tolist(), shares.tolist()) for run in done
     }
-    goodputs = {run.policy: run.metrics["goodput_rps"] for run in done}
+    objectives = {run.policy: run.metrics[objective] for run in done}
     tails = {run.policy: run.metrics["e2e_p99_s"] for run in done}
     share = "requests with an E2E of at most x, %"
     return [
-        FigurePanel("goodput, requests/s", bars=goodputs),
+        FigurePanel(rates, bars=objectives),
         FigurePanel("E2E, p99, s", bars=tails),
         FigurePanel(share, curves=curves, x_name="E2E, s (log)", log_x=True),
     ]

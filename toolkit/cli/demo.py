@@ -93,7 +93,8 @@ def command(
     stage.llmctl("report", plan, "--out", page)
     held = _held(promised, read_file(BenchReport, bench_tuned))
     scls, sls = (read_file(BenchReport, path).measured for path in (bench, bench_sls))
-    compared = {key: {"sls": sls[key], "scls": scls[key]} for key in COMPARED}
+    both = [key for key in COMPARED if key in sls and key in scls]  # goodput only with targets
+    compared = {key: {"sls": sls[key], "scls": scls[key]} for key in both}
     took_s = time.monotonic() - start
     result = Achieved(promised.request_rate_rps, held, compared, str(page), took_s, sharing)
     emit(as_json, result, lambda: _show(result, out))
@@ -132,12 +133,14 @@ class Achieved:
         """The result in one sentence."""
         targets = [one for one in self.promise if one.limit is not None]
         broken = [one.metric for one in targets if not one.kept]
-        goodput = next(one for one in self.promise if one.metric == "goodput_rps")
+        goodputs = [one for one in self.promise if one.metric == "goodput_rps"]
         few = ("no target, as the recipe has none", "its target", "both targets")
         every = few[len(targets)] if len(targets) < len(few) else f"all {len(targets)} targets"
         kept = f"broke {', '.join(broken)}" if broken else f"kept {every}"
-        beside = f", {goodput.predicted:.3g} predicted" if goodput.predicted is not None else ""
-        tuned = f"{kept} (goodput {goodput.measured:.3g}/s{beside})"
+        tuned = kept
+        for one in goodputs:
+            beside = f", {one.predicted:.3g} predicted" if one.predicted is not None else ""
+            tuned = f"{kept} (goodput {one.measured:.3g}/s{beside})"
         sls, scls = (self.overload["throughput_rps"][name] for name in ("sls", "scls"))
         more = f"{scls / sls:.2f} times the throughput of SLS" if sls else "more than SLS"
         return (
@@ -223,7 +226,9 @@ class Stages:
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
-    """The targets, then goodput, throughput and attainment, which have no limit."""
+    """The targets, then goodput, throughput and attainment, which have no limit; without targets
+    throughput alone.
+    """
     served = {target for target, share in tuning.usage.items() if share < UNSERVED}
     targets = [
         Held(
@@ -238,6 +243,8 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     ]
     promised = tuning.recommended.metrics
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
+        if name != "throughput_rps" and not tuned.sla:
+            continue
         said, predicted = promised.get(name), tuned.predicted.get(name)
         targets.append(Held(name, None, said, predicted, tuned.measured.get(name, 0.0), None))
     return targets

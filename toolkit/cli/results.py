@@ -28,7 +28,9 @@ class Simulation(BaseModel):
     )
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")
-    sla: dict[str, float] = Field(description="targets in seconds, of --sla or else of the tuning")
+    sla: dict[str, float] = Field(
+        description="targets in seconds, of --sla, or of the tuning or the recipe"
+    )
     trace: Requests = Field(description="which requests were simulated")
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
@@ -62,9 +64,14 @@ class Comparison(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
-    sla: dict[str, float] = Field(description="targets in seconds, of --sla or else of the tuning")
+    sla: dict[str, float] = Field(
+        description="targets in seconds, of --sla, or of the tuning or the recipe"
+    )
     trace: Requests = Field(description="which requests were simulated")
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")
-    runs: list[ComparedRun] = Field(description="by rate, then by goodput, the best first")
+    runs: list[ComparedRun] = Field(
+        description="by rate, then by goodput (throughput without targets), then by mean E2E, "
+        "the best first"
+    )

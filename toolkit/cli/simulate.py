@@ -1,7 +1,8 @@
 """`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world.
 
-`compare` takes its options, its trace and its laws from here, too: `StageOptions.scenario` adds
-what a tuning recommends, `open_stage` reads the files, and `Stage.world` makes the simulated world.
+`compare` takes its options, its trace and its laws from here, too. `open_stage` reads the files and
+finds the settings: the command line's, else those that a tuning recommends, else the recipe's own,
+which `tune` judges first. `Stage.contenders` gives each policy with the world that it runs in.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from toolkit.cli.arguments import (
     TraceOption,
     command_of,
     limit_workers,
-    open_recipe,
     option,
     parse_settings,
     parse_sla,
@@ -40,13 +40,13 @@ from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import fleet_sources, sized
+from toolkit.files.fleet import sized
 from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
-from toolkit.files.tuning import REFUSED, Tuning
-from toolkit.units import number
+from toolkit.files.tuning import REFUSED, Outcome, Tuning
+from toolkit.units import number, word
 
 if TYPE_CHECKING:
     from toolkit.sched.policies.parameters import Value
@@ -74,8 +74,8 @@ class StageOptions:
     )
     recipe: Path | None = option(
         None,
-        "The recipe of the fit, which limits lengths; default: the one beside the fit, in the "
-        "current folder, or shipped.",
+        "The recipe of the fit: lengths, policy, targets, workers, router and seed, which options "
+        "replace; default: the one beside the fit, in the current folder, or shipped.",
         callback=resolve_recipe,
     )
     fleet: Path | None = option(
@@ -90,7 +90,7 @@ class StageOptions:
     sla: SlaOption = None
     workers: int | None = option(
         None,
-        "The number of workers; default: as tuned or profiled, or 1.",
+        "The number of workers; default: as tuned, the recipe's, as profiled, or 1.",
         min=1,
         callback=limit_workers,
     )
@@ -104,77 +104,99 @@ class StageOptions:
     seed: int | None = option(
         None,
         "Draw the memory limits and the policies' samples from this seed; default: the tuning's, "
-        "or 0.",
+        "the recipe's, or 0.",
         min=0,
     )
 
-    def scenario(self) -> Scenario:
-        """What to simulate. `InputError` for words that cannot be parsed and for a wrong file."""
+
+@dataclass(frozen=True, slots=True)
+class OwnSettings:
+    """What runs where the command line does not say: what a tuning recommends, or the settings of
+    the recipe.
+    """
+
+    outcome: Outcome  # its metrics do not count
+    refuses: bool  # the front of replicas refuses what would miss a target
+
+    @classmethod
+    def of_tuning(cls, tuning: Tuning) -> OwnSettings:
+        """What a tuning recommends."""
+        return cls(tuning.recommended, REFUSED in tuning.recommended.metrics)
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, targets: Mapping[str, float], workers: int) -> OwnSettings:
+        """The recipe's settings with these targets and workers of all kinds, as `tune` judges them
+        first. `InputError` for a router that does not exist.
+        """
+        from toolkit.routing.admission import UNLIMITED, LatencyLimits
+        from toolkit.routing.routers import router_of
+
+        own = recipe.policy
+        router = router_of(recipe.model_copy(update={"sla": targets}), workers=workers)
+        limited = recipe.tune.max_refused_percent is not None
+        refuses = limited and recipe.serve.admission == "targets" and router is not None
+        outcome = Outcome(
+            policy=own.name, parameters=own.parameters, metrics={}, replica_router=router
+        )
+        return cls(outcome, refuses and LatencyLimits.of(targets) != UNLIMITED)
+
+    def front(self, given: Mapping[str, Value]) -> dict[str, Value]:
+        """The router before replicas and whether their front refuses, as `--set` takes them; no
+        router where another one is `given`.
+        """
+        settings: dict[str, Value] = {"admission": "targets"} if self.refuses else {}
+        router = self.outcome.replica_router
+        if router and given.get("replica_router", router.name) == router.name:
+            settings["replica_router"] = router.name
+            settings |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        return settings
+
+    def parameters(self, given: Mapping[str, Value], kinds: Sequence[str]) -> dict[str, Value]:
+        """The policy's parameters, and the flags of a fleet's `kinds`, as `--set` takes them; not
+        where another value is `given` for all kinds.
+        """
         from toolkit.sched.policies import BUILT_IN
 
-        settings, targets = parse_settings(self.settings), parse_sla(self.sla)
-        sources = fleet_sources(self.fleet) if self.fleet else []
-        kinds = [open_recipe(source.recipe).name for source in sources]
-        tuning = read_tuning(self.tuning)
-        if tuning is None:
-            return Scenario(settings, targets, kinds)
-        counts = tuning.sizing.kinds if tuning.sizing else []
-        unused = [kind.recipe for kind in counts if not kind.workers]
-        kinds = [name for name in kinds if name not in unused]
-        # what the tuning recommends, as `assign_settings` takes it; options replace it
-        tuned: dict[str, Value] = {}
-        best, router = tuning.recommended, tuning.recommended.replica_router
-        if router and settings.get("replica_router", router.name) == router.name:
-            tuned["replica_router"] = router.name
-            tuned |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
-        if REFUSED in best.metrics:
-            tuned["admission"] = "targets"
-        first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
-        for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
-            set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & settings.keys()}
+        own = self.outcome
+        first = kinds[0] if kinds and own.policy in BUILT_IN else own.policy
+        settings: dict[str, Value] = {}
+        for owner, flags in {first: own.parameters, **own.kind_parameters}.items():
             if owner in (first, *kinds):
-                tuned |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
-        return Scenario(tuned | settings, targets or tuning.sla, kinds, tuning)
+                for key, value in flags.items():
+                    if not {key, f"{own.policy}.{key}"} & given.keys():
+                        settings[f"{owner}.{key}"] = value
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """What to simulate: what the command line says, and else what the tuning recommends.
+class Contender:
+    """A policy, and the world that it runs in."""
 
-    `kinds` are the names of the kinds of a fleet.
-    """
-
-    settings: Mapping[str, Value]
-    targets: Mapping[str, float]
-    kinds: Sequence[str]
-    tuning: Tuning | None = None
-
-    def policies(self, named: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
-        """The policies to simulate: the `named` ones, else the `usual` ones. Tuned servers behind a
-        router run no policy but their own. `InputError` where the tuning's policy is not `named`.
-        """
-        if self.tuning is None:
-            return named or usual
-        tuned = self.tuning.recommended
-        if named and tuned.policy not in named:
-            raise InputError(
-                f"the tuning recommends policy '{tuned.policy}', which is not among those to "
-                f"simulate: {', '.join(named)}",
-                f"name {tuned.policy}, or leave --tuning out",
-            )
-        return named or ([tuned.policy] if tuned.replica_router else usual)
+    policy: AnyPolicy
+    world: World
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A trace that will be simulated, and the fit of its laws; None: the token-step world."""
+    """A trace that will be simulated, the laws, and what the command line and the files say about
+    the rest.
+
+    Without a `fit` it is the token-step world. Of a fleet, the first of its `kinds` has the fit and
+    the recipe.
+    """
 
     trace: Trace
     fit: Fit | None
+    recipe: Recipe | None
+    tuning: Tuning | None
+    kinds: Sequence[Kind]
+    own: OwnSettings | None  # None: there is no recipe
+    recipe_says: Sequence[str]  # what was taken from the recipe besides its policy and router
+    given: Mapping[str, Value]  # by --set
+    targets: Mapping[str, float]
     max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
-    workers: int  # 0: as many as were profiled, or 1
+    workers: int  # of the fit
     seed: int
-    kinds: Sequence[Kind] = ()  # of a fleet; the first kind has the fit
 
     @property
     def engines(self) -> list[str]:
@@ -183,7 +205,79 @@ class Stage:
             return [kind.fit.engine.engine for kind in self.kinds]
         return [self.fit.engine.engine] if self.fit else []
 
-    def policy(self, name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
+    @property
+    def own_policy(self) -> str:
+        """The policy of the tuning or the recipe; without either the one that the fit's engine has
+        built in, or else the default of recipes.
+        """
+        from toolkit.sched.policies import BUILT_IN
+        from toolkit.sim.api import usual_policies
+
+        if self.own:
+            return self.own.outcome.policy
+        built_in = [name for name in usual_policies(self.fit) if name in BUILT_IN]
+        return built_in[0] if built_in else PolicySpec().name
+
+    def policies(self, named: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
+        """The policies to simulate: the `named` ones, else the `usual` ones. Tuned servers behind a
+        router run no policy but their own. `InputError` where the tuning's policy is not `named`.
+        """
+        tuned = self.tuning.recommended if self.tuning else None
+        if tuned and named and tuned.policy not in named:
+            raise InputError(
+                f"the tuning recommends policy '{tuned.policy}', which is not among those to "
+                f"simulate: {', '.join(named)}",
+                f"name {tuned.policy}, or leave --tuning out",
+            )
+        if tuned and tuned.replica_router and not named:
+            return [tuned.policy]
+        return named or usual
+
+    def contenders(self, names: Sequence[str], failures: Path | None = None) -> list[Contender]:
+        """The policies of these names, each with the world that it runs in; print what the recipe
+        gave. A router is only before a policy that is built into an engine.
+
+        Args:
+            failures: a file of failures of replicas.
+
+        Raises `InputError` for an unknown policy, and for settings that cannot be.
+        """
+        from toolkit.sched.policies import BUILT_IN
+        from toolkit.sim.world import assign_settings, check_capacity
+
+        kinds = [kind.recipe.name for kind in self.kinds]
+        front: Mapping[str, Value] = {}
+        own: Mapping[str, Value] | None = None  # the recipe's policy is not among them
+        if self.own and BUILT_IN.keys() & names:
+            front = self.own.front(self.given)
+        if self.own and self.own_policy in names:
+            own = self.own.parameters(self.given, kinds)
+        of_world, of_policy = assign_settings(names, {**front, **(own or {}), **self.given}, kinds)
+        of_others = {k: v for k, v in of_world.items() if k in self.given or k not in front}
+        found = []
+        for name in names:
+            built_in = name in BUILT_IN
+            settings, flags = of_world if built_in else of_others, of_policy[name]
+            world = self._world(settings, flags if built_in else {}, failures)
+            check_capacity(settings, world, self.trace)
+            found.append(Contender(self._policy(name, flags), world))
+        self._note_recipe(front, own)
+        return found
+
+    def _note_recipe(self, front: Mapping[str, Value], own: Mapping[str, Value] | None) -> None:
+        """Print in one line what was taken from the recipe: policy, router and `recipe_says`."""
+        if self.recipe is None or self.own is None or self.tuning:
+            return
+        said = list(self.recipe_says)
+        if "replica_router" in front:
+            said.insert(0, f"router {front['replica_router']}")
+        if own is not None:
+            flags = {name.rpartition(".")[2]: value for name, value in own.items()}
+            said.insert(0, f"policy {self.own_policy}{f' ({_words(flags)})' if flags else ''}")
+        if said:
+            note(f"from recipe {self.recipe.name}: {'; '.join(said)}")
+
+    def _policy(self, name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
         """The policy of this name with the given parameters. The scheduler of a fleet's servers has
         those of the first kind's recipe, too.
         """
@@ -195,15 +289,11 @@ class Stage:
             return flags_of(self.kinds[0], own)
         return policy_for(self.fit, name, own)
 
-    def world(
-        self,
-        settings: Mapping[str, Value],
-        flags: Mapping[str, Value] | None,
-        targets: Mapping[str, float],
-        failures: Path | None = None,
+    def _world(
+        self, settings: Mapping[str, Value], flags: Mapping[str, Value], failures: Path | None
     ) -> World:
         """The simulated world with these settings, `flags` of the scheduler of a fleet's servers,
-        targets for its router and its front, and a file of failures of replicas.
+        the targets for its router and its front, and a file of failures of replicas.
 
         `InputError` for a setting that it cannot have.
         """
@@ -213,31 +303,38 @@ class Stage:
         from toolkit.sim.replicas import Routing, read_outages
         from toolkit.sim.world import flagged, make_world
 
+        others = self.kinds[1:]
         world = make_world(
             self.fit,
             settings,
             workers=self.workers,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
-            others=self.kinds[1:],
+            others=others,
         )
         world = flagged(world, self.kinds, flags)
+        if self.recipe:
+            pairs = zip(world.others, others, strict=True)
+            further = [replace(one, flush_s=kind.recipe.engine.flush_s) for one, kind in pairs]
+            flush_s = self.recipe.engine.flush_s
+            world = replace(world, flush_s=flush_s, others=tuple(further))
         routing = world.routing or Routing()
         if failures is not None:
             routing = replace(routing, outages=read_outages(failures, world.size))
         elif world.routing is None:
             return world
-        router, own = routing.router, parameters(routing.router)
-        known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
+        router = routing.router
+        wanted = targets_of(router.name, self.targets)
+        known = {k: v for k, v in wanted.items() if f"{router.name}.{k}" not in settings}
         refuses = settings.get("admission") == "targets"
-        limits = LatencyLimits.of(targets) if refuses else UNLIMITED
+        limits = LatencyLimits.of(self.targets) if refuses else UNLIMITED
         if refuses and limits == UNLIMITED:
             raise InputError(
                 "admission is 'targets', and no target for TTFT or E2E is given",
                 "add one, such as --sla ttft_p99_s=1",
             )
-        routing = replace(routing, router=make_router(router.name, own | known), limits=limits)
-        return replace(world, routing=routing)
+        made = make_router(router.name, parameters(router) | known)
+        return replace(world, routing=replace(routing, router=made, limits=limits))
 
 
 def open_stage(args: StageOptions) -> Stage:
@@ -245,15 +342,16 @@ def open_stage(args: StageOptions) -> Stage:
     rests on.
 
     Lengths are scaled as in `tune`, by the limits of the recipe that the fit was made from;
-    `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
-    kind, and where that recipe is not found; without a fit it names those that ship. `StaleError`
-    for a tuning of another fit or fleet.
+    `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed, for files
+    that are missing or of another kind, and where that recipe is not found; without a fit it names
+    those that ship. `StaleError` for a tuning of another fit or fleet.
     """
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare, scale_lengths
 
+    given, targets = parse_settings(args.settings), parse_sla(args.sla)
     kinds: Sequence[Kind] = ()
     bases: dict[Path, Fit] = {}
     spec: Recipe | None = None
@@ -295,9 +393,44 @@ def open_stage(args: StageOptions) -> Stage:
     note_bases(bases)
     if args.tuning and tuning:
         note(f"{args.tuning.name} recommends {tuning.recommended.key}")
-    workers = kinds[0].workers if kinds else args.workers or (tuning.workers if tuning else 0)
-    seed = args.seed if args.seed is not None else tuning.seed if tuning else 0
-    return Stage(requests, fitted, limit, workers, seed, kinds)
+    recipe_says: list[str] = []
+    workers, seed = args.workers or 0, args.seed or 0
+    own: OwnSettings | None = None
+    if tuning:
+        own = OwnSettings.of_tuning(tuning)
+        targets = targets or tuning.sla
+        workers = args.workers or tuning.workers
+        seed = tuning.seed if args.seed is None else args.seed
+    elif spec:
+        targets = targets or spec.sla
+        workers = args.workers or spec.workers
+        seed = spec.tune.seed if args.seed is None else args.seed
+        own = OwnSettings.of_recipe(spec, targets, sum(kind.workers for kind in kinds) or workers)
+        if not args.sla:
+            recipe_says.append(f"targets {_words(spec.sla)}" if spec.sla else "no targets")
+        if args.workers is None and not kinds:
+            recipe_says.append(f"{workers} worker{'s' * (workers > 1)}")
+        if args.seed is None:
+            recipe_says.append(f"seed {seed}")
+    return Stage(
+        trace=requests,
+        fit=fitted,
+        recipe=spec,
+        tuning=tuning,
+        kinds=kinds,
+        own=own,
+        recipe_says=recipe_says,
+        given=given,
+        targets=targets,
+        max_new_tokens=limit,
+        workers=kinds[0].workers if kinds else workers,
+        seed=seed,
+    )
+
+
+def _words(values: Mapping[str, Value]) -> str:
+    """Names and values in one line."""
+    return ", ".join(f"{name} {word(value)}" for name, value in values.items())
 
 
 def _existing_fit(fit: str) -> Path:
@@ -407,7 +540,7 @@ class SimulateOptions(StageOptions):
 
     policy: str | None = option(
         None,
-        "The policy, one that `llmctl policies` lists; default: the tuning's, or slice.",
+        "The policy, one that `llmctl policies` lists; default: the tuning's, or the recipe's.",
         autocompletion=arguments.policy,
     )
     rate: RateOption = None
@@ -431,19 +564,14 @@ def command(args: SimulateOptions) -> None:
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
-    from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
-    scenario = args.scenario()
-    targets, tuning = scenario.targets, scenario.tuning
-    usual = tuning.recommended.policy if tuning else "slice"
-    [policy] = scenario.policies([args.policy] if args.policy else [], [usual])
-    of_world, of_policy = assign_settings([policy], scenario.settings, scenario.kinds)
     stage = open_stage(args)
+    targets = stage.targets
+    [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
+    [contender] = stage.contenders([policy], args.replica_failures)
+    chosen, world = contender.policy, contender.world
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
-    chosen = stage.policy(policy, of_policy[policy])
-    world = stage.world(of_world, of_policy[policy], targets, args.replica_failures)
-    check_capacity(of_world, world, requests)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
     result = simulate(requests, chosen, world)

@@ -496,7 +496,8 @@ class Tuning(Envelope):
         [], description="candidates tried on the whole trace, since the first broke a limit there"
     )
     gain_percent: float | None = Field(
-        description="goodput of the best over the defaults'; None from zero"
+        description="goodput (without targets throughput) of the best over the defaults'; None "
+        "from zero"
     )
     binding_sla: str | None = Field(
         description="of the recommended settings: the target with the greatest ratio to its limit"

@@ -36,7 +36,7 @@ from toolkit.files.tuning import (
     ParameterValue,
     searched_key,
 )
-from toolkit.metrics import Served, behind_percent, meets_sla, sla_ratios
+from toolkit.metrics import Served, behind_percent, meets_sla, pooled_goodput_rps, sla_ratios
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
@@ -120,7 +120,9 @@ class Evaluation:
 
     @property
     def goodput_rps(self) -> float:
-        """Requests per second that meet every latency target."""
+        """Requests per second that meet every latency target (`toolkit.metrics`); without targets
+        the throughput.
+        """
         return self.outcome.metrics["goodput_rps"]
 
     @property
@@ -266,7 +268,9 @@ class Task:
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
         """The evaluation of all windows, or of the first ones for a task that was stopped there.
 
-        Metrics are means over windows; targets are judged on the requests of all windows together.
+        Metrics are means over windows. Targets are judged on the requests of all windows together,
+        and so are goodput and attainment: a mean of the windows' rates would weigh a window with
+        few requests as much as one with many. Without targets the throughput is the goodput.
         """
         sla = self.setup.sla
         metrics = {
@@ -274,12 +278,18 @@ class Task:
             for key in results[0].metrics
             if all(key in result.metrics for result in results)
         }
-        good = [meets_sla(result.served, sla) for result in results]
+        parts = [result.served for result in results]
+        good = [meets_sla(part, sla) for part in parts]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
+        if sla:
+            metrics["goodput_rps"] = pooled_goodput_rps(parts, sla)
+            metrics[ATTAINMENT] = 100.0 * float(np.concatenate(good).mean())
+        else:
+            metrics["goodput_rps"] = metrics["throughput_rps"]
         if self.setup.world.refuses:
             requests = sum(map(len, self.setup.windows[: len(results)]))
             metrics[REFUSED] = 100.0 * metrics["refused"] * len(results) / requests
-        served = _joined([result.served for result in results])
+        served = _joined(parts)
         outcome = Outcome(
             policy=self.policy,
             parameters=parameters(self._candidate()),
