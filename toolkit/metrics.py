@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,9 +183,12 @@ def behind_percent(served: Served) -> float:
     return 100.0 * behind_s(served) / span_s if span_s > 0.0 else 0.0
 
 
-def keeps_up(served: Served) -> bool:
-    """Whether the queue does not grow with the trace, by `MOST_BEHIND_PERCENT`."""
-    return behind_percent(served) <= MOST_BEHIND_PERCENT
+def judge(served: Served, sla: Mapping[str, float]) -> Literal["kept", "broken", "overloaded"]:
+    """Whether every target is kept, or the queue grows with the trace (`MOST_BEHIND_PERCENT`)."""
+    if behind_percent(served) > MOST_BEHIND_PERCENT:
+        return "overloaded"
+    kept = all(ratio <= 1.0 for ratio in sla_ratios(served, sla).values())
+    return "kept" if kept else "broken"
 
 
 def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:

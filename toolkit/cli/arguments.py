@@ -14,9 +14,9 @@ import typer
 
 import toolkit
 from toolkit.errors import InputError
-from toolkit.files.io import fit_path, shipped_fits
+from toolkit.files.io import fit_path, shipped_fit, shipped_fits
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
-from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_names, shipped_recipes
 from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
@@ -138,6 +138,13 @@ def resolve_recipe(recipe: Path | None) -> Path | None:
 def resolve_fit(fit: Path | None) -> Path | None:
     """The file of a fit, from its path or its recipe's name."""
     return None if fit is None else fit_path(fit)
+
+
+def as_typed(file: Path) -> str:
+    """A recipe or a fit as a person would type it: a shipped one by its name."""
+    if file.parent == shipped_recipes():
+        return file.stem
+    return file.parent.name if file == shipped_fit(file.parent.name) else str(file)
 
 
 def limit_workers(workers: int | None) -> int | None:

@@ -17,7 +17,13 @@ from typing import Annotated, TextIO
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, TraceOption, open_recipe
+from toolkit.cli.arguments import (
+    JsonOption,
+    RecipeArgument,
+    TraceOption,
+    as_typed,
+    open_recipe,
+)
 from toolkit.cli.output import WIDTH, emit, table
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import BenchReport
@@ -25,10 +31,10 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import PolicySpec, Recipe
-from toolkit.files.shipped import shipped_recipes
 from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.units import seconds
 
+LOAD = 1.0  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
@@ -72,7 +78,8 @@ def command(
     stage.title("2/7  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/7  search the scheduler's parameters on the trace")
-    allowed = stage.tune(named, "--fit", fit, "--trace", trace, "--out", tuning)
+    given = ["--fit", fit, "--trace", trace, "--load", LOAD]
+    allowed = stage.tune(named, *given, "--out", tuning)
     promised = read_file(Tuning, tuning)
     stage.title("4/7  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
@@ -248,11 +255,6 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
         said, predicted = promised.get(name), tuned.predicted.get(name)
         targets.append(Held(name, None, said, predicted, tuned.measured.get(name, 0.0), None))
     return targets
-
-
-def as_typed(recipe: Path) -> str:
-    """A recipe as a person would type it: a shipped one without the folder of the package."""
-    return recipe.stem if recipe.parent == shipped_recipes() else str(recipe)
 
 
 def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:

@@ -128,7 +128,8 @@ def fit(args: FitOptions) -> None:
         if found > LARGE_PERCENT:
             remedy = "profile again on a quieter machine, or with more sequences"
             note(f"rounds: the held-out median error is {found:.0f} %; {remedy}")
-    note(f"wrote {args.out}")
+    recipe = measured.recipe_name
+    note(f"wrote {args.out}; next: llmctl tune {recipe} --fit {args.out} --trace TRACE")
     for name, error in errors.items():
         if args.max_error is not None and error.median_percent > args.max_error:
             above = f"{error.median_percent:.1f} % is above --max-error {args.max_error:g}"

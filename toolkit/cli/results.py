@@ -31,6 +31,11 @@ class Simulation(BaseModel):
     sla: dict[str, float] = Field(
         description="targets in seconds, of --sla, or of the tuning or the recipe"
     )
+    verdict: Literal["kept", "broken", "overloaded"] | None = Field(
+        default=None,
+        description="all targets are kept; one is not; or the queue grows with the trace; null "
+        "without targets",
+    )
     trace: Requests = Field(description="which requests were simulated")
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"

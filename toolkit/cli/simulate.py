@@ -561,6 +561,7 @@ def command(args: SimulateOptions) -> None:
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
     """
+    from toolkit.metrics import judge
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
@@ -590,6 +591,7 @@ def command(args: SimulateOptions) -> None:
         workers=world.size,
         seed=stage.seed,
         sla=dict(targets),
+        verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
         kinds=of_kinds or None,
         kind_parameters=flags or None,
@@ -602,9 +604,26 @@ def command(args: SimulateOptions) -> None:
             list(metrics.items()),
             title=f"policy '{marked(policy, stage.engines)}'",
         )
+        _show_targets(found, result.sla_ratios(targets))
         if of_kinds:
             shown = [key for key in OF_KINDS if any(key in each for each in of_kinds.values())]
             rows = [[kind, *(one.get(key, "") for key in shown)] for kind, one in of_kinds.items()]
             table(["kind", *(f">{key}" for key in shown)], rows, "by kind")
 
     emit(args.as_json, found, show)
+
+
+def _show_targets(found: Simulation, ratios: Mapping[str, float]) -> None:
+    """Print each target with its value, and whether all are kept; nothing without targets."""
+    if found.verdict is None:
+        return
+    rows = [
+        [name, f"{number(limit)} s", f"{number(ratios[name] * limit)} s", ratios[name] <= 1.0]
+        for name, limit in found.sla.items()
+    ]
+    titles = {
+        "kept": "all targets are kept",
+        "broken": "not every target is kept",
+        "overloaded": "overloaded: the queue grows with the trace",
+    }
+    table(["target", ">limit", ">simulated", "kept"], rows, titles[found.verdict])

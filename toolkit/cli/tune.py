@@ -22,6 +22,7 @@ from toolkit.cli.arguments import (
     FIT_HELP,
     JsonOption,
     RecipeArgument,
+    as_typed,
     command_of,
     limit_workers,
     open_recipe,
@@ -242,7 +243,10 @@ def command(args: TuneOptions) -> None:
     else:
         note_bases({args.fit: fit})
     note(f"wrote {args.out}")
-    if not result.keeps_limits:
+    if result.keeps_limits:
+        given = "" if fleet else f" --fit {as_typed(args.fit)}"
+        note(f"next: llmctl render {as_typed(args.recipe)}{given} --tuning {args.out}")
+    else:
         unbeaten = "the recipe's settings, which nothing beat,"
         which = unbeaten if result.keep_defaults else "the best settings"
         hint = "`render` and `serve` refuse this tuning without --allow-broken-limits"
@@ -445,11 +449,12 @@ class TuneProgress:
 
 def show(result: Tuning) -> None:
     """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
-    from toolkit.report.verdict import verdict
+    from toolkit.report.verdict import size_lines, verdict
 
     before, after = result.defaults, result.best
     same = before.key == after.key
     if result.sizing:
+        print("\n".join([*size_lines(result), ""]))
         _show_sizing(result.sizing)
     if len(result.policies) > 1:
         _show_policies(result)

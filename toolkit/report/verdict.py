@@ -22,7 +22,7 @@ METHODS = {"profile": "profile resampled", "held-out errors": "no profile: laws 
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
-    lines = [*_warnings(result), *_size_lines(result), *_judged_lines(result)]
+    lines = [*_warnings(result), *size_lines(result), *_judged_lines(result)]
     if not result.keeps_limits and result.alternatives is None:
         remedies = "fewer requests (--rate), more workers, or a looser target in the recipe's sla"
         lines.append(f"remedy: {remedies}")
@@ -190,7 +190,7 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
     return f"{form(interval.low)} to {form(interval.high)}"
 
 
-def _size_lines(result: Tuning) -> list[str]:
+def size_lines(result: Tuning) -> list[str]:
     """How many workers, or servers of each kind, suffice, and what one more of them does; before
     that the recipes that need fewer workers.
     """

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
+from toolkit.files.tuning import BEHIND
+from toolkit.metrics import Floats, Served, behind_percent, latencies, sla_ratios, summarize
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.parameters import Value, parameters
@@ -54,7 +55,8 @@ class SimResult:
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
-        return summarize(self.served, sla) | self.counters
+        behind = {BEHIND: behind_percent(self.served)}
+        return summarize(self.served, sla) | behind | self.counters
 
     def sla_ratios(self, sla: Mapping[str, float]) -> dict[str, float]:
         """Each target's value over its limit."""

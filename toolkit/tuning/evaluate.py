@@ -36,7 +36,7 @@ from toolkit.files.tuning import (
     ParameterValue,
     searched_key,
 )
-from toolkit.metrics import Served, behind_percent, meets_sla, pooled_goodput_rps, sla_ratios
+from toolkit.metrics import Served, meets_sla, pooled_goodput_rps, sla_ratios
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
@@ -233,8 +233,7 @@ class Task:
             routing = world.routing or Routing.of_front(router)
             world = replace(world, routing=replace(routing, router=router))
         result = simulate(self.setup.windows[window], self._candidate(), world)
-        metrics = result.metrics(self.setup.sla) | {BEHIND: behind_percent(result.served)}
-        return SimulatedWindow(result.served, metrics)
+        return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
     def hopeless(self, results: Sequence[SimulatedWindow]) -> bool:
         """Whether the first windows' `results` use more of a limit than `stops_above`, whatever the
