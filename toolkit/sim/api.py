@@ -1,17 +1,16 @@
 """`simulate`: serve a trace under a policy in a world, and `compare` several policies and rates.
 
 `simulate` turns a trace into requests, builds the virtual workers of the world (`virtual_workers`),
-drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters; sessions in a
-closed loop have a scheduler of their own (`ClosedLoop`). A policy that is built into an engine runs
-in `toolkit.sim.paged_engine` instead. `compare` yields one `PolicyRun` after the other, as each is
-done.
+drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters. A policy that is
+built into an engine runs in `toolkit.sim.paged_engine` instead. `compare` yields one `PolicyRun`
+after the other, as each is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from heapq import heappop, heappush
 from itertools import compress
 
 import numpy as np
@@ -27,16 +26,15 @@ from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
+from toolkit.sched.types import Refusal, Request
+from toolkit.sim.arrivals import Arrivals
 from toolkit.sim.continuous import RoundSetup, RoundWorker
-from toolkit.sim.followers import Followers
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
-from toolkit.sim.loop import SimulationStalledError, VirtualWorker, collector_off
-from toolkit.sim.loop import run as run_loop
+from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, FrontDelay, Intake, SimWorker
+from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate, scale_rate
@@ -46,12 +44,16 @@ from toolkit.traces.windows import mean_rate, scale_rate
 class SimResult:
     """The times of the requests, the counters of the simulation, and the requests that were refused
     since they can never be served. Of a fleet of servers also the results of its `kinds`.
+
+    `concurrency`: so many requests at once were served in a closed loop; 0: they came by
+    themselves, so that arrivals have a rate.
     """
 
     served: Served
     counters: dict[str, float]
     refusals: Sequence[Refusal] = ()
     kinds: Sequence[SimResult] = ()
+    concurrency: int = 0
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
@@ -81,7 +83,12 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     The times are those of the requests after the trace's warm-up, the counters of all.
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
-    result = _simulate_all(trace, policy, world)
+    if world.concurrency < 0 or not 0.0 <= world.ramp_s < math.inf:
+        load = f"{world.concurrency} requests at once with a ramp of {world.ramp_s:g} s"
+        raise InputError(f"{load} are not possible", "both are at least 0; 0 is none")
+    if world.concurrency:  # the trace gives only the order
+        trace = replace(trace, sessions=None)
+    result = replace(_simulate_all(trace, policy, world), concurrency=world.concurrency)
     return replace(result, served=result.served.after(trace.warmup)) if trace.warmup else result
 
 
@@ -96,8 +103,6 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             "the fitted memory has no room: 0 tokens of KV cache are usable",
             "profile where the cache is larger, or give --set capacity_tokens=N",
         )
-    if world.concurrency:
-        trace = _at_once(trace, world.concurrency, world.ramp_s)
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
@@ -111,21 +116,14 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             f"{what}, and policy '{policy.name}' gives requests to workers itself",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
         )
-    reuse = Reuse(None, trace.sessions, world.closed_loop, world.concurrency)
-    followers = reuse.followers(range(len(requests)))
-    refusals = _run(requests, policy, world, ledger, followers)
+    arrivals = _reuse(trace, world).arrivals(range(len(requests)), ledger.arrival_s)
+    refusals = _run(requests, policy, world, ledger, arrivals)
     counts = counters(ledger, len(refusals), usable[0])
     return SimResult(world.front.seen(ledger.served()), counts, refusals)
 
 
-def _at_once(trace: Trace, concurrency: int, ramp_s: float) -> Trace:
-    """The trace in its order, for a fixed concurrency: the first requests start spread over
-    `ramp_s`; when the others start is not known yet.
-    """
-    arrival_s = np.zeros(len(trace))
-    first = min(concurrency, len(trace))
-    arrival_s[:first] = np.arange(first) * (ramp_s / concurrency)
-    return replace(trace, arrival_s=arrival_s, sessions=None)
+def _reuse(trace: Trace, world: World) -> Reuse:
+    return Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency, world.ramp_s)
 
 
 def _served_by_engines(
@@ -139,23 +137,23 @@ def _served_by_engines(
         book = ledger.of_kind() if several else ledger
         kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
     engine = kinds[0].engine
-    reuse = Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency)
+    reuse = _reuse(trace, world)
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
-    routed = several or (world.concurrency and world.size > 1)
-    routing = world.routing or (Routing.of_front(RoundRobinRouter()) if routed else None)
+    in_line = several or (world.concurrency and world.size > 1)
+    routing = world.routing or (Routing.of_front(RoundRobinRouter()) if in_line else None)
     if routing is None:
         refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
         served = kinds[0].usual_front.seen(ledger.served())
         counts = counters(ledger, len(refusals), engine.capacity_tokens)
         return SimResult(served, counts, refusals)
     with collector_off():  # what cycles there are live as long as the caches
-        run = RoutedRun(requests, kinds, ledger, reuse, routing)
-        refusals = run.serve(drain=world.drain)
+        routed = RoutedRun(requests, kinds, ledger, reuse, routing)
+        refusals = routed.serve(drain=world.drain)
     if several:
         for one in kinds:
             ledger.add(one.ledger, engine.capacity_tokens / one.engine.capacity_tokens)
     # as clients see the requests, each behind the front of the kind that served it
-    kind_of, fronts = np.array(run.kind_of), [kind.usual_front for kind in kinds]
+    kind_of, fronts = np.array(routed.kind_of), [kind.usual_front for kind in kinds]
     served = ledger.served()
     served = replace(
         served,
@@ -188,24 +186,21 @@ def _run(
     policy: Policy,
     world: World,
     ledger: Ledger,
-    followers: Followers,
+    arrivals: Arrivals,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
-    known, first = world.scheduled(), requests
-    if not followers:
-        scheduler = Scheduler(policy, known, seed=world.seed, finished=world.finished)
-    else:
-        loop = requests, followers, ledger, world.front
-        scheduler = ClosedLoop(policy, known, *loop, seed=world.seed, finished=world.finished)
-        first = [request for k, request in enumerate(requests) if k not in followers.later]
+    scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
+    clients = None
+    if arrivals.follow:
+        clients = Clients(arrivals, requests, ledger.outcomes, world.front.last_s)
     workers = [*virtual_workers(policy, world, ledger, requests)]
     books = [ledger.of_kind() for _ in world.others]
     for kind, book in zip(world.others, books, strict=True):
         workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    refusals = run_loop(scheduler, first, workers, drain=world.drain)
+    refusals = run(scheduler, requests, workers, drain=world.drain, clients=clients)
     for kind, book in zip(world.others, books, strict=True):
         ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
     return refusals
@@ -248,82 +243,6 @@ def virtual_workers(
         )
         for _ in range(world.workers)
     ]
-
-
-class ClosedLoop(Scheduler):
-    """A scheduler that submits itself the requests that follow others; `toolkit.sim.loop` submits
-    the first ones. It writes into `ledger` when they arrived.
-
-    A request follows when the one before has ended and its client has seen the last token, behind
-    `front`, and thought about it. If a row ends before its static batch, that is at the end of the
-    batch at the earliest, since no decision is made before.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        workers: Sequence[Worker],
-        requests: Sequence[Request],
-        followers: Followers,
-        ledger: Ledger,
-        front: FrontDelay,
-        *,
-        seed: int,
-        finished: Sequence[int],
-    ) -> None:
-        super().__init__(policy, workers, seed=seed, finished=finished)
-        self._requests, self._ledger, self._front_s = requests, ledger, front.last_s
-        self._number = {request.request_id: k for k, request in enumerate(requests)}
-        self._followers = followers
-        self._later = len(followers.later)  # requests that have not arrived
-        self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
-        self._batches: dict[int, Batch] = {}  # by worker
-
-    @property
-    def wake_at_s(self) -> float:
-        own_s = super().wake_at_s
-        return min(own_s, self._coming[0][0]) if self._coming else own_s
-
-    @property
-    def waiting_jobs(self) -> int:
-        return super().waiting_jobs + self._later
-
-    def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
-        refusal = super().submit(request, now_s, self._number[request.request_id])
-        if refusal is not None:
-            self._follow(request.request_id, now_s, now_s)
-        return refusal
-
-    def tick(self, now_s: float) -> list[Batch]:
-        while self._coming and self._coming[0][0] <= now_s:
-            arrival_s, number = heappop(self._coming)
-            number = self._followers.starts(number)
-            self._ledger.arrival_s[number] = arrival_s
-            self._later -= 1
-            refusal = self.submit(replace(self._requests[number], arrival_s=arrival_s), now_s)
-            if refusal is not None:
-                self._refused.append(refusal)
-        batches = super().tick(now_s)
-        for batch in batches:
-            self._batches[batch.worker] = batch
-        return batches
-
-    def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
-        super().complete(result, now_s)
-        if isinstance(result, RoundResult):
-            ended: Iterable[str] = result.ended
-        else:
-            jobs = compress(self._batches[result.worker].jobs, result.finished)
-            ended = (job.request_id for job in jobs)
-        for request_id in ended:
-            outcome = self._ledger.outcomes[self._number[request_id]]
-            last_s = max(outcome.last_token_s, outcome.first_token_s)
-            self._follow(request_id, last_s + self._front_s, now_s)
-
-    def _follow(self, request_id: str, end_s: float, now_s: float) -> None:
-        """A client saw a request end at `end_s`: those that follow it will come."""
-        for later, think_s in self._followers.after(self._number[request_id]):
-            heappush(self._coming, (max(end_s + think_s, now_s), later))
 
 
 @dataclass(frozen=True, slots=True)

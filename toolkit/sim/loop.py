@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from mypy_extensions import mypyc_attr
 from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
+from toolkit.sim.arrivals import Arrivals
+from toolkit.sim.ledger import RequestOutcome
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
 MAX_IDLE_WAKES = 1000
@@ -61,6 +64,54 @@ class VirtualWorker(Protocol):
         ...
 
 
+class Clients:
+    """The clients of a closed loop: they see requests end, and then send those that follow.
+
+    Args:
+        arrivals: gets the ends.
+        requests: all of the trace, by number.
+        outcomes: of the requests, as the workers write them.
+        delay_s: by which a client sees a last token later than the scheduler.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        requests: Sequence[Request],
+        outcomes: list[RequestOutcome],
+        delay_s: float,
+    ) -> None:
+        self.arrivals = arrivals
+        self._outcomes = outcomes
+        self._delay_s = delay_s
+        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
+
+    def started(self, batch: Batch, end_s: float) -> None:
+        """A batch runs until `end_s`. A static worker knows already which rows will have ended, and
+        when: perhaps long before that.
+        """
+        if batch.keep_cache:
+            return
+        for job in batch.jobs:
+            if self._outcomes[job.number].ok:
+                self._saw_end(job.number, end_s)
+
+    def completed(self, result: BatchResult | RoundResult, now_s: float) -> None:
+        """A batch has ended, and with a round some of its rows."""
+        if isinstance(result, RoundResult):
+            for request_id in result.ended:
+                self._saw_end(self._numbers[request_id], now_s)
+
+    def refused(self, refusal: Refusal, now_s: float) -> None:
+        """A client learns that its request is not served."""
+        self.arrivals.ended(self._numbers[refusal.request_id], now_s, 0.0, now_s)
+
+    def _saw_end(self, number: int, known_s: float) -> None:
+        outcome = self._outcomes[number]
+        last_s = max(outcome.last_token_s, outcome.first_token_s)
+        self.arrivals.ended(number, last_s, self._delay_s, known_s)
+
+
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Switch Python's garbage collector off until the block ends, unless it was off before.
@@ -83,25 +134,34 @@ def run(
     workers: Sequence[VirtualWorker],
     *,
     drain: bool = True,
+    clients: Clients | None = None,
 ) -> list[Refusal]:
     """Drive `scheduler` through `requests` (sorted by arrival) until all have ended; returns the
-    refusals. Each job's number is its request's place.
+    refusals. Each job's number is its request's place. In a closed loop, `clients` say when each
+    request comes.
 
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
     """
     with collector_off():  # no request makes a reference cycle
-        return _run(scheduler, list(requests), list(workers), drain)
+        return _run(scheduler, list(requests), list(workers), drain, clients)
 
 
 def _run(
-    scheduler: Scheduler, requests: list[Request], workers: list[VirtualWorker], drain: bool
+    scheduler: Scheduler,
+    requests: list[Request],
+    workers: list[VirtualWorker],
+    drain: bool,
+    clients: Clients | None,
 ) -> list[Refusal]:
+    if clients is None:
+        arrivals = Arrivals([one.arrival_s for one in requests], range(len(requests)), {})
+    else:
+        arrivals = clients.arrivals
     ends: list[BatchEnd] = []  # a heap; an entry is stale if its worker's end is another
     end_of: list[BatchEnd | None] = [None] * len(workers)  # of what each worker runs
     refused: list[Refusal] = []
-    arrived, count, idle_wakes = 0, len(requests), 0
-    next_arrival_s = requests[0].arrival_s if count else math.inf
+    idle_wakes = 0
     while True:
         now_s = math.inf
         while ends:
@@ -110,8 +170,8 @@ def _run(
                 now_s = end.at_s
                 break
             heappop(ends)
-        if next_arrival_s < now_s:
-            now_s = next_arrival_s
+        if arrivals.next_s < now_s:
+            now_s = arrivals.next_s
         wake_s = scheduler.wake_at_s
         if wake_s < now_s:
             now_s = wake_s
@@ -125,19 +185,32 @@ def _run(
             index = end.worker
             if end_of[index] is end:
                 end_of[index] = None
-                scheduler.complete(workers[index].finish(), now_s)
-        while next_arrival_s <= now_s:
-            refusal = scheduler.submit(requests[arrived], now_s, arrived)
+                result = workers[index].finish()
+                scheduler.complete(result, now_s)
+                if clients is not None:
+                    clients.completed(result, now_s)
+                    for given_up in scheduler.take_refusals():
+                        refused.append(given_up)
+                        clients.refused(given_up, now_s)
+        while arrivals.next_s <= now_s:
+            came_s = arrivals.next_s
+            number = arrivals.take()
+            request = requests[number]
+            if clients is not None:
+                request = replace(request, arrival_s=came_s)
+            refusal = scheduler.submit(request, now_s, number)
             if refusal:
                 refused.append(refusal)
-            arrived += 1
-            next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
+                if clients is not None:
+                    clients.refused(refusal, now_s)
         for batch in scheduler.tick(now_s):
             index = batch.worker
             end = BatchEnd(workers[index].run(batch, now_s), batch.batch_id, index)
             end_of[index] = end
             heappush(ends, end)
             idle_wakes = 0
+            if clients is not None:
+                clients.started(batch, end.at_s)
         for index in scheduler.take_interrupts() if scheduler.interrupts else ():
             done_s = workers[index].interrupt(now_s)
             known = end_of[index]
@@ -145,13 +218,13 @@ def _run(
                 end = BatchEnd(done_s, -1, index)
                 end_of[index] = end
                 heappush(ends, end)
-        if not drain and arrived == count and not scheduler.waiting_jobs:
+        if not drain and not arrivals.left and not scheduler.waiting_jobs:
             return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:
             break
     refused += scheduler.take_refusals()
     if scheduler.jobs:
-        raise _stalled(scheduler, count, now_s)
+        raise _stalled(scheduler, len(requests), now_s)
     return refused
 
 

@@ -7,7 +7,7 @@ free one pass later, and a row that ends before its limit computes one token too
 decodes alone are computed in one leap, up to the next arrival that could change anything, the first
 end, or the first missing block.
 
-Requests arrive when the trace says so, or in a closed loop after others (`Reuse.followers`).
+Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
 
 `PagedEngine` describes an engine, `PagedRun` runs it, and `serve` gives the engines of a world
 requests in turn; `toolkit.sim.replicas` puts them behind a router.
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 
 import numpy as np
 
@@ -29,8 +28,8 @@ from toolkit.files.fit import StepsFit
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
+from toolkit.sim.arrivals import Arrivals, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
-from toolkit.sim.followers import Followers
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
@@ -119,13 +118,14 @@ class PagedEngine:
 @dataclass(slots=True, frozen=True)
 class Reuse:
     """What the requests of a trace share, and whether they are a closed loop: of sessions, or of
-    `concurrency` requests at once (0: not fixed).
+    `concurrency` requests at once (0: not fixed), the first of them spread over `ramp_s`.
     """
 
     shared: SharedBlocks | None = None
     sessions: Sessions | None = None
     closed: bool = True
     concurrency: int = 0
+    ramp_s: float = 0.0
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -155,22 +155,29 @@ class Reuse:
         )
         return leaves, [False] * len(leaves) if self.closed else continued
 
-    def followers(self, numbers: Sequence[int]) -> Followers:
-        """Which of `numbers` start after others of them."""
-        if self.concurrency:
-            return Followers({}, numbers[self.concurrency :])
-        return Followers(self._turns(numbers))
+    def arrivals(
+        self, numbers: Sequence[int], arrival_s: list[float], refused: Container[int] = ()
+    ) -> Arrivals:
+        """When each of `numbers` comes; `arrival_s` has and gets the times of all requests.
 
-    def _turns(self, numbers: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
-        """In a closed loop, the turns after each of `numbers`, with think times in seconds."""
-        if self.sessions is None or not self.closed:
-            return {}
-        after: dict[int, list[tuple[int, float]]] = {}
-        previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
-        for number in numbers:
-            if previous[number] >= 0:
-                after.setdefault(previous[number], []).append((number, think_s[number]))
-        return after
+        One that is `refused` does not come, except where others follow it. At a fixed concurrency
+        `numbers` are all requests.
+        """
+        if self.concurrency:
+            return FixedConcurrency(arrival_s, self.concurrency, self.ramp_s)
+        turns: dict[int, list[Later]] = {}
+        if self.sessions is not None and self.closed:
+            previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
+            for number in numbers:
+                if previous[number] >= 0:
+                    turns.setdefault(previous[number], []).append((number, think_s[number]))
+        later = {number for after in turns.values() for number, _ in after}
+        first = [
+            number
+            for number in numbers
+            if number not in later and (number not in refused or number in turns)
+        ]
+        return Arrivals(arrival_s, first, turns)
 
 
 class PagedRun:
@@ -465,49 +472,38 @@ def serve(
             for place, number in enumerate(numbers)
             if number not in refusals
         }
-        followers = reuse.followers(numbers)
-        starts = set(numbers) if reuse.concurrency else {*rows, *followers.followed()}
-        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(followers))
-        first = sorted(starts - followers.later)
-        _drive(run, rows, first, followers, ledger.arrival_s, front, engine, drain)
+        arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
+        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
+        _drive(run, rows, arrivals, front, engine, drain)
     return list(refusals.values())
 
 
 def _drive(
     run: PagedRun,
     rows: Mapping[int, PagedRequest],
-    first: Sequence[int],
-    followers: Followers,
-    arrival_s: list[float],
+    arrivals: Arrivals,
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
-    admitted. In a closed loop others follow the `first`, and `arrival_s` gets their times.
-
-    `first` may have requests without a row: those that are refused, if others follow them.
+    admitted. Requests without a row are refused when they arrive.
     """
-    coming = sorted([(arrival_s[number], number) for number in first])  # sorted, it is a heap
-    left, follow = len(rows), bool(followers)  # `left`: to arrive
-    while coming or run.next_s < math.inf:
-        if coming and coming[0][0] <= run.next_s:
-            came_s, number = heappop(coming)
-            number = followers.starts(number)
-            arrival_s[number] = came_s
+    left = len(rows)  # to arrive
+    while arrivals.next_s < math.inf or run.next_s < math.inf:
+        came_s = arrivals.next_s
+        if came_s <= run.next_s:
+            number = arrivals.take()
             if number in rows:
                 run.arrive(rows[number], came_s)
                 left -= 1
             else:
                 run.ends.append((came_s, number, 0))
         else:
-            next_s = coming[0][0] if coming else math.inf
-            run.work(drain=drain or left > 0, follow=follow, until_s=next_s)
+            run.work(drain=drain or left > 0, follow=arrivals.follow, until_s=came_s)
         if run.ends:
             for end_s, number, running in run.ends:
-                for later, think_s in followers.after(number):
-                    seen_s = (front or engine.front(running)).last_s
-                    heappush(coming, (end_s + (seen_s + think_s), later))
+                arrivals.ended(number, end_s, (front or engine.front(running)).last_s)
             run.ends.clear()
             run.first_tokens.clear()
     run.close()

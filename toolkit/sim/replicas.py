@@ -190,7 +190,7 @@ class RoutedRun:
             limits=routing.limits,
         )
         self._report_s = routing.report_s if routing.router.reads_reports else math.inf
-        self._followers = reuse.followers(range(len(requests)))
+        self._arrivals = reuse.arrivals(range(len(requests)), ledger.arrival_s)
         self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
         # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
@@ -209,21 +209,21 @@ class RoutedRun:
         ledger, events, replicas = self._ledger, self._events, self._replicas
         for book in (ledger, *(kind.ledger for kind in self._kinds)):
             book.shares = bool(self._reuse)
-        later = self._followers.later
-        events += [
-            (ledger.arrival_s[number], ARRIVE, number, 0)
-            for number in range(len(self._requests))
-            if number not in later
-        ]
         for outage in self._outages:
             events.append((outage.from_s, CHANGE, outage.replica, 1 if outage.drain else 0))
             if outage.to_s < math.inf:
                 events.append((outage.to_s, CHANGE, outage.replica, 2))
         heapify(events)
         refusals: list[Refusal] = []
-        report_s, left = self._report_s, len(self._requests)  # to arrive
-        while events:
-            now_s, kind, subject, generated = heappop(events)
+        report_s, arrivals = self._report_s, self._arrivals
+        while events or arrivals.next_s < math.inf:
+            if not events or (arrivals.next_s, ARRIVE) < events[0][:2]:
+                now_s = arrivals.next_s
+                kind = ARRIVE
+                subject = arrivals.take()
+                generated = 0
+            else:
+                now_s, kind, subject, generated = heappop(events)
             while report_s <= now_s:
                 comes_s = report_s + self._report_age_s
                 for index, replica in enumerate(replicas):
@@ -238,12 +238,9 @@ class RoutedRun:
             elif kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
-                    replica.work(drain=drain or left > 0, follow=bool(self._followers))
+                    replica.work(drain=drain or arrivals.left > 0, follow=arrivals.follow)
                     self._take(replica, subject)
             elif kind == ARRIVE:
-                left -= 1
-                subject = self._followers.starts(subject)
-                ledger.arrival_s[subject] = now_s
                 request, output = self._requests[subject], ledger.output_tokens[subject]
                 # each kind must be able to serve all, as servers of one context are
                 reasons = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
@@ -254,7 +251,7 @@ class RoutedRun:
                     refused = self._route(subject, now_s)
                 if refused is not None:
                     refusals.append(refused)
-                    self._begin_later(subject, now_s, self._kinds[0].seen_after(0))
+                    arrivals.ended(subject, now_s, self._kinds[0].seen_after(0).last_s)
             elif generated < 0:
                 self._balancer.first_token(self._requests[subject].request_id, now_s)
             else:
@@ -349,14 +346,9 @@ class RoutedRun:
             front = kind.seen_after(rows)
             output = self._ledger.output_tokens[number]
             heappush(events, (end_s + front.last_s, LEARN, number, output))
-            self._begin_later(number, end_s, front)
+            self._arrivals.ended(number, end_s, front.last_s)
         replica.first_tokens.clear()
         replica.ends.clear()
-
-    def _begin_later(self, number: int, end_s: float, front: FrontDelay) -> None:
-        """A request ended, behind this front: in a closed loop others will come."""
-        for later, think_s in self._followers.after(number):
-            heappush(self._events, (end_s + (front.last_s + think_s), ARRIVE, later, 0))
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
         """The request as the router sees it: the hashes of its full blocks, and its session.

@@ -1,0 +1,234 @@
+"""A fixed concurrency: N requests at once, and the next of the trace starts when any one ends."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_sim_prefix as paged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sim_contract import CASES, world
+from test_sim_replicas import POLICY, same
+
+from toolkit.errors import InputError
+from toolkit.estimators.laws import bilinear_law, unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.routing.routers import make_router
+from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import SimResult, simulate
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.replicas import Routing
+from toolkit.sim.worker import FrontDelay
+from toolkit.sim.world import World
+from toolkit.traces.types import Trace
+
+LAW = paged.LAW
+ENGINE = PagedEngine(LAW, 400, 4)
+
+
+def some(count: int = 80, seed: int = 0, *, limit: int = 0) -> Trace:
+    """Requests of various lengths, in an order that their times do not say."""
+    rng = np.random.default_rng(seed)
+    output = rng.integers(1, 25, count)
+    limits = output if not limit else np.full(count, limit)
+    return Trace(np.sort(rng.random(count)), rng.integers(5, 60, count), output, limits)
+
+
+def check(result: SimResult, concurrency: int, delay_s: float = 0.0, ramp_s: float = 0.0) -> None:
+    """Requests start in order, each at the time when a place became free: the first places at once
+    or spread over the ramp, the others when a client saw a request end.
+    """
+    served = result.served
+    assert served.ok.all()
+    starts_s = served.arrival_s
+    assert (np.diff(starts_s) >= 0).all()
+    places_s = [place * ramp_s / concurrency for place in range(concurrency)]
+    free_s = np.sort(np.concatenate([places_s, served.finish_s]))[: len(served)]
+    np.testing.assert_allclose(starts_s, free_s, atol=1e-9)
+    assert result.concurrency == concurrency
+
+
+def at_once(there: World, concurrency: int, ramp_s: float = 0.0) -> World:
+    return replace(there, concurrency=concurrency, ramp_s=ramp_s)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_our_policies_keep_so_many_requests_at_once(case: str, workers: int) -> None:
+    name, parameters = CASES[case]
+    there = at_once(world(workers), 7)
+    check(simulate(some(limit=30), make_policy(name, parameters), there), 7)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("concurrency", [1, 5, 30])
+def test_a_paged_engine_keeps_so_many_at_once(ahead: bool, concurrency: int) -> None:
+    engine = replace(ENGINE, ahead=ahead)
+    check(simulate(some(), POLICY, at_once(paged.world(engine), concurrency)), concurrency)
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-requests", "by-law", "vllm-dp"])
+def test_replicas_behind_a_router_share_one_line_of_requests(router: str) -> None:
+    routing = Routing(make_router(router, {}))
+    there = replace(paged.world(ENGINE, 3), routing=routing)
+    check(simulate(some(200), POLICY, at_once(there, 11)), 11)
+
+
+def test_several_engines_without_a_router_get_the_requests_in_turn() -> None:
+    there = at_once(paged.world(ENGINE, 3), 11)
+    in_turn = simulate(some(200), POLICY, there)
+    check(in_turn, 11)
+    same(in_turn, simulate(some(200), POLICY, replace(there, routing=Routing())))
+
+
+def test_one_replica_behind_a_router_is_as_without() -> None:
+    there = at_once(paged.world(ENGINE), 6)
+    same(
+        simulate(some(), POLICY, there),
+        simulate(some(), POLICY, replace(there, routing=Routing())),
+    )
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "conservative", "mlfq"])
+@pytest.mark.parametrize("front_s", [0.0, 0.02])
+def test_the_next_starts_when_the_client_has_seen_the_last_token(
+    policy: str, front_s: float
+) -> None:
+    there = replace(world(2), front=FrontDelay(front_s, 2 * front_s))
+    check(simulate(some(limit=30), make_policy(policy, {}), at_once(there, 5)), 5)
+
+
+def test_a_paged_engine_s_front_delays_the_next_too() -> None:
+    engine = replace(ENGINE, front_s=0.01)
+    check(simulate(some(), POLICY, at_once(paged.world(engine), 5)), 5)
+    routed = replace(paged.world(engine, 2), routing=Routing())
+    check(simulate(some(), POLICY, at_once(routed, 5)), 5)
+
+
+def test_a_delay_that_grows_with_the_rows_delays_the_next_as_much() -> None:
+    """Passes of a second; of two rows one ends after two, which its client sees 2 * 0.5 s later."""
+    engine = PagedEngine(paged.FLAT, 50, 4, front_row_s=0.5)
+    rows = [(0, 4, 2), (0, 4, 4), (0, 4, 1)]
+    found = simulate(paged.trace_of(rows), VllmPolicy(), at_once(paged.world(engine), 2)).served
+    assert found.arrival_s.tolist() == [0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "conservative"])
+def test_one_at_a_time_is_strictly_serial(policy: str) -> None:
+    served = simulate(some(limit=30), make_policy(policy, {}), at_once(world(1), 1)).served
+    np.testing.assert_allclose(served.arrival_s[1:], served.finish_s[:-1])
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "conservative", "past-future"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("concurrency", [80, 500])
+def test_as_many_as_there_are_requests_is_a_backlog(
+    policy: str, workers: int, concurrency: int
+) -> None:
+    trace = some(limit=30)
+    backlog = replace(trace, arrival_s=np.zeros(len(trace)))
+    chosen = make_policy(policy, {})
+    same(
+        simulate(trace, chosen, at_once(world(workers), concurrency)),
+        simulate(backlog, chosen, world(workers)),
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_and_on_paged_engines(workers: int) -> None:
+    backlog = replace(some(), arrival_s=np.zeros(80))
+    there = paged.world(ENGINE, workers)
+    same(simulate(some(), POLICY, at_once(there, 80)), simulate(backlog, POLICY, there))
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "mlfq"])
+@pytest.mark.parametrize("ramp_s", [0.3, 1000.0])
+def test_the_first_places_open_over_the_ramp_and_requests_keep_their_order(
+    policy: str, ramp_s: float
+) -> None:
+    there = at_once(world(2), 8, ramp_s)
+    check(simulate(some(limit=30), make_policy(policy, {}), there), 8, ramp_s=ramp_s)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_ramp_on_paged_engines(workers: int) -> None:
+    there = at_once(paged.world(ENGINE, workers), 8, 0.2)
+    check(simulate(some(), POLICY, there), 8, ramp_s=0.2)
+
+
+def test_places_that_open_while_a_long_batch_runs_are_no_stall() -> None:
+    """2,000 places open one after another while a batch of one row runs for 10,000 steps."""
+    count = 2_000
+    output = np.array([10_000] + [1] * count)
+    trace = Trace(np.zeros(count + 1), np.ones(count + 1, dtype=int), output, output)
+    there = World(unit_step(), ZetaMemory(10**6), 1, 10_000, concurrency=count, ramp_s=5_000.0)
+    assert simulate(trace, make_policy("sequence", {}), there).served.ok.all()
+
+
+def test_a_row_that_ends_before_its_static_batch_frees_its_place_at_once() -> None:
+    """Two workers: one runs a batch of a short and a long row, and the other gets the next."""
+    output = np.array([9, 2, 3, 3])
+    trace = Trace(np.zeros(4), np.ones(4, dtype=int), output, output)
+    law = bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+    there = World(law, ZetaMemory(1000), 1, 10, concurrency=2)
+    served = simulate(trace, make_policy("sequence", {"batch_size": 2}), there).served
+    short = served.finish_s[1]
+    assert short < served.finish_s[0]
+    assert served.arrival_s[2] == short, "its client sees the end, and sends the next"
+    assert served.first_token_s[2] > served.finish_s[0], "which waits for the batch"
+
+
+@pytest.mark.parametrize("policy", ["slice", "fcfs"])
+def test_a_refused_request_frees_its_place(policy: str) -> None:
+    trace = some(20, limit=30)
+    trace.prompt_tokens[[0, 3, 19]] = 10**6
+    found = simulate(trace, make_policy(policy, {}), at_once(world(1), 2))
+    assert [one.request_id for one in found.refusals] == ["0", "3", "19"]
+    assert int(found.served.ok.sum()) == 17
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_and_on_paged_engines_after_its_delay(workers: int) -> None:
+    trace = some(20)
+    trace.prompt_tokens[[0, 3, 19]] = 10**6
+    engine = replace(ENGINE, front_s=0.5)
+    found = simulate(trace, POLICY, at_once(paged.world(engine, workers), 2))
+    assert {one.request_id for one in found.refusals} == {"0", "3", "19"}
+    assert int(found.served.ok.sum()) == 17
+    assert found.served.arrival_s[2] == 0.5
+
+
+def test_a_request_that_is_given_up_frees_its_place() -> None:
+    """Every batch runs out of memory: all requests are given up, none waits for ever."""
+    there = replace(world(1), runs_out=lambda *_: True, concurrency=2)
+    found = simulate(some(6, limit=30), make_policy("sequence", {}), there)
+    assert len(found.refusals) == 6
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    concurrency=st.integers(1, 40),
+    workers=st.integers(1, 3),
+    ramp_s=st.sampled_from([0.0, 0.4]),
+    case=st.sampled_from(sorted(CASES)),
+)
+def test_any_world(seed: int, concurrency: int, workers: int, ramp_s: float, case: str) -> None:
+    name, parameters = CASES[case]
+    there = at_once(world(workers), concurrency, ramp_s)
+    result = simulate(some(40, seed, limit=30), make_policy(name, parameters), there)
+    check(result, concurrency, ramp_s=ramp_s)
+
+
+def test_the_trace_gives_only_the_order_and_its_sessions_do_not_count() -> None:
+    trace = paged.trace_of([(0, 8, 9), (1, 20, 5), (2, 30, 2)], previous=[-1, 0, 1], think_s=2.0)
+    engine = PagedEngine(paged.FLAT, 50, 4)
+    there = at_once(paged.world(engine), 3)
+    assert simulate(trace, VllmPolicy(), there).served.arrival_s.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [{"concurrency": -1}, {"concurrency": 2, "ramp_s": -1.0}])
+def test_a_load_that_is_not_possible_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError):
+        simulate(some(5, limit=30), make_policy("fcfs", {}), replace(world(1), **wrong))

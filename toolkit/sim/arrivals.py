@@ -1,0 +1,114 @@
+"""When requests come: at the times of the trace, or in a closed loop after others have ended.
+
+All drivers of a simulation (`toolkit.sim.loop`, `toolkit.sim.paged_engine`, `toolkit.sim.replicas`)
+take requests from an `Arrivals` when they are due, and tell it of each end that a client will see.
+In a closed loop of sessions, a turn comes when the turn before has ended and its client has thought
+about it. With `FixedConcurrency` the next request of the trace comes when any one ends, as in
+`vllm bench serve --max-concurrency`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+
+Later = tuple[int, float]  # a request's number, and its think time in seconds
+
+
+class Arrivals:
+    """Requests in the order in which they come: by time, then by number.
+
+    Args:
+        arrival_s: the time of each request, by number; requests that follow others get theirs.
+        first: the numbers of the requests that come at these times, ascending.
+        turns: of a request, those that follow it.
+
+    Attributes:
+        next_s: when the next request comes; infinity: none comes before another has ended.
+        left: requests that have not come.
+        follow: whether requests follow the ends of others.
+    """
+
+    def __init__(
+        self,
+        arrival_s: list[float],
+        first: Sequence[int],
+        turns: Mapping[int, Sequence[Later]],
+    ) -> None:
+        self._arrival_s = arrival_s
+        self._first = sorted(first, key=lambda number: arrival_s[number])
+        self._turns = turns
+        self._taken = 0  # of `first`
+        self._later: list[tuple[float, int]] = []  # a heap
+        self._later_is_next = False
+        self.follow = bool(turns)
+        self.left = len(first) + sum([len(after) for after in turns.values()])
+        self.next_s = math.inf
+        self._look()
+
+    def take(self) -> int:
+        """The number of the request that comes at `next_s`."""
+        if self._later_is_next:
+            at_s, number = heappop(self._later)
+            self._arrival_s[number] = at_s
+        else:
+            number = self._first[self._taken]
+            self._taken += 1
+        self.left -= 1
+        self._look()
+        return number
+
+    def ended(self, number: int, end_s: float, delay_s: float, known_s: float = 0.0) -> None:
+        """A request ends at `end_s`, and its client sees that `delay_s` later.
+
+        No turn that follows comes before `known_s`, when the scheduler knows of the end.
+        """
+        for later, think_s in self._turns.get(number, ()):
+            heappush(self._later, (max(end_s + (delay_s + think_s), known_s), later))
+        self._look()
+
+    def _look(self) -> None:
+        """Set what is next."""
+        number, next_s = -1, math.inf
+        if self._taken < len(self._first):
+            number = self._first[self._taken]
+            next_s = self._arrival_s[number]
+        self._later_is_next = False
+        if self._later:
+            later_s, later = self._later[0]
+            if later_s < next_s or (later_s == next_s and later < number):
+                self._later_is_next, next_s = True, later_s
+        self.next_s = next_s
+
+
+class FixedConcurrency(Arrivals):
+    """So many requests at once, in order of their numbers: the next one comes when any one ends.
+
+    Args:
+        arrival_s: gets the time of each request when it comes.
+        concurrency: requests at once.
+        ramp_s: the first ones come spread evenly over these seconds.
+    """
+
+    def __init__(self, arrival_s: list[float], concurrency: int, ramp_s: float) -> None:
+        # when each place becomes free, a heap; the request that takes it is known only then
+        self._places = [place * (ramp_s / concurrency) for place in range(concurrency)]
+        super().__init__(arrival_s, [], {})
+        self.follow = True
+        self.left = len(arrival_s)
+        self._look()
+
+    def take(self) -> int:
+        number = len(self._arrival_s) - self.left
+        self._arrival_s[number] = heappop(self._places)
+        self.left -= 1
+        self._look()
+        return number
+
+    def ended(self, number: int, end_s: float, delay_s: float, known_s: float = 0.0) -> None:
+        heappush(self._places, end_s + delay_s)
+        self._look()
+
+    def _look(self) -> None:
+        self.next_s = self._places[0] if self.left and self._places else math.inf
