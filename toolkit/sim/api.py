@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
+from toolkit.interrupts import check, held
 from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
@@ -71,9 +72,11 @@ def requests_of(
     return requests, outputs
 
 
+@held()
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
 
+    Ctrl-C ends it between two events (`toolkit.interrupts`).
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
     if isinstance(policy, VllmPolicy):
@@ -87,6 +90,7 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             "profile where the cache is larger, or give --set capacity_tokens=N",
         )
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
+    check()
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
     if isinstance(policy, VllmPolicy):

@@ -11,16 +11,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from toolkit.errors import LlmctlError
+from toolkit.interrupts import check
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
 MAX_IDLE_WAKES = 1000
+CHECK_EVERY: Final = 64  # events between two looks for Ctrl-C
 
 
 class SimulationStalledError(LlmctlError):
@@ -100,9 +102,12 @@ def _run(
     ends: list[BatchEnd] = []  # a heap; an entry is stale if its worker's end is another
     end_of: list[BatchEnd | None] = [None] * len(workers)  # of what each worker runs
     refused: list[Refusal] = []
-    arrived, count, idle_wakes = 0, len(requests), 0
+    arrived, count, idle_wakes, events = 0, len(requests), 0, 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
     while True:
+        events += 1
+        if events % CHECK_EVERY == 0:
+            check()
         now_s = math.inf
         while ends:
             end = ends[0]

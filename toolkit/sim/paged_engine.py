@@ -27,11 +27,13 @@ import numpy as np
 from toolkit.compiled import Reduced, reduced
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
+from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
@@ -478,7 +480,11 @@ def _drive(
     # also those that are refused, if their sessions go on; sorted, it is a heap
     coming = sorted((arrival_s[k], k) for k in {*rows, *turns} - later)
     left, follow = len(rows), bool(turns)  # `left`: to arrive
+    events = 0
     while coming or run.next_s < math.inf:
+        events += 1
+        if events % CHECK_EVERY == 0:
+            check()
         if coming and coming[0][0] <= run.next_s:
             came_s, number = heappop(coming)
             if number in rows:

@@ -22,6 +22,7 @@ import msgspec
 
 from toolkit.errors import InputError
 from toolkit.estimators.steps import PassTimes
+from toolkit.interrupts import check
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import RoundRobinRouter, Router
@@ -223,6 +224,7 @@ class RoutedRun:
         refusals: list[Refusal] = []
         report_s, left = self._report_s, len(self._requests)  # to arrive
         while events:
+            check()
             now_s, kind, subject, generated = heappop(events)
             while report_s <= now_s:
                 comes_s = report_s + self._report_age_s
