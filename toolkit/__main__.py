@@ -21,7 +21,7 @@ def main() -> None:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(interrupts.EXIT_CODE)
     finally:
-        interrupts.end_at_next()
+        interrupts.done()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 EXIT_CODE = 130  # as shells have it: 128 + SIGINT
+AGAIN_S = 0.02
+IMPORTS = "<frozen importlib._bootstrap>"
 
 
 class InterruptedByUserError(KeyboardInterrupt):
@@ -78,16 +81,49 @@ def check() -> None:
         _waiting.deliver()
 
 
-# The command line's own handler. `_came`: Ctrl-C has come.
-_came = False
+class _CommandLine:
+    """The handler of SIGINT while a command runs: the first Ctrl-C raises, the second ends the
+    process at once, also where the first one has to wait.
 
-
-def caused(error: BaseException) -> bool:
-    """Whether Ctrl-C is why a command ended with `error`.
-
-    A library may turn the `KeyboardInterrupt` into another error, as where it is being imported.
+    Python would lose an exception in a destructor, and in the callback that ends an import.
+    Libraries that are half imported turn it into errors of their own. There the signal is sent
+    again a little later.
     """
-    return _came or isinstance(error, KeyboardInterrupt)
+
+    def __init__(self) -> None:
+        self.came = False
+        self.done = False  # the command has ended, and what remains is Python's end
+        self._sent_again = False
+
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        if self.done or (self.came and not self._sent_again):
+            os._exit(EXIT_CODE)
+        self.came = True
+        self._sent_again = False
+        if not _is_unsafe(frame):
+            raise InterruptedByUserError
+        later = threading.Timer(AGAIN_S, self._send_again)
+        later.daemon = True
+        later.start()
+
+    def _send_again(self) -> None:
+        self._sent_again = True
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+
+def _is_unsafe(frame: FrameType | None) -> bool:
+    """Whether an import or a destructor runs."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename == IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_command_line = _CommandLine()
 
 
 def catch() -> None:
@@ -95,24 +131,21 @@ def catch() -> None:
 
     Without effect where SIGINT is ignored, as under `nohup`.
     """
-    global _came
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        _came = False
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, _command_line)
 
 
-def end_at_next() -> None:
-    """The work is done: a Ctrl-C from now on ends the process at once."""
-    global _came
-    _came = True
+def done() -> None:
+    """The command has ended: a Ctrl-C from now on ends the process at once."""
+    _command_line.done = True
 
 
-def _interrupt(*_: object) -> None:
-    global _came
-    if _came:
-        os._exit(EXIT_CODE)
-    _came = True
-    raise InterruptedByUserError
+def caused(error: BaseException) -> bool:
+    """Whether Ctrl-C is why a command ended with `error`.
+
+    A library may turn the exception of Ctrl-C into another one.
+    """
+    return _command_line.came or isinstance(error, KeyboardInterrupt)
 
 
 @contextmanager
@@ -121,15 +154,14 @@ def cancelling() -> Iterator[None]:
 
     Also within `held` work, since that is safe there.
     """
-    global _came
     handler = signal.getsignal(signal.SIGINT)
-    ours = handler is _interrupt or isinstance(handler, _Waiting)
+    ours = isinstance(handler, _CommandLine | _Waiting)
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        _came = True
+        _command_line.came = handler is _command_line
         raise
     finally:
         if ours:
