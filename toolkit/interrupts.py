@@ -12,15 +12,18 @@ signal.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 AGAIN_S = 0.02
+PATIENCE_S = 1.0
 IMPORTS = "<frozen importlib._bootstrap>"
 
 
@@ -87,30 +90,30 @@ class _CommandLine:
 
     Python would lose an exception in a destructor, and in the callback that ends an import.
     Libraries that are half imported turn it into errors of their own. There the signal is sent
-    again a little later.
+    again a little later, for `PATIENCE_S` at most.
     """
 
     def __init__(self) -> None:
         self.came = False
         self.done = False  # the command has ended, and what remains is Python's end
+        self._came_s = 0.0
         self._sent_again = False
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
         if self.done or (self.came and not self._sent_again):
             os._exit(EXIT_CODE)
+        if not self.came:
+            self._came_s = time.monotonic()
         self.came = True
         self._sent_again = False
-        if not _is_unsafe(frame):
+        if not _is_unsafe(frame) or time.monotonic() > self._came_s + PATIENCE_S:
             raise InterruptedByUserError
-        later = threading.Timer(AGAIN_S, self._send_again)
-        later.daemon = True
-        later.start()
+        signal.signal(signal.SIGALRM, self._send_again)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
-    def _send_again(self) -> None:
+    def _send_again(self, *_: object) -> None:
         self._sent_again = True
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def _is_unsafe(frame: FrameType | None) -> bool:
@@ -133,6 +136,8 @@ def catch() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _command_line)
+        # the last that Python does, when it no longer runs handlers
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def done() -> None:

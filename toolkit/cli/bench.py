@@ -220,9 +220,10 @@ def _print_notes(result: BenchReport) -> None:
         errors = [
             f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
             for name in metrics
-            if measured.get(name)
+            if name in predicted and measured.get(name)
         ]
-        note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
+        if errors:  # none where the replay was interrupted
+            note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
     note(*(facts.text() for facts in (result.scheduling, result.cache) if facts))
     if result.interrupted:
         answered = f"{result.answered:,} of {result.requests:,} requests were answered"
