@@ -355,9 +355,10 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
         def wait(self) -> int:
             return self._code
 
-    def start(self: demo.Stages, words: list[object], end: str = "") -> Ended:
+    @contextmanager
+    def start(self: demo.Stages, words: list[object], end: str = "") -> Iterator[Ended]:
         ran.append([str(word) for word in words])
-        return Ended(5 if words[0] == "tune" else 0)
+        yield Ended(5 if words[0] == "tune" else 0)
 
     @contextmanager
     def server(self: demo.Stages, plan: Path, *options: object) -> Iterator[str]:

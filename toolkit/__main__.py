@@ -1,5 +1,28 @@
-"""`python -m toolkit` is `llmctl`."""
+"""`llmctl`, which is also `python -m toolkit`.
 
-from toolkit.cli.main import run
+It imports little, so that Ctrl-C is in order also while the command line is imported.
+"""
 
-run()
+import sys
+
+from toolkit import interrupts
+
+
+def main() -> None:
+    """Run `llmctl`; never returns."""
+    interrupts.catch()
+    try:
+        from toolkit.cli.main import run
+
+        run()
+    except BaseException as error:
+        if isinstance(error, SystemExit) or not interrupts.caused(error):
+            raise
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(interrupts.EXIT_CODE)
+    finally:
+        interrupts.done()
+
+
+if __name__ == "__main__":
+    main()

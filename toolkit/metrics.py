@@ -119,12 +119,14 @@ def window_rate_rps(served: Served, *, closed: bool = False) -> float:
     return len(served) / makespan_s(served) if served.ok.any() else 0.0
 
 
-def pooled_goodput_rps(windows: Sequence[Served], sla: Mapping[str, float]) -> float:
+def pooled_goodput_rps(
+    windows: Sequence[Served], sla: Mapping[str, float], *, closed: bool = False
+) -> float:
     """The good requests of all windows over the length of all windows, per second; 0 where no
-    window has a length.
+    window has a length. `closed`: see `window_rate_rps`.
     """
     good = sum(int(meets_sla(window, sla).sum()) for window in windows)
-    rates = [(len(window), window_rate_rps(window)) for window in windows]
+    rates = [(len(window), window_rate_rps(window, closed=closed)) for window in windows]
     total_s = sum(count / rate_rps for count, rate_rps in rates if rate_rps)
     return good / total_s if total_s else 0.0
 

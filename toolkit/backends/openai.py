@@ -16,8 +16,8 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from typing import Self
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from toolkit.engines.protocol import FinishReason, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
+from toolkit.interrupts import cancelling
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.process import ProfileBench, Unmeasurable, visit
 from toolkit.units import MIB
@@ -52,6 +53,7 @@ from toolkit.workers.protocol import (
     Workers,
 )
 
+Asked = TypeVar("Asked")
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
 # Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
 STEPS = 48
@@ -255,7 +257,7 @@ class EndpointBench(ServerBench):
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
         """See `TimedEngine.time_hits`. A length that cannot be measured is left out."""
-        found, run, endpoint = [], self._runner.run, self._endpoint
+        found, run, endpoint = [], self._run, self._endpoint
         for length in lengths:
             if length >= self.facts.max_model_len:
                 continue
@@ -318,9 +320,13 @@ class EndpointBench(ServerBench):
             size *= 2
         return None
 
+    def _run(self, asked: Coroutine[Any, Any, Asked]) -> Asked:
+        with cancelling():
+            return self._runner.run(asked)
+
     def _together(self, samples: list[Sample]) -> list[Sample]:
         with self.counting_failures():
-            return self._runner.run(self._endpoint.at_times(samples))
+            return self._run(self._endpoint.at_times(samples))
 
 
 class EndpointWorkers:

@@ -26,6 +26,7 @@ from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn
 from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
+from toolkit.interrupts import cancelling
 from toolkit.metrics import Served
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_lengths, scale_rate
@@ -196,7 +197,7 @@ def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None
 
     Ctrl-C ends it early: an unanswered request then has the failure 'interrupted' or 'not sent'.
     """
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with cancelling(), asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(replay(target, trace, load, on_done))
 
 

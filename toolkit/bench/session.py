@@ -62,6 +62,7 @@ from toolkit.files.bench import (
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
+from toolkit.interrupts import held
 from toolkit.metrics import Served, summarize
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, mean_rate
@@ -317,8 +318,10 @@ class Session:
         """Replay the windows; whether that was interrupted."""
         try:
             for number, window in enumerate(windows, start=1):
-                self._replay(number, len(windows), window, self._warm_up(number, window))
-        except InterruptedReplayError:
+                current = self._warm_up(number, window)
+                with held():  # a window that was replayed is kept
+                    self._replay(number, len(windows), window, current)
+        except (InterruptedReplayError, KeyboardInterrupt):
             return True
         return False
 

@@ -32,6 +32,7 @@ from toolkit.errors import LlmctlError
 from toolkit.files.bench import SAME_RATE, BenchReport, Validation
 from toolkit.files.io import check_writable, read_file, write_file, write_text
 from toolkit.files.plan import Plan
+from toolkit.interrupts import EXIT_CODE, held
 from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
@@ -122,18 +123,19 @@ def bench(args: BenchOptions) -> None:
         measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1]))
     except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
-        raise typer.Exit(130) from None
-    watched = measurement.replay()
+        raise typer.Exit(EXIT_CODE) from None
     made_from = {"trace": path} | ({"plan": args.plan} if args.plan else {})
-    result = measurement.report(watched, made_from)
-    if args.save_requests:
-        write_lines(request_lines(watched.replay.samples), args.save_requests)
-    if args.out:
-        write_file(result, args.out)
-    emit(args.as_json, result, lambda: _show(result))
-    _print_notes(result)
+    with held():  # what was measured is written and shown
+        watched = measurement.replay()
+        result = measurement.report(watched, made_from)
+        if args.save_requests:
+            write_lines(request_lines(watched.replay.samples), args.save_requests)
+        if args.out:
+            write_file(result, args.out)
+        emit(args.as_json, result, lambda: _show(result))
+        _print_notes(result)
     if result.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(EXIT_CODE)
     if not result.measured["throughput_rps"]:
         raise LlmctlError(
             f"none of {result.requests:,} requests was served", "the reasons are above"
@@ -218,9 +220,10 @@ def _print_notes(result: BenchReport) -> None:
         errors = [
             f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
             for name in metrics
-            if measured.get(name)
+            if name in predicted and measured.get(name)
         ]
-        note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
+        if errors:  # none where the replay was interrupted
+            note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
     note(*(facts.text() for facts in (result.scheduling, result.cache) if facts))
     if result.interrupted:
         answered = f"{result.answered:,} of {result.requests:,} requests were answered"
@@ -310,15 +313,19 @@ def validate(args: ValidateOptions) -> None:
     session = Session(subject, planned, args.warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:
-        raise LlmctlError("no window was replayed to its end", "nothing was written")
-    result = session.validation(path, args.plan)
-    write_file(result, written)
-    if args.save_requests:
-        write_text(args.save_requests, "".join(session.lines))
-    emit(args.as_json, result, lambda: _show_validation(result))
-    note(f"wrote {written}")
+        note("interrupted before a window was replayed to its end: nothing was written")
+        raise typer.Exit(EXIT_CODE)
+    with held():  # what was measured is written and shown
+        result = session.validation(path, args.plan)
+        write_file(result, written)
+        if args.save_requests:
+            write_text(args.save_requests, "".join(session.lines))
+        emit(args.as_json, result, lambda: _show_validation(result))
+        note(f"wrote {written}")
     if interrupted:
-        raise typer.Exit(130)
+        done = f"{len(session.results)} of {len(chosen)} windows are replayed and reported"
+        note(f"interrupted: {done}")
+        raise typer.Exit(EXIT_CODE)
     if args.max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.metrics), args.max_error)
 

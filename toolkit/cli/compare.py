@@ -31,6 +31,7 @@ from toolkit.cli.results import ComparedRun, Comparison
 from toolkit.cli.simulate import StageOptions, open_stage, result_notes, sharing_notes
 from toolkit.errors import InputError, nearest
 from toolkit.files.io import check_writable
+from toolkit.interrupts import EXIT_CODE, held
 from toolkit.units import number
 
 if TYPE_CHECKING:
@@ -89,23 +90,24 @@ def command(args: CompareOptions) -> None:
     each = (compare(stage.trace, [c.policy], c.world, rates, targets) for c in contenders)
     runs = _collect(chain.from_iterable(each), total)
     interrupted = len(runs) < total
-    shown = _columns(args.columns, runs)
-    _print_notes(runs, world, targets)
-    result = Comparison(
-        sla=dict(targets),
-        workers=world.size,
-        seed=stage.seed,
-        interrupted=interrupted,
-        trace=plain(stage.trace),
-        runs=[_of_run(run, stage.engines) for run in runs],
-    )
-    emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
-    if args.png:
-        draw(_panels(runs), args.png)
-        note(f"wrote {args.png}")
+    with held():  # finished runs are shown
+        shown = _columns(args.columns, runs)
+        _print_notes(runs, world, targets)
+        result = Comparison(
+            sla=dict(targets),
+            workers=world.size,
+            seed=stage.seed,
+            interrupted=interrupted,
+            trace=plain(stage.trace),
+            runs=[_of_run(run, stage.engines) for run in runs],
+        )
+        emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
+        if args.png:
+            draw(_panels(runs), args.png)
+            note(f"wrote {args.png}")
     if interrupted:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
-        raise typer.Exit(130)
+        raise typer.Exit(EXIT_CODE)
 
 
 def _collect(simulations: Iterator[PolicyRun], total: int) -> list[PolicyRun]:

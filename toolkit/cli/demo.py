@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -32,6 +32,7 @@ from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.tuning import UNSERVED, Tuning
+from toolkit.interrupts import held
 from toolkit.units import seconds
 
 LOAD = 1.0  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
@@ -39,6 +40,7 @@ OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicte
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
 START_TIMEOUT_S = 120.0
+END_S = 3.0  # that an interrupted command has to end in order
 # The last step: prompts that share a beginning. The demo's engine has no prefix cache, so vLLM is
 # simulated, which has one by default, on laws from data sheets.
 SHARING = (
@@ -170,15 +172,16 @@ class Stages:
 
     def llmctl(self, *words: object, survives: int = 0) -> int:
         """Run one command; its exit code, 0 or `survives`. Any other code ends the demo."""
-        code = self._start(words).wait()
+        with self._start(words) as process:
+            code = process.wait()
         if code not in (0, survives):
             raise typer.Exit(code)
         return code
 
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
-        process = self._start([*words, "--json"], out=subprocess.PIPE)
-        text, _ = process.communicate()
+        with self._start([*words, "--json"], out=subprocess.PIPE) as process:
+            text, _ = process.communicate()
         if process.returncode:
             raise typer.Exit(process.returncode)
         return {key: value for key, value in json.loads(text).items() if key in SHOWN}
@@ -199,12 +202,23 @@ class Stages:
         options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
         self.llmctl("bench", "--url", url, *options, "--out", report)
 
+    @contextmanager
     def _start(
         self, words: Sequence[object], end: str = "", out: int | TextIO | None = None
-    ) -> subprocess.Popen[bytes]:
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A command that ends with the block, in order also where an error ends that."""
         line = [str(word) for word in words]
         self.say(f"$ llmctl {shlex.join(line)}{end}")
-        return subprocess.Popen([sys.executable, "-m", "toolkit", *line], stdout=out or self.out)
+        command = [sys.executable, "-m", "toolkit", *line]
+        with held():
+            process = subprocess.Popen(command, stdout=out or self.out)
+        try:
+            yield process
+        finally:
+            with suppress(subprocess.TimeoutExpired):  # Ctrl-C in a terminal is for it, too
+                process.wait(END_S)
+            process.terminate()
+            process.wait()
 
     @contextmanager
     def server(self, plan: Path, *options: object) -> Iterator[str]:
@@ -215,21 +229,21 @@ class Stages:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
         words = ["serve", "--plan", plan, "--port", port, "--allow-end-after", *options]
-        server = self._start(words, " &")
-        try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
-            while look(url).state != "ready":
-                if server.poll() is not None:
-                    raise typer.Exit(server.returncode or 1)
-                time.sleep(0.2)
-                if time.monotonic() > end:
-                    late = f"the server was not ready within {START_TIMEOUT_S:.0f} s"
-                    print(f"error: {late}", file=sys.stderr)
-                    raise typer.Exit(1)
-            yield url
-        finally:
-            server.terminate()
-            server.wait()
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
+        with self._start(words, " &") as server:
+            try:
+                while look(url).state != "ready":
+                    if server.poll() is not None:
+                        raise typer.Exit(server.returncode or 1)
+                    time.sleep(0.2)
+                    if time.monotonic() > end:
+                        late = f"the server was not ready within {START_TIMEOUT_S:.0f} s"
+                        print(f"error: {late}", file=sys.stderr)
+                        raise typer.Exit(1)
+                yield url
+            finally:
+                server.terminate()
+                server.wait()
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:

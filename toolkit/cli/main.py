@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import toolkit
+from toolkit import interrupts
 from toolkit.cli.output import note, show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
@@ -34,7 +35,7 @@ class CommandEntry:
     """
 
     help: str
-    interrupted: str = "nothing was written"
+    interrupted: str = "files are written whole or not at all"
     module: str = ""
 
 
@@ -107,10 +108,8 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            entry = COMMANDS.get(ctx.invoked_subcommand or "", CommandEntry(""))
-            print(f"\ninterrupted; {entry.interrupted}", file=sys.stderr)
-            raise typer.Exit(130) from None
+        except typer.Exit:
+            raise
         except BrokenPipeError as error:
             # Typer would exit silently for any broken pipe. Only that of stdout may break silently
             # (`llmctl ... | head`): the write end of a pipe without a reader polls as an error.
@@ -119,6 +118,12 @@ class LazyGroup(TyperGroup):
             if not stdout.poll(0):
                 raise RuntimeError("a pipe other than stdout broke") from error
             raise typer.Exit(_drop_output()) from None
+        except BaseException as error:
+            if not interrupts.caused(error):
+                raise
+            entry = COMMANDS.get(ctx.invoked_subcommand or "", CommandEntry(""))
+            print(f"\ninterrupted; {entry.interrupted}", file=sys.stderr)
+            raise typer.Exit(interrupts.EXIT_CODE) from None
 
 
 def _drop_output() -> int:
@@ -177,8 +182,8 @@ def root(
 def run(args: Sequence[str] | None = None) -> None:
     """Run `llmctl`; never returns. Exit codes: docs/reference/errors.md."""
     words = list(sys.argv[1:] if args is None else args) or ["--help"]
-    show_any_text()
     try:
+        show_any_text()
         code = typer.main.get_command(application).main(
             words, prog_name="llmctl", standalone_mode=False
         )
@@ -207,6 +212,11 @@ def run(args: Sequence[str] | None = None) -> None:
         code = _report(
             f"{error.filename or 'the output'}: {error.strerror}", "free some space, and repeat", 1
         )
+    except BaseException as error:
+        if not interrupts.caused(error):
+            raise
+        print("\ninterrupted", file=sys.stderr)
+        code = interrupts.EXIT_CODE
     sys.exit(code if isinstance(code, int) else 0)
 
 

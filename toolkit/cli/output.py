@@ -88,8 +88,12 @@ def emit(
 
     if not as_json:
         render()
+        sys.stdout.flush()
         return
-    print(json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False))
+    print(
+        json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False),
+        flush=True,
+    )
 
 
 def note(*texts: str) -> None:

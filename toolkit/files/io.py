@@ -42,6 +42,7 @@ from toolkit.files.shipped import (
 )
 from toolkit.files.strict import Envelope, Environment, Input, read_bytes, validate
 from toolkit.files.tuning import Tuning
+from toolkit.interrupts import held
 
 WORKFLOW_ROLES = ("profile", "fit", "tuning", "plan")
 DECIDING_PACKAGES = ("numba", "numpy", "optuna", "scipy", "torch", "transformers")
@@ -203,11 +204,16 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
             target.write_bytes(content)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
+        with held():  # Ctrl-C leaves no temporary file
+            try:
+                with temporary.open("xb") as stream:
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(temporary, target)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
         # Make the rename durable too. Some file systems cannot; the content is safe there anyway.
         with contextlib.suppress(OSError):
             descriptor = os.open(target.parent, os.O_RDONLY)
@@ -217,9 +223,6 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
                 os.close(descriptor)
     except OSError as error:
         raise _unwritable(path, error) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def check_writable(path: AnyPath) -> None:

@@ -32,6 +32,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
+from toolkit.interrupts import cancelling
 from toolkit.profiling.grid import (
     GridPoint,
     Kind,
@@ -317,7 +318,9 @@ class _Session:
 
         if left := self._slices_left():
             workers = bench.workers(self._recipe)
-            asyncio.run(SliceFeed(workers, left, self._facts.vocab_size, record).run())
+            feed = SliceFeed(workers, left, self._facts.vocab_size, record)
+            with cancelling():
+                asyncio.run(feed.run())
         if self._rounds and self._work.sequences:
             self._rounds.run_sequences(bench.workers(self._recipe), self._progress.advanced)
 

@@ -29,6 +29,7 @@ from toolkit.files.profile import (
     SlicePoint,
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
+from toolkit.interrupts import cancelling
 from toolkit.profiling.grid import SliceShape, log_uniform, part_points
 from toolkit.profiling.measure import (
     Journal,
@@ -326,7 +327,9 @@ class RoundsStage:
 
         tokens_max = safe_tokens(self._admissions(), self._facts)
         ranges = Ranges(self._recipe.profile, self._facts, tokens_max)
-        asyncio.run(SequenceFeed(workers, self.sequences_left(), ranges, record).run())
+        feed = SequenceFeed(workers, self.sequences_left(), ranges, record)
+        with cancelling():
+            asyncio.run(feed.run())
 
     def result(self) -> RoundsProfile:
         """The profile's section on rounds. The memory for swapped caches of one worker is the

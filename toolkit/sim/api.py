@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.tuning import BEHIND
+from toolkit.interrupts import check, held
 from toolkit.metrics import Floats, Served, behind_percent, latencies, sla_ratios, summarize
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
@@ -57,8 +58,9 @@ class SimResult:
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
-        behind = {BEHIND: behind_percent(self.served)}
-        return summarize(self.served, sla) | behind | self.counters
+        closed = self.concurrency > 0
+        behind = {} if closed else {BEHIND: behind_percent(self.served)}
+        return summarize(self.served, sla, closed=closed) | behind | self.counters
 
     def sla_ratios(self, sla: Mapping[str, float]) -> dict[str, float]:
         """Each target's value over its limit."""
@@ -77,10 +79,12 @@ def requests_of(
     return requests, outputs
 
 
+@held()
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
 
-    The times are those of the requests after the trace's warm-up, the counters of all.
+    The times are those of the requests after the trace's warm-up, the counters of all. Ctrl-C ends
+    it between two events (`toolkit.interrupts`).
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
     if world.concurrency < 0 or not 0.0 <= world.ramp_s < math.inf:
@@ -104,6 +108,7 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             "profile where the cache is larger, or give --set capacity_tokens=N",
         )
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
+    check()
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
     if isinstance(policy, VllmPolicy):

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from toolkit.errors import LlmctlError
+from toolkit.interrupts import check
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
 from toolkit.sim.arrivals import Arrivals
@@ -24,6 +25,7 @@ from toolkit.sim.ledger import RequestOutcome
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
 MAX_IDLE_WAKES = 1000
+CHECK_EVERY: Final = 64  # events between two looks for Ctrl-C
 
 
 class SimulationStalledError(LlmctlError):
@@ -162,7 +164,11 @@ def _run(
     end_of: list[BatchEnd | None] = [None] * len(workers)  # of what each worker runs
     refused: list[Refusal] = []
     idle_wakes = 0
+    events = 0
     while True:
+        events += 1
+        if events % CHECK_EVERY == 0:
+            check()
         now_s = math.inf
         while ends:
             end = ends[0]

@@ -25,12 +25,14 @@ import numpy as np
 from toolkit.compiled import Reduced, reduced
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
+from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import Arrivals, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
@@ -490,7 +492,11 @@ def _drive(
     admitted. Requests without a row are refused when they arrive.
     """
     left = len(rows)  # to arrive
+    events = 0
     while arrivals.next_s < math.inf or run.next_s < math.inf:
+        events += 1
+        if events % CHECK_EVERY == 0:
+            check()
         came_s = arrivals.next_s
         if came_s <= run.next_s:
             number = arrivals.take()

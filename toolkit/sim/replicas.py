@@ -22,6 +22,7 @@ import msgspec
 
 from toolkit.errors import InputError
 from toolkit.estimators.steps import PassTimes
+from toolkit.interrupts import check
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import RoundRobinRouter, Router
@@ -217,6 +218,7 @@ class RoutedRun:
         refusals: list[Refusal] = []
         report_s, arrivals = self._report_s, self._arrivals
         while events or arrivals.next_s < math.inf:
+            check()
             if not events or (arrivals.next_s, ARRIVE) < events[0][:2]:
                 now_s = arrivals.next_s
                 kind = ARRIVE

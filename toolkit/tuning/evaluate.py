@@ -281,7 +281,8 @@ class Task:
         good = [meets_sla(part, sla) for part in parts]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
         if sla:
-            metrics["goodput_rps"] = pooled_goodput_rps(parts, sla)
+            closed = self.setup.world.concurrency > 0
+            metrics["goodput_rps"] = pooled_goodput_rps(parts, sla, closed=closed)
             metrics[ATTAINMENT] = 100.0 * float(np.concatenate(good).mean())
         else:
             metrics["goodput_rps"] = metrics["throughput_rps"]

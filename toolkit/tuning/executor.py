@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,7 @@ from pydantic import Field, TypeAdapter
 
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
+from toolkit.interrupts import held
 from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
@@ -150,7 +152,8 @@ class ProcessPool:
                 if self._pool is None:  # a fork would copy locks of other threads
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(self.jobs, context, _tie_to_parent)
-                running[self._pool.submit(_simulate, piece)] = piece
+                with _starting():
+                    running[self._pool.submit(_simulate, piece)] = piece
 
         try:
             submit(self.jobs)
@@ -167,6 +170,17 @@ class ProcessPool:
                 future.cancel()
 
 
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Ctrl-C waits until a child process is started, and in the child until it is ready for it."""
+    with held():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _tie_to_parent() -> None:
     """In a child process: end at once where the parent ends, and at the keyboard's interrupt."""
 
@@ -177,6 +191,7 @@ def _tie_to_parent() -> None:
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 

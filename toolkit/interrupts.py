@@ -1,0 +1,173 @@
+"""Ctrl-C: where it may end the work, and what the command line makes of it.
+
+Python runs the handler of SIGINT between any two steps of a program, and inside some operations of
+C: the product of two large integers looks for signals. The handler raises `KeyboardInterrupt`
+there. Compiled code holds such a product for an operation that cannot fail, and aborts the process
+("fatal: out of memory").
+
+So the handler waits while `held` work runs. Loops of long work call `check` at places where an
+exception is safe. The work may be compiled or plain; threads other than the main one never get the
+signal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_CODE = 130  # as shells have it: 128 + SIGINT
+AGAIN_S = 0.02
+PATIENCE_S = 1.0
+IMPORTS = "<frozen importlib._bootstrap>"
+
+
+class InterruptedByUserError(KeyboardInterrupt):
+    """Ctrl-C. A class of its own: where Python's own passes through `exec`, as in the making of a
+    dataclass, Python later ends itself by SIGINT, whatever the exit code is.
+    """
+
+
+class _Waiting:
+    """The handler of SIGINT during `held` work: it remembers the signal for the one before it."""
+
+    def __init__(self, handler: Callable[[int, None], object]) -> None:
+        self._handler = handler
+        self._came = False
+
+    def __call__(self, *_: object) -> None:
+        self._came = True
+
+    def deliver(self) -> None:
+        if self._came and threading.current_thread() is threading.main_thread():
+            self._came = False
+            self._handler(signal.SIGINT, None)
+
+
+_waiting: _Waiting | None = None
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Until the block ends, the handler of SIGINT runs in `check` and at the end alone.
+
+    A block within another one hands the signal to the outer one. Without effect in other threads,
+    and where SIGINT is ignored or ends the process without Python.
+    """
+    global _waiting
+    outer, handler = _waiting, signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(handler):
+        yield
+        return
+    waiting = _Waiting(handler)
+    _waiting = waiting
+    signal.signal(signal.SIGINT, waiting)
+    try:
+        yield
+    finally:
+        _waiting = outer
+        signal.signal(signal.SIGINT, handler)
+        waiting.deliver()
+
+
+def check() -> None:
+    """Within `held` work: run the handler if the signal has come. It usually raises
+    `KeyboardInterrupt`.
+    """
+    if _waiting is not None:
+        _waiting.deliver()
+
+
+class _CommandLine:
+    """The handler of SIGINT while a command runs: the first Ctrl-C raises, the second ends the
+    process at once, also where the first one has to wait.
+
+    Python would lose an exception in a destructor, and in the callback that ends an import.
+    Libraries that are half imported turn it into errors of their own. There the signal is sent
+    again a little later, for `PATIENCE_S` at most.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self.done = False  # the command has ended, and what remains is Python's end
+        self._came_s = 0.0
+        self._sent_again = False
+
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        if self.done or (self.came and not self._sent_again):
+            os._exit(EXIT_CODE)
+        if not self.came:
+            self._came_s = time.monotonic()
+        self.came = True
+        self._sent_again = False
+        if not _is_unsafe(frame) or time.monotonic() > self._came_s + PATIENCE_S:
+            raise InterruptedByUserError
+        signal.signal(signal.SIGALRM, self._send_again)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+
+    def _send_again(self, *_: object) -> None:
+        self._sent_again = True
+        signal.raise_signal(signal.SIGINT)
+
+
+def _is_unsafe(frame: FrameType | None) -> bool:
+    """Whether an import or a destructor runs."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename == IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_command_line = _CommandLine()
+
+
+def catch() -> None:
+    """Make the first Ctrl-C an `InterruptedByUserError`, and the second the end at once.
+
+    Without effect where SIGINT is ignored, as under `nohup`.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _command_line)
+        # the last that Python does, when it no longer runs handlers
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+
+
+def done() -> None:
+    """The command has ended: a Ctrl-C from now on ends the process at once."""
+    _command_line.done = True
+
+
+def caused(error: BaseException) -> bool:
+    """Whether Ctrl-C is why a command ended with `error`.
+
+    A library may turn the exception of Ctrl-C into another one.
+    """
+    return _command_line.came or isinstance(error, KeyboardInterrupt)
+
+
+@contextmanager
+def cancelling() -> Iterator[None]:
+    """For `asyncio.Runner`, which cancels its task at Ctrl-C where Python's own handler is set.
+
+    Also within `held` work, since that is safe there.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    ours = isinstance(handler, _CommandLine | _Waiting)
+    if ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _command_line.came = handler is _command_line
+        raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, handler)
