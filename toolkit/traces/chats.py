@@ -81,7 +81,7 @@ def _messages(record: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _requests(
-    records: Iterator[Record], source: str, *, count: Callable[[str], int]
+    records: Iterator[Record], _: str, *, count: Callable[[str], int]
 ) -> Iterator[Record]:
     """A row for each answer of each conversation."""
     for number, record in enumerate(records):

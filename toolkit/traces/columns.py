@@ -144,7 +144,7 @@ def spelled(path: Path) -> str:
     return ".".join(path)
 
 
-def plain_records(records: Iterator[Record], source: str = "") -> Iterator[Record]:
+def plain_records(records: Iterator[Record]) -> Iterator[Record]:
     """Rows of a log; those of OpenTelemetry's exporter and of `{"data": [...]}` one by one."""
     for record in records:
         if record is None:
@@ -333,11 +333,10 @@ class _Finder:
 
     def whole_seconds(self, column: _Column) -> bool:
         """Whether all its times are whole seconds, of several requests."""
-        times = []
-        for value in self._values(column.path):
-            if _parses(UNITS[column.unit], value):
-                times.append(UNITS[column.unit](value))
-        return len(set(times)) < len(times) and all(time == int(time) for time in times)
+        seconds = UNITS[column.unit]
+        values = self._values(column.path)
+        times = [seconds(value) for value in values if _parses(seconds, value)]
+        return len(set(times)) < len(times) and all(time.is_integer() for time in times)
 
     def unused(self) -> list[str]:
         """The columns that look like a time, a length or a session, and are not used."""
@@ -485,7 +484,7 @@ def _described(taken: Mapping[str, _Column], ends: bool) -> str:
 
 
 def _rows(
-    records: Iterator[Record], source: str, *, taken: Mapping[str, _Column], ends: bool
+    records: Iterator[Record], _: str, *, taken: Mapping[str, _Column], ends: bool
 ) -> Iterator[Record]:
     """The rows with the columns that are used, by their names, and `TOOK` where it is known."""
     duration, time, end = (taken.get(role) for role in ("duration", "time", "end"))
