@@ -1,7 +1,7 @@
 """`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, no text.
 
-`record` is a reverse proxy in front of any OpenAI-compatible server; the other subcommands read and
-write files.
+`record` is a reverse proxy in front of any OpenAI-compatible server, and `from-metrics` reads a
+server's metrics (toolkit/cli/from_metrics.py); the other subcommands read and write files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
-from toolkit.cli.output import WIDTH, chart, emit, note, table
+from toolkit.cli.from_metrics import from_metrics
+from toolkit.cli.output import WIDTH, chart, emit, note, table, wrote_trace
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds, size
@@ -115,6 +116,7 @@ app = typer.Typer(
     help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False
 )
 app.command("record")(record)
+app.command("from-metrics")(from_metrics)
 
 TraceArgument = Annotated[
     str,
@@ -297,7 +299,7 @@ def convert(args: ConvertOptions) -> None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
     loaded = excerpt(loaded, args.start, args.duration)
     write_trace(loaded, args.out)
-    _wrote(loaded, args.out, args.as_json)
+    wrote_trace(loaded, args.out, args.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,7 @@ class GenerateOptions:
     )
     output: str = option("lognormal:120:0.75", "The same for output lengths.")
     longest: int | None = option(
-        None, "Clip lengths to this many tokens; default: 1024 for lognormal and pareto.", min=1
+        None, "Clip lengths to this many tokens, and say how many; default: clip none.", min=1
     )
     max_tokens: int = option(0, "The limit on output tokens that clients set; 0: none.", min=0)
     all_at_once: int | None = option(
@@ -355,21 +357,22 @@ class GenerateOptions:
 @app.command("generate")
 @command_of(GenerateOptions)
 def generate(args: GenerateOptions) -> None:
-    """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
+    """Write a synthetic trace. The defaults and `--longest 1024` are the SCLS paper's setting, as
+    far as it is known.
+    """
+    from toolkit.traces.formats import MAX_LENGTH
     from toolkit.traces.generate import (
         Arrivals,
         backlog,
-        default_max_length,
         limited,
         parse_lengths,
     )
     from toolkit.traces.generate import generate as synthesize
     from toolkit.traces.write import write_trace
 
-    prompts, outputs = (
-        parse_lengths(text, args.longest or default_max_length(text))
-        for text in (args.prompt, args.output)
-    )
+    longest = args.longest or MAX_LENGTH
+    prompts = parse_lengths(args.prompt, longest)
+    outputs = parse_lengths(args.output, longest)
     content = _content(args)
     if args.all_at_once is not None:
         useless = {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv}
@@ -386,7 +389,7 @@ def generate(args: GenerateOptions) -> None:
     if args.max_tokens:
         made = limited(made, args.max_tokens)
     write_trace(made, args.out)
-    _wrote(made, args.out, args.as_json)
+    wrote_trace(made, args.out, args.as_json)
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:
@@ -411,14 +414,6 @@ def _content(args: GenerateOptions) -> SharedContent | None:
         parse_times(args.think) if args.think else None,
         args.block_tokens or 16,
     )
-
-
-def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
-    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
-    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
-    if not as_json:
-        for line in trace.notes:
-            note(f"  {line}")
 
 
 def _show(trace: Trace, report: ReadReport, found: Description, reuse: PromptReuse | None) -> None:

@@ -1,8 +1,8 @@
 """Conversations as text, such as ShareGPT's: their lengths are counted, and the text is forgotten.
 
 A file is a JSON array, or a line of JSON for each conversation: `conversations` with messages of
-`from` and `value`, or `messages` of `role` and `content`. Every answer of the model is a request,
-whose prompt is all that stands before it. Lengths are counted message by message, so a model's chat
+`from` and `value`, or `messages` of `role` and `content`. Every answer of the model is a request:
+its prompt is all that stands before it. Lengths are counted message by message, so a model's chat
 template, which adds some tokens to each, is not in them.
 """
 
@@ -17,7 +17,7 @@ from toolkit.traces.formats import BLAMED, MAX_LENGTH, REASON, Format, Record
 
 CONVERSATIONS = "conversations"  # the name of the format
 CONTAINERS = ("conversations", "conversation", "messages")
-MODEL = {"gpt", "assistant", "model", "chatgpt", "bing", "bard", "claude"}  # who answers
+MODEL = {"gpt", "assistant", "model", "chatgpt", "bing", "bard", "claude"}  # the speaker of answers
 
 NO_MESSAGES = "without messages"
 NO_TEXT = "with a message that is not text"

@@ -104,18 +104,18 @@ EXAMPLE = "--columns time=ts:ms,prompt=in,output=out,session=conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NamedColumn:
     """A column that the user named for a role, and the unit of its times ('': find it)."""
 
     name: str
     unit: str = ""
 
 
-def parse_columns(text: str) -> dict[str, Choice]:
+def parse_columns(text: str) -> dict[str, NamedColumn]:
     """Parse `time=ts:ms,prompt=in,output=usage.out`: role to column. `InputError` for an unknown
     role or unit.
     """
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, NamedColumn] = {}
     for word in text.split(","):
         role, equals, name = (part.strip() for part in word.partition("="))
         if not (equals and name):
@@ -128,9 +128,9 @@ def parse_columns(text: str) -> dict[str, Choice]:
         if colon and role in TIMES:
             if unit not in UNITS or (unit == "iso" and role == "duration"):
                 raise InputError(f"--columns {text}: no unit '{unit}'", nearest(unit, UNITS))
-            chosen[role] = Choice(before, unit)
+            chosen[role] = NamedColumn(before, unit)
         else:
-            chosen[role] = Choice(name)
+            chosen[role] = NamedColumn(name)
     return chosen
 
 
@@ -236,7 +236,9 @@ class _Column:
 class _Finder:
     """Finds the columns of a log in a sample of its rows."""
 
-    def __init__(self, sample: Sequence[Record], chosen: Mapping[str, Choice], source: str) -> None:
+    def __init__(
+        self, sample: Sequence[Record], chosen: Mapping[str, NamedColumn], source: str
+    ) -> None:
         self._rows = [record for record in sample if record is not None]
         self._chosen, self._source = chosen, source
         self.paths = paths_of(sample)
@@ -254,7 +256,7 @@ class _Finder:
         values = (look_up(record, path) for record in self._rows)
         return [value for value in values if value is not None]
 
-    def _named(self, choice: Choice) -> Path:
+    def _named(self, choice: NamedColumn) -> Path:
         """The column that the user named: exactly, or but for its case."""
         for same in (str, str.lower):
             found = [path for path in self.paths if same(spelled(path)) == same(choice.name)]
@@ -407,7 +409,7 @@ def _unit_of_duration(word: str, numbers: Sequence[float], middle: float) -> tup
 
 
 def find(
-    sample: Sequence[Record], chosen: Mapping[str, Choice], source: str
+    sample: Sequence[Record], chosen: Mapping[str, NamedColumn], source: str
 ) -> tuple[Format | None, InputError]:
     """The log of which `sample` has the first rows, as a format; or None, and the error that names
     the lengths that were not found. `InputError` for a column of `chosen` that is not there.

@@ -32,7 +32,7 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.traces import chats, columns, formats
 from toolkit.traces.chats import TokenCounter
-from toolkit.traces.columns import Choice
+from toolkit.traces.columns import NamedColumn
 from toolkit.traces.formats import Format, Record
 from toolkit.traces.sharing import Problems, Sharing
 from toolkit.traces.types import Trace
@@ -111,7 +111,7 @@ class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this m
 
 def read_trace(
     path: Path,
-    chosen: Mapping[str, Choice] | None = None,
+    chosen: Mapping[str, NamedColumn] | None = None,
     counter: TokenCounter | None = None,
 ) -> tuple[Trace, ReadReport]:
     """Read the trace in `path`, sorted by arrival with the first at 0 s. Its notes have the report,
@@ -154,7 +154,7 @@ def _format_of(
     names: list[str],
     sample: list[Record],
     source: str,
-    chosen: Mapping[str, Choice],
+    chosen: Mapping[str, NamedColumn],
     counter: TokenCounter | None,
 ) -> Format:
     """The format of a file, from its columns and its first rows.
