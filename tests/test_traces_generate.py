@@ -11,7 +11,6 @@ from toolkit.traces.generate import (
     Lengths,
     SharedContent,
     backlog,
-    default_max_length,
     draw_arrivals,
     generate,
     limited,
@@ -154,9 +153,24 @@ def test_a_limit_below_the_outputs_is_refused():
         limited(trace, 4096)
 
 
-def test_bounded_distributions_are_not_clipped_by_default():
-    assert default_max_length("uniform:32:4096") > 4096
-    assert default_max_length("lognormal:400:1") == 1024
+def test_clipped_lengths_are_counted_and_others_stay():
+    free = generate(Arrivals(20), 60, Lengths("lognormal", 400, 1.0), SCLS_OUTPUT, seed=0)
+    bound = generate(Arrivals(20), 60, SCLS_PROMPT, SCLS_OUTPUT, seed=0)
+    longer = free.prompt_tokens > 1024
+    assert longer.any()
+    assert bound.prompt_tokens[longer].tolist() == [1024] * int(longer.sum())
+    assert bound.prompt_tokens[~longer].tolist() == free.prompt_tokens[~longer].tolist()
+    [said] = [note for note in bound.notes if note.startswith("prompts clipped")]
+    assert f"{int(longer.sum()):,} of {len(bound):,}" in said
+    assert not any(note.startswith("prompts clipped") for note in free.notes)
+
+
+def test_clipped_parts_of_sessions_are_counted():
+    content = SharedContent(turns=Lengths("fixed", 3))
+    made = generate(Arrivals(5), 20, Lengths("fixed", 9, 0.0, 4), SCLS_OUTPUT, 0, content)
+    assert (
+        f"parts of prompts clipped to 4 tokens: {len(made)} of {len(made)}, 100.0 %" in made.notes
+    )
 
 
 @pytest.mark.parametrize(

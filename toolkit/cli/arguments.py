@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -14,7 +15,7 @@ import typer
 
 import toolkit
 from toolkit.errors import InputError
-from toolkit.files.io import fit_path, shipped_fit, shipped_fits
+from toolkit.files.io import fit_path, overwriting, shipped_fit, shipped_fits
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names, shipped_recipes
 from toolkit.sched.catalogue import ABOUT
@@ -24,6 +25,7 @@ RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm
 IN_PROCESS = ("local", "ray")  # the command itself is the server
 MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"
+OUTPUTS = ("out", "png", "save_requests", "event_log", "request_log")  # parameters: files to write
 
 T = TypeVar("T")
 
@@ -128,6 +130,44 @@ def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[...
         return command
 
     return decorate
+
+
+def keep_inputs(values: Mapping[str, object]) -> None:
+    """Check that a command with these parameters writes over none of the files that it reads, also
+    behind links. `InputError` names the output.
+
+    Files that the command finds by itself are checked where they are written (`write_file`).
+    """
+    outputs = [str(values[name]) for name in OUTPUTS if values.get(name)]
+    for place, out in enumerate(outputs):
+        if any(_same_file(out, other) for other in outputs[:place]):
+            raise InputError(f"{out}: two outputs would be the same file", "name two files")
+    inputs = [file for name in values if name not in OUTPUTS for file in _files(name, values[name])]
+    for out in outputs:
+        if os.path.isfile(out) and any(os.path.samefile(out, file) for file in inputs):
+            raise overwriting(out)
+
+
+def _same_file(one: str, other: str) -> bool:
+    """Whether two outputs are one file; devices may be written twice."""
+    both = os.path.realpath(one) == os.path.realpath(other)
+    return both and (os.path.isfile(one) or not os.path.exists(one))
+
+
+def _files(name: str, value: object) -> Iterator[str]:
+    """The files that a parameter names: by their paths, as values of KEY=FILE, by the name of a
+    shipped trace, or as the sessions in a folder.
+    """
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _files(name, one)
+    elif isinstance(value, str | Path):
+        text = os.fspath(value)
+        if name == "trace" and os.path.isdir(text):
+            yield from map(str, Path(text).glob("*.json"))
+        shipped = Path(toolkit.__file__).parent / "traces" / "data" / f"{text}.jsonl"
+        candidates = [text, text.partition("=")[2], str(shipped) if name == "trace" else ""]
+        yield from filter(os.path.isfile, candidates)
 
 
 def resolve_recipe(recipe: Path | None) -> Path | None:

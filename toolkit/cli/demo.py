@@ -45,7 +45,7 @@ END_S = 3.0  # that an interrupted command has to end in order
 # simulated, which has one by default, on laws from data sheets.
 SHARING = (
     "--rate 10 --duration 60 --system-tokens 1000 --templates 20 --template-tokens uniform:500:2000"
-    " --prompt lognormal:150:0.7 --output lognormal:150:0.6"
+    " --prompt lognormal:150:0.7 --output lognormal:150:0.6 --longest 1024"
 )
 SHARING_FIT = "llama-3.1-8b-h200"
 SHOWN = ("hit_percent", "throughput_rps", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s")

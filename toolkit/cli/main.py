@@ -11,7 +11,7 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -134,18 +134,32 @@ def _drop_output() -> int:
 
 def _load(name: str) -> Any:
     """The command's function in its module, called `command` or like the command; or the module's
-    typer application `app` with subcommands.
+    typer application `app` with subcommands. None of them writes over a file that it reads.
     """
     module = importlib.import_module(f"toolkit.cli.{COMMANDS[name].module or name}")
     if hasattr(module, "app"):
         group: Any = typer.main.get_command(module.app)
         for command in group.commands.values():
             command.help = _paragraphs(command.help)
+            command.callback = _keeping_inputs(command.callback)
         return group
     single = typer.Typer(add_completion=False)
     function = getattr(module, "command", None) or getattr(module, name)
     single.command(name, help=_paragraphs(function.__doc__))(function)
-    return typer.main.get_command(single)
+    made: Any = typer.main.get_command(single)
+    made.callback = _keeping_inputs(made.callback)
+    return made
+
+
+def _keeping_inputs(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """The callback of a command behind a check of its files."""
+    from toolkit.cli.arguments import keep_inputs
+
+    def checked(**values: Any) -> Any:
+        keep_inputs(values)
+        return callback(**values)
+
+    return checked
 
 
 def _paragraphs(doc: str | None) -> str:

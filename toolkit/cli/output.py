@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from toolkit.traces.types import Trace
+
 WIDTH = 80
 TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
 JUSTIFY = {"<": "left", ">": "right", "^": "center"}
@@ -381,6 +383,15 @@ def require_matplotlib() -> None:
         raise InputError(
             "--png needs matplotlib, which is not installed", "pip install 'llmctl[plot]'"
         ) from None
+
+
+def wrote_trace(trace: Trace, out: Path, as_json: bool) -> None:
+    """Say what was written, and the trace's notes."""
+    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
+    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
+    if not as_json:
+        for line in trace.notes:
+            note(f"  {line}")
 
 
 def draw(panels: Sequence[FigurePanel], path: Path) -> None:

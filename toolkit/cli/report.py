@@ -11,7 +11,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable, write_text
+from toolkit.files.io import check_writable, keep_sources, write_text
 from toolkit.units import size
 
 
@@ -51,6 +51,7 @@ def command(
         )
     check_writable(out)
     material = gather(source, folder)
+    keep_sources(out, {file.sha256 for file in material.sources})
     page = report(material)
     write_text(out, page)
     for role, why in material.why.items():

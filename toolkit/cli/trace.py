@@ -1,7 +1,7 @@
 """`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, no text.
 
-`record` is a reverse proxy in front of any OpenAI-compatible server; the other subcommands read and
-write files.
+`record` is a reverse proxy in front of any OpenAI-compatible server, and `from-metrics` reads a
+server's metrics (toolkit/cli/from_metrics.py); the other subcommands read and write files.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
-from toolkit.cli.output import chart, emit, note, table
+from toolkit.cli.from_metrics import from_metrics
+from toolkit.cli.output import WIDTH, chart, emit, note, table, wrote_trace
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds, size
 
 if TYPE_CHECKING:
+    from toolkit.traces.chats import TokenCounter
     from toolkit.traces.generate import SharedContent
+    from toolkit.traces.read import ReadReport
     from toolkit.traces.sharing import PromptReuse
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Description
@@ -112,6 +116,7 @@ app = typer.Typer(
     help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False
 )
 app.command("record")(record)
+app.command("from-metrics")(from_metrics)
 
 TraceArgument = Annotated[
     str,
@@ -121,6 +126,28 @@ TraceArgument = Annotated[
         help="A trace in any known format, a folder of agents' sessions, or the name of a shipped"
         " trace.",
     ),
+]
+ColumnsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ROLE=NAME,...",
+        help="The columns of a log, like time=ts:ms,prompt=in,output=out,session=conv; others are "
+        "found by their names. Roles: time, end, duration (each with a unit: s, ms, us, ns, iso), "
+        "prompt, output, session, max_tokens, priority, status.",
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RECIPE|FILE",
+        autocompletion=arguments.recipes,
+        help="Count the tokens of conversations with the tokenizer of a recipe's model, or with a "
+        "tokenizer.json.",
+    ),
+]
+CharsOption = Annotated[
+    float | None,
+    typer.Option(help="Estimate the tokens of conversations: one for so many characters."),
 ]
 SeedOption = Annotated[
     int, typer.Option(min=0, help="Draw from this seed; the same seed gives the same trace.")
@@ -137,14 +164,15 @@ def inspect(
             help="A recipe, file or name: show the sizes of caches in GiB of its model too.",
         ),
     ] = None,
+    columns: ColumnsOption = None,
+    tokenizer: TokenizerOption = None,
+    chars_per_token: CharsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
-    what a prefix cache could reuse.
+    """Show the contents of a trace: what was understood, rows kept and dropped, duration, rate,
+    burstiness, lengths, and what a prefix cache could reuse.
     """
-    from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
-    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
     per_token = None
@@ -153,10 +181,56 @@ def inspect(
         if per_token is None:
             without = "model.kv_bytes_per_token is not given, so caches have no size in GiB"
             raise InputError(f"{recipe.name}: {without}", "give it, or leave out --recipe")
-    loaded, report = read_trace(trace_path(trace, folders=True))
-    found, reuse = describe(loaded), describe_reuse(loaded, per_token)
+    loaded, report = _read(trace, columns, tokenizer, chars_per_token)
+    found = describe(loaded)
+    reuse = describe_reuse(loaded, per_token)
     whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
-    emit(as_json, whole, lambda: _show(loaded, found, reuse))
+    emit(as_json, whole, lambda: _show(loaded, report, found, reuse))
+
+
+def _read(
+    trace: str, columns: str | None, tokenizer: str | None, chars_per_token: float | None
+) -> tuple[Trace, ReadReport]:
+    """The trace at a path or of a name, and the report. `InputError` for options without effect."""
+    from toolkit.traces.chats import CONVERSATIONS, estimated
+    from toolkit.traces.columns import parse_columns
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
+    if tokenizer is not None and chars_per_token is not None:
+        both = f"--tokenizer {tokenizer} and --chars-per-token {chars_per_token:g}"
+        raise InputError(f"{both} contradict each other", "give one of them")
+    path = trace_path(trace, folders=True)
+    counter = None
+    if tokenizer is not None:
+        counter = _tokenizer(tokenizer)
+    elif chars_per_token is not None:
+        counter = estimated(chars_per_token)
+    loaded, report = read_trace(path, parse_columns(columns) if columns else None, counter)
+    if report.format != CONVERSATIONS:
+        counters = {"--tokenizer": tokenizer, "--chars-per-token": chars_per_token}
+        refuse_useless(counters, f"{path.name} has lengths in tokens")
+    return loaded, report
+
+
+def _tokenizer(name: str) -> TokenCounter:
+    """A counter with the tokenizer of a recipe's model, or with a tokenizer.json."""
+    from toolkit.engines.tokenizer import FileTokenizer, load_tokenizer
+    from toolkit.files.shipped import recipe_path
+    from toolkit.traces.chats import TokenCounter
+
+    if name.endswith(".json"):
+        path = Path(name)
+        if not path.is_file():
+            raise InputError(f"--tokenizer {name}: no such file", "name a tokenizer.json")
+        file = FileTokenizer(path)
+        return TokenCounter(
+            lambda text: len(file.encode(text, special=False)), f"those of {path.name}"
+        )
+    recipe = load_recipe(recipe_path(Path(name)))
+    of_model = load_tokenizer(recipe.model)
+    said = f"those of the tokenizer of recipe {recipe.name}"
+    return TokenCounter(lambda text: len(of_model.encode(text, special=False)), said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +260,9 @@ class ConvertOptions:
         None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
     )
     max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
+    columns: ColumnsOption = None
+    tokenizer: TokenizerOption = None
+    chars_per_token: CharsOption = None
     as_json: JsonOption = False
 
 
@@ -197,8 +274,6 @@ def convert(args: ConvertOptions) -> None:
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
@@ -212,7 +287,7 @@ def convert(args: ConvertOptions) -> None:
     if args.draw_rate is None:
         drawn = {"--cv": args.cv, "--seed": args.seed}
         refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
-    loaded, _ = read_trace(trace_path(args.trace, folders=True))
+    loaded, _ = _read(args.trace, args.columns, args.tokenizer, args.chars_per_token)
     if args.draw_rate is not None:
         arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
         loaded = draw_arrivals(loaded, arrivals, args.seed or 0)
@@ -224,7 +299,7 @@ def convert(args: ConvertOptions) -> None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
     loaded = excerpt(loaded, args.start, args.duration)
     write_trace(loaded, args.out)
-    _wrote(loaded, args.out, args.as_json)
+    wrote_trace(loaded, args.out, args.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +318,7 @@ class GenerateOptions:
     )
     output: str = option("lognormal:120:0.75", "The same for output lengths.")
     longest: int | None = option(
-        None, "Clip lengths to this many tokens; default: 1024 for lognormal and pareto.", min=1
+        None, "Clip lengths to this many tokens, and say how many; default: clip none.", min=1
     )
     max_tokens: int = option(0, "The limit on output tokens that clients set; 0: none.", min=0)
     all_at_once: int | None = option(
@@ -282,21 +357,22 @@ class GenerateOptions:
 @app.command("generate")
 @command_of(GenerateOptions)
 def generate(args: GenerateOptions) -> None:
-    """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
+    """Write a synthetic trace. The defaults and `--longest 1024` are the SCLS paper's setting, as
+    far as it is known.
+    """
+    from toolkit.traces.formats import MAX_LENGTH
     from toolkit.traces.generate import (
         Arrivals,
         backlog,
-        default_max_length,
         limited,
         parse_lengths,
     )
     from toolkit.traces.generate import generate as synthesize
     from toolkit.traces.write import write_trace
 
-    prompts, outputs = (
-        parse_lengths(text, args.longest or default_max_length(text))
-        for text in (args.prompt, args.output)
-    )
+    longest = args.longest or MAX_LENGTH
+    prompts = parse_lengths(args.prompt, longest)
+    outputs = parse_lengths(args.output, longest)
     content = _content(args)
     if args.all_at_once is not None:
         useless = {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv}
@@ -313,7 +389,7 @@ def generate(args: GenerateOptions) -> None:
     if args.max_tokens:
         made = limited(made, args.max_tokens)
     write_trace(made, args.out)
-    _wrote(made, args.out, args.as_json)
+    wrote_trace(made, args.out, args.as_json)
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:
@@ -340,19 +416,15 @@ def _content(args: GenerateOptions) -> SharedContent | None:
     )
 
 
-def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
-    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
-    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
-    if not as_json:
-        for line in trace.notes:
-            note(f"  {line}")
-
-
-def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
+def _show(trace: Trace, report: ReadReport, found: Description, reuse: PromptReuse | None) -> None:
     """Print what a trace contains, and histograms on the scale of the fullest bin of either."""
     print(trace.source)
-    for line in trace.notes:
-        print(f"  {line}")
+    print(f"  {trace.notes[0]}")
+    if report.understood:
+        print(fill(report.understood, WIDTH, initial_indent="  ", subsequent_indent="    "))
+    for line in trace.notes[1:]:
+        if line != report.understood:
+            print(f"  {line}")
     print(
         f"  {seconds(found.duration_s)}, {number(found.rate_rps)} requests/s, "
         f"gaps with a variation (CV) of {number(found.burstiness_cv)} (Poisson: 1)\n"

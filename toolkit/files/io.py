@@ -18,7 +18,7 @@ import platform
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -175,8 +175,27 @@ def read_file(
 
 
 def write_file(model: BaseModel, path: AnyPath) -> None:
-    """Write a model as JSON, atomically."""
+    """Write a model as JSON, atomically. Raises `InputError` where a file that it was made from
+    would be written over.
+    """
+    if isinstance(model, Envelope):
+        keep_sources(path, {source.sha256 for source in model.inputs.values()})
     write_text(path, file_text(model))
+
+
+def keep_sources(path: AnyPath, digests: Collection[str]) -> None:
+    """Raise `InputError` where the file at `path` has one of these sha256, those of the inputs of
+    what will be written there.
+    """
+    if os.path.isfile(path) and digest(path).sha256 in digests:
+        raise overwriting(path)
+
+
+def overwriting(path: AnyPath) -> InputError:
+    """The error for an output that would be written over an input."""
+    return InputError(
+        f"{os.fspath(path)}: is an input, and would be written over", "write to another file"
+    )
 
 
 def file_text(model: BaseModel) -> str:

@@ -1,9 +1,10 @@
 """The formats of traces: their columns, and the values in these.
 
-First the parsers of values, then the table of formats and how a file's format is found. At the end
-are the two formats of sessions in which a row cannot be read alone: AIPerf's turns hold only what
-is new in them, and the coding agents' files hold a whole session each. Both become rows with whole
-prompts, as in the canonical format.
+First the parsers of values, then what a format is. After it come the two formats of sessions in
+which a row cannot be read alone: AIPerf's turns hold only what is new in them, and the coding
+agents' files hold a whole session each. Both become rows with whole prompts, as in the canonical
+format. At the end are the table of formats and how a file's format is found. Files of any other
+format are read by the names of their columns (toolkit/traces/columns.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ ANEW = "\0anew"  # a key of rows that might continue another and do not
 
 Record = Mapping[str, object] | None  # one row by column name; None: it could not be parsed
 REASON = "\0reason"  # the key of a reason to drop the row, which `Format.whole` found
+BLAMED = "\0blamed"  # the key of the column to show for it; without it, the session is shown
+TOOK = "\0took"  # the key of the seconds that the request took
 
 
 def number(value: object) -> float:
@@ -41,7 +44,17 @@ def number(value: object) -> float:
 
 def milliseconds(value: object) -> float:
     """Seconds from milliseconds."""
-    return number(value) / 1000.0
+    return number(value) / 1e3
+
+
+def microseconds(value: object) -> float:
+    """Seconds from microseconds."""
+    return number(value) / 1e6
+
+
+def nanoseconds(value: object) -> float:
+    """Seconds from nanoseconds."""
+    return number(value) / 1e9
 
 
 def iso_seconds(value: object) -> float:
@@ -50,6 +63,26 @@ def iso_seconds(value: object) -> float:
         raise ValueError(f"not an ISO time: {value!r}")
     time = datetime.fromisoformat(value)
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def date_seconds(value: object) -> float:
+    """Seconds since 1970 of a date: ISO 8601, also with ` UTC` behind it, or nginx's `time_local`
+    (`16/Nov/2023:18:15:46 +0000`).
+    """
+    if isinstance(value, str) and value[2:3] == "/":
+        return datetime.strptime(value, "%d/%b/%Y:%H:%M:%S %z").timestamp()
+    return iso_seconds(value.removesuffix(" UTC") if isinstance(value, str) else value)
+
+
+# The units of times, by the name that `--columns` gives them.
+UNITS: dict[str, Callable[[object], float]] = {
+    "s": number,
+    "ms": milliseconds,
+    "us": microseconds,
+    "ns": nanoseconds,
+    "iso": date_seconds,
+}
+PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 def length(value: object) -> int:
@@ -84,6 +117,11 @@ def block_ids(value: object) -> array[int] | None:
         return None
 
 
+def was_served(status: object) -> bool:
+    """Whether a request with this `status` was served, in the canonical format."""
+    return status in SUCCESS
+
+
 @dataclass(slots=True, frozen=True)
 class Format:
     """The columns of a format, and what its times mean. Empty: the format lacks that column."""
@@ -95,7 +133,8 @@ class Format:
     seconds: Callable[[object], float] = number
     max_tokens: str = ""  # optional: the limit that the client set
     priority: str = ""  # optional: smaller is more urgent
-    status: str = ""  # optional: see SUCCESS
+    status: str = ""  # optional: whether the request was served
+    served: Callable[[object], bool] = was_served  # of a status
     zero_output_failed: bool = False  # 0 output tokens mean that the request failed
     absolute_time: bool = False  # times are dates; those before 1970 are valid
     blocks: str = ""  # optional: the ids of the prompt's blocks (`SharedBlocks`)
@@ -105,6 +144,11 @@ class Format:
     known_by: tuple[str, ...] = ()  # the columns that tell the format, where others do
     # Makes rows with whole prompts of the file's rows.
     whole: Callable[[Iterator[Record], str], Iterator[Record]] | None = None
+    ends: bool = False  # `arrival` is the time at which requests ended: `TOOK` is subtracted
+    any_order: bool = False  # turns of a session follow by their times, not by their places
+    described: str = ""  # what was taken as what, of one file
+    remarks: tuple[str, ...] = ()  # what a user must know about the reading
+    think_remark: str = ""  # the same about the times to think, if there are sessions
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -113,8 +157,29 @@ class Format:
 
     @property
     def unit(self) -> str:
-        """The unit of its times."""
-        return "ms" if self.seconds is milliseconds else "s"
+        """The unit of its times; `s` for dates."""
+        return next((unit for unit in PER_SECOND if UNITS[unit] is self.seconds), "s")
+
+    @property
+    def dates(self) -> bool:
+        """Whether its times are dates as text."""
+        return self.seconds in (iso_seconds, date_seconds)
+
+    def describe(self, found: Collection[str]) -> str:
+        """What is taken as what of these columns, for people: `time 'TIMESTAMP' (dates), ...`."""
+        columns = {
+            "time": self.arrival,
+            "prompt": self.prompt,
+            "output": self.output,
+            "session": self.session,
+            "max_tokens": self.max_tokens,
+            "priority": self.priority,
+            "status": self.status,
+        }
+        parts = [f"{role} '{name}'" for role, name in columns.items() if name in found]
+        if self.arrival in found:
+            parts[0] += " (dates)" if self.dates else f" ({self.unit})"
+        return ", ".join(parts)
 
 
 def whole_prompts(records: Iterator[Record], source: str) -> Iterator[Record]:
@@ -354,26 +419,30 @@ FORMATS = (
     Format("vidur-lengths", "num_prefill_tokens", "num_decode_tokens"),
     Format("sharegpt-o1", "prompt_tokens", "completion_tokens"),
 )
+NAMING = "llmctl trace convert FILE OUT --columns time=NAME,prompt=NAME,output=NAME"
 KNOWN = "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for known in FORMATS)
 
 
-def detect(found: Collection[str], source: str) -> Format:
-    """The format with all its required columns among `found`.
+def detect(found: Collection[str]) -> Format | None:
+    """The first format of the table with all its required columns among `found`."""
+    return next((known for known in FORMATS if set(known.required) <= set(found)), None)
 
-    `InputError` names the columns that the nearest format lacks, and those found.
+
+def unknown(found: Collection[str], lacking: InputError, source: str) -> InputError:
+    """The error for columns that no format has: it names those that the nearest format lacks, and
+    those found. It is `lacking` where less than two columns are those of one format.
     """
-    for candidate in FORMATS:
-        if set(candidate.required) <= set(found):
-            return candidate
     nearest = max(FORMATS, key=lambda candidate: len(set(candidate.required) & set(found)))
     columns = ", ".join(f"'{column}'" for column in found)
     missing = [column for column in nearest.required if column not in found]
+    if len(nearest.required) - len(missing) == 1:
+        return lacking
     if len(missing) == len(nearest.required):
-        raise InputError(
+        return InputError(
             f"{source}: not a trace: none of the known columns, found {columns or 'none'}", KNOWN
         )
     named = " and ".join(f"'{column}'" for column in missing)
-    raise InputError(
+    return InputError(
         f"{source}: column {named} of the {nearest.name} format is missing; found {columns}",
-        f"the {nearest.name} format has {', '.join(nearest.required)}",
+        f"the {nearest.name} format has {', '.join(nearest.required)}; other names: {NAMING}",
     )

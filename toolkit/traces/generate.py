@@ -4,7 +4,7 @@ The module holds the distributions of lengths (spelled `lognormal:400:1`), the a
 (Gamma gaps), and then the functions that draw traces, or parts of them.
 
 Example, the setting of the SCLS paper: prompts lognormal:400:1 and outputs lognormal:120:0.75,
-both up to 1024 tokens, Poisson arrivals at 20 requests/s for 600 s.
+both clipped to 1,024 tokens, Poisson arrivals at 20 requests/s for 600 s.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 Floats = NDArray[np.float64]
 
-DEFAULT_MAX_LENGTH = 1024  # tokens, the bound of the SCLS paper
-BOUNDED = {"uniform", "fixed"}  # distributions that have a longest length of their own
 # At this sigma, a third of the lengths differs from the median by a factor above 20,000.
 MAX_SIGMA = 10.0
 MIN_ALPHA = 0.1  # at this exponent, half of the lengths exceed 1,000 times the least
@@ -87,17 +85,34 @@ class Lengths:
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw `count` lengths in tokens."""
+        return self.clip(self.draw_unclipped(rng, count))
+
+    def clip(self, drawn: Floats) -> NDArray[np.int64]:
+        """Drawn lengths, of which those above `longest` become `longest`."""
+        return np.clip(drawn, 1, self.longest).astype(np.int64)
+
+    def draw_unclipped(self, rng: np.random.Generator, count: int) -> Floats:
+        """Draw `count` whole lengths, also above `longest`."""
         match self.kind:
             case "lognormal":
-                values: Floats | NDArray[np.int64]
+                values: Floats
                 values = self.a * np.exp(self.b * rng.standard_normal(count))
             case "uniform":
-                values = rng.integers(round(self.a), round(self.b), count, endpoint=True)
+                low, high = round(self.a), round(self.b)
+                values = rng.integers(low, high, count, endpoint=True).astype(np.float64)
             case "pareto":
                 values = self.a * (1.0 - rng.random(count)) ** (-1.0 / self.b)
             case _:
                 values = np.full(count, self.a)
-        return np.clip(np.rint(values), 1, self.longest).astype(np.int64)
+        return np.rint(values)
+
+    def clipped(self, drawn: Floats, what: str) -> tuple[str, ...]:
+        """A note that says how many of these lengths are clipped; none without any."""
+        count = int((drawn > self.longest).sum())
+        if not count:
+            return ()
+        share = f"{count:,} of {len(drawn):,}, {100.0 * count / len(drawn):.1f} %"
+        return (f"{what} clipped to {self.longest:,} tokens: {share}",)
 
 
 def parse_lengths(text: str, longest: int = MAX_LENGTH) -> Lengths:
@@ -118,11 +133,6 @@ def parse_lengths(text: str, longest: int = MAX_LENGTH) -> Lengths:
             f"'{text}' has {len(numbers)} numbers, not {wanted}", f"give {kind}:{FORMS[kind]}"
         )
     return Lengths(kind, numbers[0], numbers[1] if wanted == 2 else 0.0, longest)
-
-
-def default_max_length(text: str) -> int:
-    """The default bound of a distribution in tokens: none where it has a bound of its own."""
-    return MAX_LENGTH if text.partition(":")[0] in BOUNDED else DEFAULT_MAX_LENGTH
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,7 +170,7 @@ class Arrivals:
         """Draw arrival times in [0, duration_s); the first is 0."""
         if not 0 < duration_s < math.inf:
             raise InputError(f"a trace cannot last {duration_s:g} s", "give a positive duration")
-        _check_count(
+        check_count(
             self.rate_rps * duration_s, f"{self.rate_rps:g} requests/s for {duration_s:g} s"
         )
         times = np.zeros(1)
@@ -251,7 +261,7 @@ def backlog(
     """Draw `count` requests or sessions that all arrive at 0 s; the same for the same arguments."""
     if count < 1:
         raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
-    _check_count(count, "the backlog")
+    check_count(count, "the backlog")
     rng = np.random.default_rng(seed)
     note = f"a backlog of {count} requests, prompts {prompt}, outputs {output}, seed {seed}"
     return _requests(np.zeros(count), prompt, output, rng, content, note)
@@ -269,25 +279,35 @@ def _requests(
     parts stand before their prompts, and later turns follow.
     """
     count = len(arrival_s)
-    prompts, outputs = prompt.draw(rng, count), output.draw(rng, count)
-    notes, no_limits = (f"generated: {note}",), np.zeros(count, dtype=np.int64)
+    prompts = prompt.draw_unclipped(rng, count)
+    outputs = output.draw_unclipped(rng, count)
+    notes: tuple[str, ...] = (f"generated: {note}",)
+    no_limits = np.zeros(count, dtype=np.int64)
     if content is None:
-        return Trace(arrival_s, prompts, outputs, no_limits, "generated", notes)
+        notes += prompt.clipped(prompts, "prompts") + output.clipped(outputs, "outputs")
+        whole = (prompt.clip(prompts), output.clip(outputs), no_limits)
+        return Trace(arrival_s, *whole, "generated", notes)
     turns = no_limits + 1 if content.turns is None else content.turns.draw(rng, count)
     total = int(turns.sum())
-    _check_count(total, f"{count:,} sessions of {content.turns} turns")
+    check_count(total, f"{count:,} sessions of {content.turns} turns")
     begins = np.cumsum(turns) - turns
     session = np.repeat(np.arange(count), turns)
     first = np.zeros(total, dtype=np.bool_)
     first[begins] = True
 
-    def column(drawn: NDArray[np.int64], lengths: Lengths) -> NDArray[np.int64]:
+    def column(drawn: Floats, lengths: Lengths) -> Floats:
         """One value per turn: those of the first turns are drawn already."""
-        values = np.empty(total, dtype=np.int64)
-        values[first], values[~first] = drawn, lengths.draw(rng, total - count)
+        values = np.empty(total)
+        values[first] = drawn
+        values[~first] = lengths.draw_unclipped(rng, total - count)
         return values
 
-    own, answers = column(prompts, prompt), column(outputs, output)
+    drawn_own = column(prompts, prompt)
+    drawn_answers = column(outputs, output)
+    notes += prompt.clipped(drawn_own, "parts of prompts")
+    notes += output.clipped(drawn_answers, "outputs")
+    own = prompt.clip(drawn_own)
+    answers = output.clip(drawn_answers)
     think_s = np.zeros(total)
     if content.think_ms is not None:
         think_s[~first] = content.think_ms.draw(rng, total - count) / 1000.0
@@ -298,17 +318,19 @@ def _requests(
         template = rng.choice(content.templates, count, p=weights / weights.sum())
         ahead += content.template.draw(rng, content.templates)[template]
     added = np.where(first, 0, np.roll(answers, 1)) + own
-    prompts = ahead[session] + _sums_by(begins, turns, added.astype(np.float64)).astype(np.int64)
-    if prompts.max() > MAX_LENGTH:
+    sums = _sums_by(begins, turns, added.astype(np.float64)).astype(np.int64)
+    whole_prompts = ahead[session] + sums
+    longest = int(whole_prompts.max())
+    if longest > MAX_LENGTH:
         raise InputError(
-            f"a prompt would have {prompts.max():,} tokens", "give fewer turns, or shorter parts"
+            f"a prompt would have {longest:,} tokens", "give fewer turns, or shorter parts"
         )
     times_s = arrival_s[session] + _sums_by(begins, turns, think_s)
-    shared = _content_blocks(content, prompts, session, template, ahead)
+    shared = _content_blocks(content, whole_prompts, session, template, ahead)
     sessions = Sessions(np.where(first, -1, np.arange(total) - 1), think_s)
-    whole = Trace(
+    made = Trace(
         times_s,
-        prompts,
+        whole_prompts,
         answers,
         np.zeros(total, dtype=np.int64),
         "generated",
@@ -316,7 +338,7 @@ def _requests(
         shared=shared,
         sessions=sessions if content.turns else None,
     )
-    return whole.take(np.argsort(times_s, kind="stable"))
+    return made.take(np.argsort(times_s, kind="stable"))
 
 
 def _sums_by(begins: NDArray[np.int64], turns: NDArray[np.int64], values: Floats) -> Floats:
@@ -361,7 +383,7 @@ def _content_blocks(
     return SharedBlocks(size, ids, offsets)
 
 
-def _check_count(count: float, what: str) -> None:
+def check_count(count: float, what: str) -> None:
     if count > MAX_REQUESTS:
         limit = f"generate at most {MAX_REQUESTS:,} at a time"
         raise InputError(f"{what}: {count:,.0f} requests are too many for one trace", limit)

@@ -3,21 +3,26 @@
 The module opens a file, finds its format (toolkit/traces/formats.py) and checks its rows. What
 prompts share is checked in toolkit/traces/sharing.py.
 
-The column names decide the format, whatever the file is called. A row with impossible values (no
-tokens, a negative time, a failed response, something that is not a number) is counted and left
-out, never repaired. The report shows the first of each kind with its value and the limit. The
-canonical format is Mooncake's JSONL; the server's own log and `llmctl bench --save-requests` write
-it with more keys. No format holds text: lengths and times only.
+The column names decide the format, whatever the file is called, and whether or not it is packed
+with gzip. A log in none of the known formats is read by the names of its columns
+(toolkit/traces/columns.py), conversations by counting their tokens (toolkit/traces/chats.py).
+
+A row with impossible values (no tokens, a negative time, a failed response, something that is not a
+number) is counted and left out, never repaired. The report shows the first of each kind with its
+value and the limit. The canonical format is Mooncake's JSONL; the server's own log and `llmctl
+bench --save-requests` write it with more keys. A trace holds no text: lengths and times only.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat, zip_longest
+from itertools import chain, islice, pairwise, repeat, zip_longest
 from pathlib import Path
 from typing import TextIO
 
@@ -25,12 +30,16 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.traces import formats
+from toolkit.traces import chats, columns, formats
+from toolkit.traces.chats import TokenCounter
+from toolkit.traces.columns import NamedColumn
 from toolkit.traces.formats import Format, Record
 from toolkit.traces.sharing import Problems, Sharing
 from toolkit.traces.types import Trace
 
 SHOWN = 40  # characters of a value in a message
+GZIP = b"\x1f\x8b"  # the first bytes of a file that is packed with gzip
+SEPARATORS = ",;\t"  # of CSV: the first of the most frequent ones in the header
 
 UNPARSABLE = "unparsable"
 TOO_LATE = "with a time beyond the year 9999"
@@ -60,10 +69,16 @@ class ReadReport:
     block_tokens: int = 0  # of the blocks of prompts; 0: the file does not say what they share
     sessions: int = 0  # of two turns or more
     turns: int = 0  # in these
+    understood: str = ""  # which column was taken as what, and the unit of the times
+    # what a user must know about the reading, such as columns that were not used
+    remarks: tuple[str, ...] = ()
+    think_remark: str = ""  # the same about the times to think of sessions
 
     def lines(self) -> tuple[str, ...]:
         """The report in words, one line each."""
         lines = [f"read {self.kept:,} of {self.rows:,} rows ({self.format} format)"]
+        if self.format == columns.LOG:
+            lines.append(self.understood)
         if self.dropped:
             reasons = sorted(self.dropped.items())
             listed = "; ".join(
@@ -74,13 +89,17 @@ class ReadReport:
         if self.reordered:
             lines.append("rows were not in order of arrival: sorted")
         if self.timeless:
-            lines.append("the format has no arrival times: all requests arrive at 0 s")
+            remedy = "draw some: llmctl trace convert FILE OUT --draw-rate RATE"
+            lines.append(f"there are no arrival times: all requests arrive at 0 s; {remedy}")
+        lines += self.remarks
         if self.block_tokens:
             lines.append(f"what prompts share is known in blocks of {self.block_tokens} tokens")
         if self.unshared.counts:
             lines.append(self.unshared.line("as sharing nothing"))
         if self.sessions:
             lines.append(f"{self.sessions:,} sessions have {self.turns:,} turns")
+            if self.think_remark:
+                lines.append(self.think_remark)
         if self.unlinked.counts:
             lines.append(self.unlinked.line("as first turns"))
         return tuple(lines)
@@ -90,25 +109,98 @@ class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this m
     """A row with impossible values; the text is the reason that is counted."""
 
 
-def read_trace(path: Path) -> tuple[Trace, ReadReport]:
+def read_trace(
+    path: Path,
+    chosen: Mapping[str, NamedColumn] | None = None,
+    counter: TokenCounter | None = None,
+) -> tuple[Trace, ReadReport]:
     """Read the trace in `path`, sorted by arrival with the first at 0 s. Its notes have the report,
     too. A folder is read as the sessions in its *.json files.
 
+    `chosen` names columns by their roles (`columns.parse_columns`); the others are found by their
+    names. `counter` counts the tokens of conversations, which have text and no lengths.
+
     Raises `InputError` where the file cannot be read, has no known format, lacks a column, or has
-    no usable row.
+    no usable row, and for conversations without a counter.
     """
     try:
         if path.is_dir():
             return _read_folder(path)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            columns, records = _open_records(file, path.name)
-            form = formats.detect(columns, path.name)
+        with _open(path) as file:
+            names, records = _open_records(file, path.name)
+            sample = list(islice(records, columns.SAMPLE))
+            form = _format_of(names, sample, path.name, chosen or {}, counter)
+            records = chain(sample, records)
             whole = form.whole(records, path.name) if form.whole else records
             return _collect(whole, form, path.name)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: the gzip file is damaged: {error}", "copy it again") from error
     except OSError as error:
         raise InputError(f"{path}: cannot read the trace: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not a trace: it is not UTF-8 text", formats.KNOWN) from error
+
+
+def _open(path: Path) -> TextIO:
+    """The text of a file, unpacked if it is packed with gzip, whatever its name."""
+    with path.open("rb") as file:
+        packed = file.read(len(GZIP)) == GZIP
+    if packed:
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _format_of(
+    names: list[str],
+    sample: list[Record],
+    source: str,
+    chosen: Mapping[str, NamedColumn],
+    counter: TokenCounter | None,
+) -> Format:
+    """The format of a file, from its columns and its first rows.
+
+    A known format is taken if its times can be read. One without times is taken only if no column
+    has times under another name.
+    """
+    known = None if chosen else formats.detect(names)
+    if known and (known.whole or (known.arrival and _has_times(sample, known))):
+        return _of_file(known, sample)
+    log, lacking = columns.find(list(columns.plain_records(iter(sample))), chosen, source)
+    if known and not known.arrival and not (log and log.arrival):
+        return _of_file(known, sample)
+    if log:
+        return log
+    if known:
+        return _of_file(known, sample)
+    if chats.has_messages(sample):
+        return chats.conversations(counter, source)
+    raise formats.unknown(names, lacking, source)
+
+
+def _has_times(sample: list[Record], form: Format) -> bool:
+    """Whether the times of these rows fit the format: dates, or numbers that are not the seconds
+    since 1970 in a format of milliseconds.
+    """
+    times = []
+    for record in sample:
+        try:
+            times.append(form.seconds((record or {}).get(form.arrival)))
+        except (ValueError, OverflowError):
+            continue
+    if form.unit != "ms":
+        return bool(times)
+    low, high = (end / formats.PER_SECOND["ms"] for end in columns.EPOCH_S)
+    return any(not low <= time <= high for time in times)
+
+
+def _of_file(form: Format, sample: list[Record]) -> Format:
+    """The known format, with what is used of the file's columns, and with a remark that names those
+    which look useful and are not used.
+    """
+    names = list(dict.fromkeys(chain.from_iterable(record or () for record in sample)))
+    unused = columns.not_used(columns.unused_columns(names, form))
+    described = form.described or form.describe(names)
+    return replace(form, described=described, remarks=(unused,) if unused else ())
 
 
 def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
@@ -121,9 +213,9 @@ def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
 
     def records() -> Iterator[Record]:
         for path in files:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                columns, rows = _open_records(file, path.name)
-                if formats.detect(columns, path.name) is not formats.AGENTS:
+            with _open(path) as file:
+                names, rows = _open_records(file, path.name)
+                if formats.detect(names) is not formats.AGENTS:
                     raise InputError(
                         f"{path}: not an agent's session", "a folder may hold nothing else"
                     )
@@ -134,19 +226,19 @@ def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
 
 def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
     """The column names and the rows of CSV or JSON: the file's first character decides."""
-    first = ""
-    while not first and (line := file.readline()):
-        first = line.strip()[:1]
+    head = ""
+    while not head and (line := file.readline()):
+        head = line.strip()
     file.seek(0)
-    if first == "":
+    if head == "":
         raise InputError(f"{source}: the trace is empty", formats.KNOWN)
-    if first not in "[{":
-        lines = _csv_lines(file, source)
-        head = next((line for line in lines if "".join(line).strip()), [])
-        columns = [name.strip() for name in head]
+    if head[0] not in "[{":
+        lines = _csv_lines(file, source, max(SEPARATORS, key=head.count))
+        cells = next((line for line in lines if "".join(line).strip()), [])
+        names = [name.strip() for name in cells]
         # A short row has None for missing columns. Values beyond the columns of a row are ignored.
-        return columns, (dict(zip_longest(columns, line[: len(columns)])) for line in lines if line)
-    values = _json_array(file, source) if first == "[" else _json_lines(file)
+        return names, (dict(zip_longest(names, line[: len(names)])) for line in lines if line)
+    values = _json_array(file, source) if head[0] == "[" else _json_lines(file)
     records = (value if isinstance(value, dict) else None for value in values)
     for skipped, record in enumerate(records):
         if record is not None:
@@ -154,8 +246,8 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
     raise InputError(f"{source}: not a trace: no JSON object in a line or a list", formats.KNOWN)
 
 
-def _csv_lines(file: TextIO, source: str) -> Iterator[list[str]]:
-    reader = csv.reader(file)
+def _csv_lines(file: TextIO, source: str, separator: str) -> Iterator[list[str]]:
+    reader = csv.reader(file, delimiter=separator)
     try:
         yield from reader
     except csv.Error as error:
@@ -195,7 +287,8 @@ def _json_array(file: TextIO, source: str) -> list[object]:
 
 def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trace, ReadReport]:
     kept: list[Row] = []
-    sharing = Sharing(form, source) if form.blocks else None
+    linked: list[tuple[int, Record]] = []  # of the kept rows: number in the file, and record
+    sharing = Sharing(form, source) if form.blocks or form.session else None
     dropped = Problems()
     for row, record in enumerate(records, start=1):
         try:
@@ -204,11 +297,13 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
             reason = str(error)
             known = reason in dropped.counts
             dropped.add(reason, "" if known else f"row {row:,}: {_detail(record, form, reason)}")
-            if sharing:
+            if sharing and not form.any_order:
                 sharing.lost(record)
         else:
             kept.append(numbers)
-            if sharing and record:
+            if sharing and form.any_order:
+                linked.append((row, record))
+            elif sharing and record:
                 sharing.add(record, row, numbers[1])
     report = ReadReport(
         source,
@@ -218,13 +313,38 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
         dict(dropped.counts),
         dropped.examples,
         timeless=not form.arrival,
+        understood=form.described,
+        remarks=form.remarks,
+        think_remark=form.think_remark,
     )
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
             problem, "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits"
         )
-    return _ordered(kept, sharing, report)
+    reordered = any(later[0] < row[0] for row, later in pairwise(kept))
+    if form.any_order:
+        order = sorted(range(len(kept)), key=lambda place: kept[place][0])
+        kept = [kept[place] for place in order]
+        if sharing:
+            _link(sharing, form, kept, [linked[place] for place in order])
+    return _ordered(kept, sharing, replace(report, reordered=reordered))
+
+
+def _link(
+    sharing: Sharing, form: Format, kept: list[Row], linked: list[tuple[int, Record]]
+) -> None:
+    """Add the rows of a log, which are in order of arrival, with their times to think: from the end
+    of the turn before; from its arrival where its end is not known.
+    """
+    ends_s: dict[object, float] = {}
+    for (arrival_s, prompt, *_), (row, record) in zip(kept, linked, strict=True):
+        assert record is not None, "a kept row has a record"
+        label = record.get(form.session)
+        think_s = max(arrival_s - ends_s.get(label, arrival_s), 0.0)
+        took_s = record.get(formats.TOOK)
+        ends_s[label] = arrival_s + (took_s if isinstance(took_s, float) else 0.0)
+        sharing.add({**record, form.think: 1000.0 * think_s}, row, prompt)
 
 
 def _ordered(
@@ -233,10 +353,14 @@ def _ordered(
     """The kept rows as a trace, sorted by arrival, and the whole report."""
     arrivals = np.array([row[0] for row in kept], dtype=np.float64)
     prompts, outputs, limits, priorities = np.array([row[1:] for row in kept], dtype=np.int64).T
-    columns = arrivals - arrivals.min(), prompts, outputs, limits
-    priority = priorities if priorities.any() else None
-    trace = Trace(*columns, report.source, priority=priority)
-    reordered = bool((np.diff(arrivals) < 0).any())
+    trace = Trace(
+        arrivals - arrivals.min(),
+        prompts,
+        outputs,
+        limits,
+        report.source,
+        priority=priorities if priorities.any() else None,
+    )
     if sharing:
         trace = sharing.attach(trace)
         previous = trace.sessions.previous if trace.sessions else np.empty(0, dtype=np.int64)
@@ -250,9 +374,8 @@ def _ordered(
             sessions=sessions,
             turns=len(later) + sessions,
         )
-    report = replace(report, reordered=reordered)
-    if reordered:
-        trace = trace.take(np.argsort(arrivals, kind="stable"))
+    if report.reordered:
+        trace = trace.take(np.argsort(trace.arrival_s, kind="stable"))
     return replace(trace, notes=report.lines()), report
 
 
@@ -260,12 +383,14 @@ def _row(record: Record, form: Format) -> Row:
     """The numbers of one row. Raises `_Dropped` with the reason for impossible values."""
     if record is None:
         raise _Dropped(UNPARSABLE)
+    if form.status and not form.served(record.get(form.status)):
+        raise _Dropped(FAILED)
     if form.whole and formats.REASON in record:
         raise _Dropped(str(record[formats.REASON]))
-    if form.status and record.get(form.status) not in formats.SUCCESS:
-        raise _Dropped(FAILED)
     try:
         arrival = form.seconds(record.get(form.arrival)) if form.arrival else 0.0
+        if form.ends:
+            arrival -= formats.number(record.get(formats.TOOK))
         prompt = formats.length(record.get(form.prompt))
         output = formats.length(record.get(form.output))
         limit = record.get(form.max_tokens) if form.max_tokens else None
@@ -293,19 +418,17 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     """The value for which a row was dropped, and the values that are allowed there."""
     if record is None:
         return "not a JSON object"
-    if formats.REASON in record:
-        return _shown(record, form.session)
+    if formats.REASON in record and reason == record[formats.REASON]:
+        return _shown(record, str(record.get(formats.BLAMED, form.session)))
     if reason == TOO_LATE:
-        latest = formats.LATEST_S * (1000 if form.unit == "ms" else 1)
+        latest = formats.LATEST_S * formats.PER_SECOND[form.unit]
         return f"{_shown(record, form.arrival)}, must be at most {latest:.4g} {form.unit}"
     if reason == NEGATIVE:
         return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
     if reason == BEYOND:
         return f"{_shown(record, form.output)}, {_shown(record, form.max_tokens)}"
     if reason == FAILED:
-        return _shown(
-            record, form.output if record.get(form.status) in formats.SUCCESS else form.status
-        )
+        return _shown(record, form.output if form.served(record.get(form.status)) else form.status)
     checks: list[tuple[str, Callable[[object], float], float, str]] = [
         (form.prompt, formats.length, 1, f"a whole number from 1 to {formats.MAX_LENGTH:,}"),
         (form.output, formats.length, 1, f"a whole number from 1 to {formats.MAX_LENGTH:,}"),
@@ -320,8 +443,7 @@ def _detail(record: Record, form: Format, reason: str) -> str:
                 wrong = True
             if wrong:
                 return f"{_shown(record, column)}, must be {allowed}"
-    iso = form.seconds is formats.iso_seconds
-    time = "an ISO 8601 time" if iso else f"a finite number of {form.unit}"
+    time = "an ISO 8601 time" if form.dates else f"a finite number of {form.unit}"
     return f"{_shown(record, form.arrival)}, must be {time}"
 
 
