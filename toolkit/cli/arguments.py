@@ -25,7 +25,14 @@ RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm
 IN_PROCESS = ("local", "ray")  # the command itself is the server
 MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"
-OUTPUTS = ("out", "png", "save_requests", "event_log", "request_log")  # parameters: files to write
+OUTPUTS = (
+    "out",
+    "png",
+    "html",
+    "save_requests",
+    "event_log",
+    "request_log",
+)  # parameters: files to write
 
 T = TypeVar("T")
 

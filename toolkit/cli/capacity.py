@@ -45,7 +45,7 @@ from toolkit.units import number
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
     from toolkit.tuning.capacity import Capacity
-    from toolkit.tuning.contenders import Contender, Measured
+    from toolkit.tuning.deployments import Deployment, Measured
     from toolkit.tuning.executor import Runner
 
 SIMULATIONS = 20  # of each capacity, about
@@ -126,7 +126,7 @@ def command(args: CapacityOptions) -> None:
     rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps
     the limits.
     """
-    from toolkit.tuning.contenders import contenders_of, measure
+    from toolkit.tuning.deployments import deployments_of, measure
     from toolkit.tuning.executor import collect
 
     if args.png:
@@ -137,33 +137,33 @@ def command(args: CapacityOptions) -> None:
     targets = parse_sla(args.sla)
     pairs = _recipes(args)
     tuning = read_tuning(args.tuning)
-    contenders: list[Contender] = []
+    deployments: list[Deployment] = []
     for _, recipe, fit, _ in pairs:
         changed = _changed(recipe, args, targets)
         own = tuning if tuning and tuning.recipe_name == recipe.name else None
-        contenders += contenders_of(
+        deployments += deployments_of(
             changed,
             fit,
             tuning=own,
             policies=_names(args.policies),
             routers=_names(args.routers),
         )
-    traces = [_trace(args, contender.recipe) for contender in contenders]
+    traces = [_trace(args, deployment.recipe) for deployment in deployments]
     note_scaling(traces[0])
     note_rest(traces[0])
     found: list[Measured] = []
-    total = SIMULATIONS * (1 + args.concurrency) * len(contenders)
+    total = SIMULATIONS * (1 + args.concurrency) * len(deployments)
     with _runner(args.jobs) as runner, progress("capacity", total) as advance:
-        for contender, trace in zip(contenders, traces, strict=True):
-            told = f"{contender.recipe.name}, {contender.label}"
+        for deployment, trace in zip(deployments, traces, strict=True):
+            told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
             one = measure(
-                contender, trace, evaluate, rate_rps=args.rate, concurrency=args.concurrency
+                deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.concurrency
             )
             found.append(one)
     result = Capacities(
         trace=plain(traces[0]),
-        sla=dict(contenders[0].recipe.sla),
+        sla=dict(deployments[0].recipe.sla),
         wanted_rps=args.rate,
         capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
     )
@@ -257,7 +257,7 @@ def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -
 
 
 def _price(recipe: Recipe, prices: Sequence[str]) -> float | None:
-    """USD an hour of one worker, by the first price whose name is in the recipe's hardware.name."""
+    """USD an hour of one worker, by the first price with a name that is in hardware.name."""
     for word in prices:
         name, sign, text = word.partition("=")
         try:
@@ -293,26 +293,26 @@ def _runner(jobs: int) -> Iterator[Runner]:
 
 
 def _plain(found: Measured, trace: Trace) -> CapacityOf:
-    """What was found of a contender, as `--json` prints it."""
+    """What was found of a deployment, as `--json` prints it."""
     from toolkit.tuning.costs import cost_of
 
-    contender = found.contender
+    deployment = found.deployment
     rate = found.rate
     at_once = found.concurrency
     metrics = rate.at_capacity.evaluation.outcome.metrics if rate else {}
     cost = None
-    if rate and contender.usd_per_hour is not None:
-        cost = cost_of(contender.usd_per_hour, rate.load, metrics, contender.fit.steps, trace)
+    if rate and deployment.usd_per_hour is not None:
+        cost = cost_of(deployment.usd_per_hour, rate.load, metrics, deployment.fit.steps, trace)
     needed = found.needed
     return CapacityOf(
-        recipe=contender.recipe.name,
-        settings=contender.label,
-        engine=contender.recipe.engine.name,
-        policy=contender.outcome.policy,
-        parameters=dict(contender.outcome.parameters),
-        router=contender.outcome.replica_router,
-        workers=contender.recipe.workers,
-        gpus=contender.gpus,
+        recipe=deployment.recipe.name,
+        settings=deployment.label,
+        engine=deployment.recipe.engine.name,
+        policy=deployment.outcome.policy,
+        parameters=dict(deployment.outcome.parameters),
+        router=deployment.outcome.replica_router,
+        workers=deployment.recipe.workers,
+        gpus=deployment.gpus,
         capacity_rps=rate and rate.load,
         at_least=bool(rate and rate.broken is None),
         error_percent=rate.error_percent if rate else 0.0,
@@ -325,7 +325,7 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
         and Needed(
             workers=needed.recipe.workers, gpus=needed.gpus, usd_per_hour=needed.usd_per_hour
         ),
-        analytic=contender.fit.engine.analytic,
+        analytic=deployment.fit.engine.analytic,
         curve=_curve(rate),
         concurrency_curve=_curve(at_once),
     )
@@ -353,7 +353,7 @@ def _curve(capacity: Capacity | None) -> list[CapacityPoint]:
 
 def _none_keeps(found: Measured) -> LimitsBrokenError:
     """The error where no rate keeps the limits: what binds at the lowest rate that was tried."""
-    name = found.contender.recipe.name
+    name = found.deployment.recipe.name
     hint = "give looser targets: --sla KEY=SECONDS, or in the recipe's sla"
     lowest = found.lowest
     if lowest is None:

@@ -24,7 +24,7 @@ Judge = Callable[[Task], Task]  # the same candidate on what its verdict is abou
 
 
 @dataclass(slots=True)
-class Judged:
+class JudgedCandidates:
     """Evaluations on the whole trace, which has `limits`.
 
     `default`: the recipe's settings. `of_space`: the best of each searched space, by its key.
@@ -39,7 +39,7 @@ class Judged:
 
 def judge_candidates(
     found: Found, settings: SearchSettings, judge: Judge, runner: Runner, progress: Progress
-) -> Judged:
+) -> JudgedCandidates:
     """Judge the recipe's settings and the best trial of each space; where none of those that the
     engine can run keeps the limits, further candidates too.
     """
@@ -50,7 +50,7 @@ def judge_candidates(
     tasks = [start, *(Task.of(found.setup, trial.outcome) for trial in trials.values())]
     limits = judge(start).setup.limits
     default, *done = _judged(tasks, judge, runner, progress)
-    result = Judged(limits, default, dict(zip(trials, done, strict=True)))
+    result = JudgedCandidates(limits, default, dict(zip(trials, done, strict=True)))
     served = [key for key in trials if key in settings.served] or list(trials)
 
     def shortfall() -> float:
@@ -101,7 +101,7 @@ def _next_trials(found: Found, served: list[str], judged: set[int]) -> list[int]
     return chosen
 
 
-def _add(result: Judged, evaluations: list[Evaluation]) -> None:
+def _add(result: JudgedCandidates, evaluations: list[Evaluation]) -> None:
     """Note further candidates; a better one becomes the best of its space."""
     result.further += evaluations
     for evaluation in evaluations:

@@ -71,7 +71,7 @@ from toolkit.tuning.evaluate import (
     make_world,
 )
 from toolkit.tuning.executor import Runner, collect
-from toolkit.tuning.judge import NOTABLE_GAIN, Judged, is_better, judge_candidates
+from toolkit.tuning.judge import NOTABLE_GAIN, JudgedCandidates, is_better, judge_candidates
 from toolkit.tuning.search import (
     LATENCY,
     Found,
@@ -411,7 +411,7 @@ def _router_gains(in_turn: Evaluation, chosen: Evaluation, limits: CandidateLimi
     return chosen.goodput_rps >= in_turn.goodput_rps and before_s > NOTABLE_GAIN * after_s
 
 
-def _best_served(judged: Judged, settings: SearchSettings) -> Evaluation:
+def _best_served(judged: JudgedCandidates, settings: SearchSettings) -> Evaluation:
     """The best policy that the engine can run (any policy, where the engine can run none)."""
     spaces = judged.of_space
     served = [spaces[key] for key in spaces if key in settings.served] or list(spaces.values())

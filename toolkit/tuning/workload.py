@@ -47,7 +47,7 @@ from toolkit.tuning.executor import InProcessRunner, collect
 # Requests that are judged at most: some ten seconds of simulation for most policies. It is a number
 # of requests and not of seconds, so that every machine gives the same verdict.
 JUDGED_REQUESTS = 200_000
-# Of policies whose decisions look at every waiting request: an overloaded server takes minutes.
+# Of policies that look at every waiting request: to simulate an overloaded server takes minutes.
 JUDGED_REQUESTS_BY_POLICY = {"mlfq": 4_000}
 
 

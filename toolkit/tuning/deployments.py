@@ -1,6 +1,6 @@
-"""Whose capacity is asked for: settings on machines, side by side, on one trace.
+"""Deployments that are compared by their capacity: settings on machines, on one trace.
 
-`contenders_of` lists the settings of a recipe: its own, those that a tuning recommends, other
+`deployments_of` lists the settings of a recipe: its own, those that a tuning recommends, other
 policies, other routers. `measure` finds for each the highest rate and the highest concurrency that
 keep all limits, and how many workers a given rate takes.
 """
@@ -31,7 +31,7 @@ FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
 
 
 @dataclass(slots=True, frozen=True)
-class Contender:
+class Deployment:
     """Settings on a machine: a recipe with its number of workers, its fit, policy and router."""
 
     recipe: Recipe
@@ -50,7 +50,7 @@ class Contender:
         price = self.recipe.hardware.usd_per_hour
         return None if price is None else price * self.recipe.workers
 
-    def with_workers(self, workers: int) -> Contender:
+    def with_workers(self, workers: int) -> Deployment:
         """The same settings on so many workers; the recipe's router is before several replicas."""
         recipe = self.recipe.model_copy(update={"workers": workers})
         router = self.outcome.replica_router or router_of(recipe)
@@ -68,7 +68,7 @@ class Contender:
 
 @dataclass(slots=True, frozen=True)
 class Measured:
-    """What was found of a contender.
+    """What was found of a deployment.
 
     Attributes:
         rate: None where no rate keeps the limits, or none was searched.
@@ -78,21 +78,21 @@ class Measured:
         lowest: of the rates that were tried where none is kept, the lowest.
     """
 
-    contender: Contender
+    deployment: Deployment
     rate: Capacity | None
     concurrency: Capacity | None
-    needed: Contender | None
+    needed: Deployment | None
     lowest: LoadPoint | None = None
 
 
-def contenders_of(
+def deployments_of(
     recipe: Recipe,
     fit: Fit,
     *,
     tuning: Tuning | None = None,
     policies: Sequence[str] = (),
     routers: Sequence[str] = (),
-) -> list[Contender]:
+) -> list[Deployment]:
     """The recipe's own settings, then the tuned ones, then policies and routers by name.
 
     "all" stands for all that the engine can run, and for all routers. Raises `InputError` for a
@@ -100,18 +100,18 @@ def contenders_of(
     there is one worker.
     """
     own = own_settings(recipe)
-    found = [Contender(recipe, fit, "defaults", own).with_workers(recipe.workers)]
+    found = [Deployment(recipe, fit, "defaults", own).with_workers(recipe.workers)]
     if tuning is not None:
         sized = recipe.model_copy(update={"workers": tuning.workers})
-        found.append(Contender(sized, fit, "tuned", tuning.recommended))
+        found.append(Deployment(sized, fit, "tuned", tuning.recommended))
     for name in _policies(recipe, fit, policies):
         if name != own.policy:
             outcome = Outcome(policy=name, parameters={}, metrics={})
             alone = recipe if name in BUILT_IN else _unrouted(recipe)
-            found.append(Contender(alone, fit, f"policy {name}", outcome))
+            found.append(Deployment(alone, fit, f"policy {name}", outcome))
     for name in _routers(recipe, routers):
         outcome = own.model_copy(update={"replica_router": router_of(recipe, name)})
-        found.append(Contender(recipe, fit, f"router {name}", outcome))
+        found.append(Deployment(recipe, fit, f"router {name}", outcome))
     return found
 
 
@@ -152,70 +152,70 @@ def _routers(recipe: Recipe, named: Sequence[str]) -> list[str]:
 
 
 def measure(
-    contender: Contender,
+    deployment: Deployment,
     trace: Trace,
     evaluate: Evaluate,
     *,
     rate_rps: float | None = None,
     concurrency: bool = True,
 ) -> Measured:
-    """The capacity of a contender, and how many workers `rate_rps` takes.
+    """The capacity of a deployment, and how many workers `rate_rps` takes.
 
     Raises `InputError` where the trace has no rate, or is shorter than the longest target at
     `rate_rps`.
     """
-    setup = contender.setup(trace)
+    setup = deployment.setup(trace)
     tried: list[LoadPoint] = []
-    rate = rate_capacity(setup, contender.outcome, evaluate, tried)
+    rate = rate_capacity(setup, deployment.outcome, evaluate, tried)
     at_once = None
     if concurrency:
-        at_once = concurrency_capacity(setup, contender, evaluate)
+        at_once = concurrency_capacity(setup, deployment, evaluate)
     needed = None
     if rate_rps is not None:
-        guess = rate_rps / rate.load * contender.recipe.workers if rate else 1.0
-        needed = fewest_workers(contender, trace, rate_rps, guess, evaluate)
+        guess = rate_rps / rate.load * deployment.recipe.workers if rate else 1.0
+        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
-    return Measured(contender, rate, at_once, needed, lowest)
+    return Measured(deployment, rate, at_once, needed, lowest)
 
 
 def concurrency_capacity(
-    setup: EvaluationSetup, contender: Contender, evaluate: Evaluate
+    setup: EvaluationSetup, deployment: Deployment, evaluate: Evaluate
 ) -> Capacity | None:
     """The most requests at once that keep every limit; None where not even one does."""
     [trace] = setup.windows
     search = LoadSearch(
         lambda count: at_concurrency(setup, int(count)),
-        contender.outcome,
+        deployment.outcome,
         evaluate,
         most=float(len(trace)),
         whole=True,
     )
-    return search.found(FIRST_CONCURRENCY * contender.recipe.workers)
+    return search.found(FIRST_CONCURRENCY * deployment.recipe.workers)
 
 
 def fewest_workers(
-    contender: Contender, trace: Trace, rate_rps: float, guess: float, evaluate: Evaluate
-) -> Contender | None:
-    """The contender with the fewest workers that keep every limit at this rate: one less does not.
+    deployment: Deployment, trace: Trace, rate_rps: float, guess: float, evaluate: Evaluate
+) -> Deployment | None:
+    """The deployment with the fewest workers that keep every limit at this rate: one less does not.
     None where no number up to `WORKERS_MAX` does, or where it cannot have more workers.
     """
     scaled = scale_rate(trace, rate_rps)
-    check_length(scaled, contender.recipe)
-    several = not traits_of(contender.recipe.engine.name).server
-    if not several and contender.outcome.policy not in BUILT_IN:
-        single = contender.with_workers(1)
+    check_length(scaled, deployment.recipe)
+    several = not traits_of(deployment.recipe.engine.name).server
+    if not several and deployment.outcome.policy not in BUILT_IN:
+        single = deployment.with_workers(1)
         return single if _keeps(single, scaled, evaluate) else None
 
     def keeps(count: int) -> bool:
-        return _keeps(contender.with_workers(count), scaled, evaluate)
+        return _keeps(deployment.with_workers(count), scaled, evaluate)
 
     count = _fewest_from(keeps, max(round(guess), 1))
-    return None if count is None else contender.with_workers(count)
+    return None if count is None else deployment.with_workers(count)
 
 
-def _keeps(contender: Contender, trace: Trace, evaluate: Evaluate) -> bool:
-    setup = contender.setup(trace)
-    [done] = evaluate([Task.of(setup, contender.outcome)])
+def _keeps(deployment: Deployment, trace: Trace, evaluate: Evaluate) -> bool:
+    setup = deployment.setup(trace)
+    [done] = evaluate([Task.of(setup, deployment.outcome)])
     return done.feasible(setup.limits)
 
 
