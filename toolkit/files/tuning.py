@@ -374,7 +374,7 @@ class Sibling(Strict):
     usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
     feasible: bool
     up_to_rps: float | None = Field(
-        description="its capacity: the highest rate that keeps all limits; None: no such rate"
+        description="a rate that keeps all limits, within 20 % of the highest; None: no such rate"
     )
     usd_per_hour: float | None = optional(
         "of all its workers, at its recipe's price or the tuned one's"

@@ -23,7 +23,7 @@ from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingR
 from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, world_of
-from toolkit.tuning.capacity import Capacity, rate_capacity
+from toolkit.tuning.capacity import Capacity, rate_capacity, rough_rate_rps
 from toolkit.tuning.evaluate import ATTAINMENT, Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate
 from toolkit.tuning.judge import NOTABLE_GAIN
@@ -153,9 +153,9 @@ class AlternativeRuns:
         """The fewest workers found with which `outcome` keeps every limit on `setup`, or None."""
         return fewest(lambda count: self.keeps(at_size(setup, count), outcome))
 
-    def capacity(self, outcome: Outcome, setup: EvaluationSetup | None = None) -> Capacity | None:
+    def capacity(self, outcome: Outcome) -> Capacity | None:
         """The highest rate at which `outcome` keeps every limit; None where no rate was found."""
-        return rate_capacity(setup or self.setup(outcome.policy), outcome, self.evaluate)
+        return rate_capacity(self.setup(outcome.policy), outcome, self.evaluate)
 
 
 def alternatives(
@@ -227,7 +227,7 @@ def try_siblings(
             world = setup.world
         price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
         [done] = runs.evaluate([Task.of(setup, outcome)])
-        capacity = runs.capacity(done.outcome, setup)
+        up_to_rps = rough_rate_rps(setup, done.outcome, runs.evaluate)
         found.append(
             Sibling(
                 recipe=spec.name,
@@ -237,7 +237,7 @@ def try_siblings(
                 outcome=done.outcome,
                 usage=done.usage(setup.limits),
                 feasible=done.feasible(setup.limits),
-                up_to_rps=capacity and capacity.load,
+                up_to_rps=up_to_rps,
                 usd_per_hour=price and price * world.size,
             )
         )

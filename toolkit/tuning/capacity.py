@@ -27,6 +27,7 @@ from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
+ROUGHLY = 0.2  # the tolerance of a rate that is only compared with others
 TOGETHER = 2  # loads that are tried at once; a constant, so that processes change only the time
 BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
 ABOVE = 1.05  # times the capacity: must be broken
@@ -80,6 +81,7 @@ class LoadSearch:
         evaluate: runs tasks.
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
+        tolerance: of the load, as `TOLERANCE`.
     """
 
     at: Callable[[float], EvaluationSetup]
@@ -87,6 +89,7 @@ class LoadSearch:
     evaluate: Evaluate
     most: float = math.inf
     whole: bool = False
+    tolerance: float = TOLERANCE
     points: dict[float, LoadPoint] = field(default_factory=dict)
 
     def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
@@ -100,6 +103,11 @@ class LoadSearch:
             kept = evaluation.feasible(setup.limits)
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
+
+    def rough(self, guess: float) -> float | None:
+        """A load that is kept, within the tolerance, without the checks of `found`."""
+        low, high = self._bracket(guess)
+        return None if low is None else self._narrowed(low, high)[0]
 
     def found(self, guess: float) -> Capacity | None:
         """The capacity, searched from `guess` on; None where no load was found that is kept."""
@@ -162,9 +170,9 @@ class LoadSearch:
         return low, high
 
     def _narrowed(self, low: float, high: float | None) -> tuple[float, float | None]:
-        """The same bracket, narrowed to `TOLERANCE`."""
+        """The same bracket, narrowed to the tolerance."""
         parts = TOGETHER + 1
-        while high is not None and high > low * (1.0 + TOLERANCE):
+        while high is not None and high > low * (1.0 + self.tolerance):
             inner = [low * (high / low) ** (k / parts) for k in range(1, parts)]
             loads = [self._possible(load) for load in inner]
             loads = [load for load in loads if low < load < high]
@@ -248,6 +256,21 @@ def rate_capacity(
     if tried is not None:
         tried += search.points.values()
     return found
+
+
+def rough_rate_rps(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float | None:
+    """A rate near the capacity, to `ROUGHLY`, by fewer simulations; None where none was found."""
+    [trace] = setup.windows
+    check_rate(trace)
+    backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
+    search = LoadSearch(
+        lambda rate_rps: at_rate(setup, rate_rps),
+        outcome,
+        evaluate,
+        most_rate_rps(setup),
+        tolerance=ROUGHLY,
+    )
+    return search.rough(backlog_rps) if backlog_rps else None
 
 
 def check_rate(trace: Trace) -> None:

@@ -201,8 +201,8 @@ def fewest_workers(
     """
     scaled = scale_rate(trace, rate_rps)
     check_length(scaled, deployment.recipe)
-    several = not traits_of(deployment.recipe.engine.name).server
-    if not several and deployment.outcome.policy not in BUILT_IN:
+    server = traits_of(deployment.recipe.engine.name).server
+    if server and deployment.outcome.policy not in BUILT_IN:
         single = deployment.with_workers(1)
         return single if _keeps(single, scaled, evaluate) else None
 

@@ -48,7 +48,7 @@ from toolkit.tuning.executor import InProcessRunner, collect
 # of requests and not of seconds, so that every machine gives the same verdict.
 JUDGED_REQUESTS = 200_000
 # Of policies that look at every waiting request: to simulate an overloaded server takes minutes.
-JUDGED_REQUESTS_BY_POLICY = {"mlfq": 4_000}
+JUDGED_REQUESTS_BY_POLICY = {"mlfq": 1_000}
 
 
 @dataclass(slots=True, frozen=True)
