@@ -343,25 +343,25 @@ def split_windows(
             f"windows of at most {part_s:.4g} s, or {int(duration_s / window_s)} windows in all, "
             "would fit",
         )
-    starts, loads = _stretches(trace, window_s, count)
+    edges, loads = _stretches(trace, window_s, count)
     busy = np.flatnonzero(loads)
-    if len(busy) < count or 2 * len(busy) <= len(starts):
+    if len(busy) < count or 2 * len(busy) <= len(loads):
         raise EmptyWindowError(
-            f"{trace.source}: no request arrives in {len(starts) - len(busy):,} of "
-            f"{len(starts):,} stretches of {window_s:.3g} s, too many for {search} + {held_out} "
+            f"{trace.source}: no request arrives in {len(loads) - len(busy):,} of "
+            f"{len(loads):,} stretches of {window_s:.3g} s, too many for {search} + {held_out} "
             f"windows ({len(trace):,} requests in {duration_s:,.6g} s)",
             "give a longer trace, longer windows (--window), or fewer windows",
         )
     by_load = busy[np.argsort(-loads[busy], kind="stable")]
     rng = np.random.default_rng(seed)
     others = len(by_load) - 1
-    edges = np.linspace(0, others, count).astype(int)  # each part has one stretch or more
-    drawn = [int(rng.integers(low, high)) for low, high in pairwise(edges)]
+    bounds = np.linspace(0, others, count).astype(int)  # each part has one stretch or more
+    drawn = [int(rng.integers(low, high)) for low, high in pairwise(bounds)]
     chosen = [by_load[0], *(by_load[1 + place] for place in drawn)]
     found: tuple[list[TraceWindow], list[TraceWindow]] = ([], [])
     for place, stretch in enumerate(chosen):
-        start_s = float(starts[stretch])
-        end_s = min(start_s + window_s, duration_s)
+        start_s = float(edges[stretch])
+        end_s = float(edges[stretch + 1])
         warm_s = window_s if warm else 0.0
         window = TraceWindow(start_s, end_s, cut(trace, start_s, end_s, warm_s=warm_s))
         searched = -(-(place + 1) * search // count) > -(-place * search // count)
@@ -374,7 +374,7 @@ def split_windows(
 def _stretches(
     trace: Trace, window_s: float, least: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Starts and loads of disjoint stretches of `window_s`, `least` or more, one after another.
+    """The edges of stretches of `window_s`, `least` or more, one after another, and their loads.
 
     The load is the share of all prompt tokens plus the share of all output tokens. Where the first
     stretch begins decides which bursts a stretch holds whole, so the beginning is the one whose
@@ -388,12 +388,10 @@ def _stretches(
     best: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     for first_s in np.linspace(0.0, max(slack_s, 0.0), PHASES):
         number = max(int((duration_s - first_s) / window_s + ROUNDING), least)
-        starts = first_s + window_s * np.arange(number)
-        ends = np.minimum(starts + window_s, duration_s)
-        rows = np.searchsorted(trace.arrival_s, starts), np.searchsorted(trace.arrival_s, ends)
-        loads = before[rows[1]] - before[rows[0]]
+        edges = np.minimum(first_s + window_s * np.arange(number + 1), duration_s)
+        loads = np.diff(before[np.searchsorted(trace.arrival_s, edges)])
         if best is None or loads.max() > best[1].max():
-            best = starts, loads
+            best = edges, loads
     assert best is not None
     return best
 
