@@ -299,7 +299,7 @@ def examine(
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--tries", type=int, default=50)
-    parser.add_argument("--commands", help="only those whose names contain one of these words")
+    parser.add_argument("--commands", help="only commands with one of these words in the name")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.commands.split(",") if options.commands else [""]
