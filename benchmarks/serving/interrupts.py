@@ -50,7 +50,7 @@ INTERRUPTED = {130}
 IN_ORDER = {0, 130}
 
 FIT = "profiles/tiny-llama-cpu/fit.json"
-TUNE = f"tune tiny-llama-cpu --fit {FIT} --trials 12 --draws 0 --window 20 --out OUT/tuning.json"
+TUNE = f"tune tiny-llama-cpu --fit {FIT} --trials 4 --draws 0 --window 10 --out OUT/tuning.json"
 RECIPE = """
 schema_version: 1
 name: interrupted
