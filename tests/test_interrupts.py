@@ -204,9 +204,11 @@ def test_an_import_ends_before_the_signal_is_raised(
     assert sys.modules.pop(name).loaded
 
 
-def test_a_destructor_does_not_lose_the_signal(
-    handler: Callable[[], interrupts._CommandLine],
+def test_a_destructor_does_not_lose_the_signal_however_long_it_waits(
+    handler: Callable[[], interrupts._CommandLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
+
     class Pressing:
         def __del__(self) -> None:
             press()
@@ -219,6 +221,22 @@ def test_a_destructor_does_not_lose_the_signal(
     handler()
     with pytest.raises(interrupts.InterruptedByUserError):
         work()
+
+
+def test_an_import_that_does_not_end_is_interrupted(
+    handler: Callable[[], interrupts._CommandLine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "interrupted_while_it_waits"
+    (tmp_path / f"{name}.py").write_text("import threading\nthreading.Event().wait(10)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
+    handler()
+    signal.signal(signal.SIGALRM, lambda *_: press())
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    with pytest.raises(interrupts.InterruptedByUserError):
+        __import__(name)
 
 
 def test_an_error_that_follows_the_signal_is_an_interrupt(
