@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.interrupts [--tries 50] [--commands tune,compare] [--seed 0]
 
-Takes about 40 minutes with 50 tries on two shared cores. Needs nothing but the package. `serve`,
+Takes about two minutes per try of all commands on two shared, busy cores. Needs nothing but the package. `serve`,
 `bench`, `validate` and `trace record` use fake engines, the others the tiny Llama's laws that ship.
 
 Each command runs once to its end. Then it is started anew for every try, and its whole process
