@@ -2,8 +2,9 @@
 
     python -m benchmarks.serving.interrupts [--tries 50] [--commands tune,compare] [--seed 0]
 
-Takes about two minutes per try of all commands on two shared, busy cores. Needs nothing but the package. `serve`,
-`bench`, `validate` and `trace record` use fake engines, the others the tiny Llama's laws that ship.
+Takes about two minutes per try of all commands on two shared, busy cores. Needs nothing but the
+package. `serve`, `bench`, `validate` and `trace record` use fake engines, the others the tiny
+Llama's laws that ship.
 
 Each command runs once to its end. Then it is started anew for every try, and its whole process
 group gets SIGINT, as in a terminal, at a moment between `FIRST_S` and its usual end. A try fails if
