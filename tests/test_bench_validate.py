@@ -11,6 +11,7 @@ import samples
 from commands import llmctl
 from sse_server import serve_request, sse_server, whole
 
+from toolkit.bench import session
 from toolkit.bench.session import Pair, hold, metric_errors, request_errors
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
@@ -217,3 +218,27 @@ def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced
         assert server.bodies == []
         assert validate(plan, server.url, "--warmup", "0", "--force") == 0
     assert "warning: the fit was made with another engine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [0, 1])
+def test_ctrl_c_keeps_the_windows_that_were_replayed(
+    plan: Path, windows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """In a prediction, between two replays."""
+    real, calls = session.predicted, []
+
+    def predicted(*args: object) -> object:
+        calls.append(1)
+        if len(calls) > windows:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(session, "predicted", predicted)
+    with sse_server() as server:
+        assert validate(plan, server.url, "--warmup", "0") == 130
+    written = plan.with_name("validation.json")
+    assert written.exists() == bool(windows)
+    if windows:
+        assert len(read_file(Validation, written).windows) == windows
+    assert "interrupted" in capsys.readouterr().err

@@ -15,7 +15,7 @@ def main() -> None:
         from toolkit.cli.main import run
 
         run()
-    except BaseException as error:
+    except BaseException as error:  # also what a half imported library made of Ctrl-C
         if isinstance(error, SystemExit) or not interrupts.caused(error):
             raise
         print("\ninterrupted", file=sys.stderr)

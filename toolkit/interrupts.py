@@ -25,6 +25,7 @@ EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 AGAIN_S = 0.02
 PATIENCE_S = 1.0
 IMPORTS = "<frozen importlib._bootstrap>"
+END_OF_IMPORT = "cb"  # the callback there, which forgets a module's lock
 
 
 class InterruptedByUserError(KeyboardInterrupt):
@@ -90,7 +91,7 @@ class _CommandLine:
 
     Python would lose an exception in a destructor, and in the callback that ends an import.
     Libraries that are half imported turn it into errors of their own. There the signal is sent
-    again a little later, for `PATIENCE_S` at most.
+    again a little later; an import has `PATIENCE_S` to end.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,8 @@ class _CommandLine:
             self._came_s = time.monotonic()
         self.came = True
         self._sent_again = False
-        if not _is_unsafe(frame) or time.monotonic() > self._came_s + PATIENCE_S:
+        patient = time.monotonic() < self._came_s + PATIENCE_S
+        if not _is_unsafe(frame, imports_too=patient):
             raise InterruptedByUserError
         signal.signal(signal.SIGALRM, self._send_again)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
@@ -116,11 +118,13 @@ class _CommandLine:
         signal.raise_signal(signal.SIGINT)
 
 
-def _is_unsafe(frame: FrameType | None) -> bool:
-    """Whether an import or a destructor runs."""
+def _is_unsafe(frame: FrameType | None, *, imports_too: bool) -> bool:
+    """Whether Python would lose an exception here, or, with `imports_too`, an import runs."""
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__del__" or code.co_filename == IMPORTS:
+        if code.co_name == "__del__":
+            return True
+        if code.co_filename == IMPORTS and (imports_too or code.co_name == END_OF_IMPORT):
             return True
         frame = frame.f_back
     return False

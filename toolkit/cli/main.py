@@ -118,7 +118,7 @@ class LazyGroup(TyperGroup):
             if not stdout.poll(0):
                 raise RuntimeError("a pipe other than stdout broke") from error
             raise typer.Exit(_drop_output()) from None
-        except BaseException as error:
+        except BaseException as error:  # libraries turn Ctrl-C into errors of their own
             if not interrupts.caused(error):
                 raise
             entry = COMMANDS.get(ctx.invoked_subcommand or "", CommandEntry(""))
@@ -196,8 +196,8 @@ def root(
 def run(args: Sequence[str] | None = None) -> None:
     """Run `llmctl`; never returns. Exit codes: docs/reference/errors.md."""
     words = list(sys.argv[1:] if args is None else args) or ["--help"]
+    show_any_text()
     try:
-        show_any_text()
         code = typer.main.get_command(application).main(
             words, prog_name="llmctl", standalone_mode=False
         )
@@ -226,11 +226,6 @@ def run(args: Sequence[str] | None = None) -> None:
         code = _report(
             f"{error.filename or 'the output'}: {error.strerror}", "free some space, and repeat", 1
         )
-    except BaseException as error:
-        if not interrupts.caused(error):
-            raise
-        print("\ninterrupted", file=sys.stderr)
-        code = interrupts.EXIT_CODE
     sys.exit(code if isinstance(code, int) else 0)
 
 
