@@ -379,6 +379,7 @@ AGENTS = Format(
     think="think_ms",
     known_by=("requests", "block_size"),
     whole=agent_requests,
+    described="time 't' (s), prompt 'in', output 'out', of each of the 'requests'",
 )
 
 MOONCAKE = Format(
