@@ -1,4 +1,4 @@
-"""Traces from metrics: lengths have the buckets' counts and the sums, times the intervals' counts."""
+"""Traces from metrics: lengths have the buckets' counts and sums, times the intervals' counts."""
 
 import json
 import threading
