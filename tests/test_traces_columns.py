@@ -322,8 +322,8 @@ SHAREGPT = json.dumps(
                 {"from": "gpt", "value": "x" * 4},
             ],
         },
-        {"id": "b", "conversations": [{"from": "human", "value": "nobody answers"}]},
-        {"id": "c", "conversations": [{"from": "gpt", "value": "nobody asks"}]},
+        {"id": "b", "conversations": [{"from": "human", "value": "no answer"}]},
+        {"id": "c", "conversations": [{"from": "gpt", "value": "no question"}]},
         {"id": "d", "messages": [{"role": "user", "content": "x" * 4},
                                  {"role": "assistant", "content": "x" * 4}]},
     ]

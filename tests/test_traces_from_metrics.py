@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlparse
 import commands
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -120,6 +120,7 @@ def traffic_with(pairs: list[tuple[int, int]], start_s: float = 0, end_s: float 
     return Traffic(histogram_with(prompts), histogram_with(outputs), start_s, end_s)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 1999), min_size=1, max_size=60), st.integers(0, 9))
 def test_drawn_lengths_have_the_counts_of_buckets_and_the_sum(values, seed):
     rng = np.random.default_rng(seed)
@@ -229,7 +230,7 @@ def test_nothing_between_two_pages_is_no_trace(capsys, tmp_path):
 
 @contextmanager
 def serving(answer) -> Iterator[str]:
-    """A server on loopback whose GETs are answered by `answer(path)`."""
+    """A server on loopback: `answer(path)` answers each GET."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
