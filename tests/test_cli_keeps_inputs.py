@@ -107,6 +107,16 @@ def test_an_older_output_is_replaced(stage):
     assert llmctl("render", "recipe.yaml", "--fit", "fit.json") == 0
 
 
+@pytest.mark.slow
+def test_a_rendered_file_does_not_replace_an_input_even_with_force(stage):
+    words = ["--target", "local", "--out", "."]
+    assert llmctl("render", "plan.json", *words) == 0  # the plan stays as it is
+    Path("bench.sh").write_text(LOG)
+    words += ["--trace", "bench.sh", "--force"]
+    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", *words) == 2
+    assert Path("bench.sh").read_text() == LOG
+
+
 def test_a_file_that_a_result_was_made_from_is_kept_where_no_option_names_it(stage):
     made = read_file(Fit, "fit.json").model_copy(update=dict(head({"trace": "log.csv"})))
     with pytest.raises(InputError):
