@@ -121,6 +121,7 @@ TABS = "ts\tinput_tokens\toutput_tokens\n0.5\t5\t6\n2.5\t7\t8\n"
         HELICONE,
         OTLP,
         SPANS,
+        json.dumps(json.loads(LANGFUSE), indent=1),
         SEMICOLONS.replace("Time (s)", "time"),
         TABS,
         "TIME,num_prefill_tokens,num_decode_tokens\n0.5,5,6\n2.5,7,8\n",
@@ -226,7 +227,17 @@ def test_columns_are_named_by_the_user_and_others_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", ["prompt", "prompt=", "tiem=ts", "time=ts:min", "time=a,time=b", "duration=d:iso", ""]
+    "words",
+    [
+        "prompt",
+        "prompt=",
+        "tiem=ts",
+        "time=ts:min",
+        "time=a,time=b",
+        "duration=d:iso",
+        "prompt=a,output=a",
+        "",
+    ],
 )
 def test_words_that_name_no_column_are_refused(words):
     with pytest.raises(InputError):

@@ -131,6 +131,10 @@ def parse_columns(text: str) -> dict[str, NamedColumn]:
             chosen[role] = NamedColumn(before, unit)
         else:
             chosen[role] = NamedColumn(name)
+    names = [column.name for column in chosen.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"--columns {text}: '{name}' is named for two roles", EXAMPLE)
     return chosen
 
 

@@ -20,7 +20,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise, repeat, zip_longest
 from pathlib import Path
@@ -247,7 +247,14 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
         names = [name.strip() for name in cells]
         # A short row has None for missing columns. Values beyond the columns of a row are ignored.
         return names, (dict(zip_longest(names, line[: len(names)])) for line in lines if line)
-    values = _json_array(file, source) if head[0] == "[" else _json_lines(file)
+    values: Iterable[object]
+    if head[0] == "[":
+        values = _json_array(file, source)
+    elif _lenient(head) is None and (whole := _lenient(file.read())):
+        values = [whole]  # an object over several lines
+    else:
+        file.seek(0)
+        values = _json_lines(file)
     records = (value if isinstance(value, dict) else None for value in values)
     for skipped, record in enumerate(records):
         if record is not None:
