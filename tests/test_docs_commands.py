@@ -8,6 +8,7 @@ those after it. What cannot run here is listed with the reason.
 """
 
 import argparse
+import gzip
 import json
 import os
 import re
@@ -26,6 +27,8 @@ import certificates
 import fake_vllm_server
 import pytest
 from filelock import FileLock
+from test_traces_from_metrics import EARLY, LATE
+from test_traces_from_metrics import page as metrics_page
 
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.io import processor
@@ -52,6 +55,7 @@ SHORTER = {
 }
 FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
 VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
+METRICS = "needs a server of vLLM with traffic; tests/test_traces_from_metrics.py has one"
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
 
@@ -292,6 +296,17 @@ def analytic_profile(folder: Folder) -> None:
     (folder.path / "profile.json").write_text(shipped(folder, GPU_RECIPE, "profile.json"))
 
 
+def logs(folder: Folder) -> None:
+    """A log under other names, conversations, and pages of vLLM's metrics."""
+    rows = "when,in,out,conv\n0,5,6,a\n1500,20,7,a\n"
+    (folder.path / "mine.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    talk = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
+    (folder.path / "sharegpt.json").write_text(json.dumps([{"conversations": talk}]))
+    pages = {"metrics.txt": [*EARLY, *LATE], "first.txt": EARLY, "later.txt": [*EARLY, *LATE]}
+    for name, lengths in pages.items():
+        (folder.path / name).write_text(metrics_page(*lengths))
+
+
 def stand_in_for_vllm(folder: Folder) -> None:
     folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm")
 
@@ -405,7 +420,11 @@ SCRIPTS = RESULTS | {
     ),
     "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
     "docs/explanation/profiling.md": Script(prepare=quick_recipe),
-    "docs/reference/traces.md": Script(before={"llmctl trace record": serving}),
+    "docs/reference/traces.md": Script(
+        prepare=logs,
+        before={"llmctl trace record": serving},
+        elsewhere={"llmctl trace from-metrics http": METRICS},
+    ),
 }
 
 

@@ -16,7 +16,14 @@ from toolkit.sim.api import simulate
 from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
-from toolkit.tuning.judge import AGAIN, NEXT, REACHABLE, Judged, is_better, judge_candidates
+from toolkit.tuning.judge import (
+    AGAIN,
+    NEXT,
+    REACHABLE,
+    JudgedCandidates,
+    is_better,
+    judge_candidates,
+)
 from toolkit.tuning.search import BATCH, search
 from toolkit.tuning.tune import Inputs, settings_of, tune
 from toolkit.tuning.workload import make_workload
@@ -46,7 +53,7 @@ class Made(InProcessRunner):
             yield index, Evaluation(outcome, {TTFT: self.rules[task.setup.label](tokens)})
 
 
-def judged(runner: Made, trials: int = 20) -> tuple[Judged, list[int]]:
+def judged(runner: Made, trials: int = 20) -> tuple[JudgedCandidates, list[int]]:
     """What is judged, and the slices that the search tried, the best first."""
     recipe = samples.recipe(
         engine={"name": "transformers"},

@@ -6,7 +6,7 @@ Takes half a minute per seed on two shared, busy cores. Needs nothing but the pa
 
 The paper's trace and its fitted laws are not public. The setting here is that of the independent
 simulation with the gains beside: Poisson arrivals for 600 s, prompts lognormal(400, 1), outputs
-lognormal(120, 0.75), both up to 1,024 tokens (the defaults of `llmctl trace generate --seed K`); 8
+lognormal(120, 0.75), both up to 1,024 tokens (`llmctl trace generate --longest 1024 --seed K`); 8
 workers; laws for transformers that give both times of Fig. 11, and 33,792 tokens of KV cache;
 assumed laws for DeepSpeed, and the paper's Algorithm 2. The rates and slice lengths are ours, since
 the text of the paper does not give the figures' axes. Tokens reach clients with their batch, as in

@@ -63,7 +63,7 @@ def fits_and_clock(incomplete: str) -> list[str]:
 def traces(incomplete: str) -> list[str]:
     """Shipped traces, and the traces of the current folder."""
     shipped = (Path(toolkit.__file__).parent / "traces" / "data").glob("*.jsonl")
-    return _words(incomplete, (path.stem for path in shipped), "*.jsonl", "*.csv")
+    return _words(incomplete, (path.stem for path in shipped), "*.jsonl", "*.csv", "*.gz")
 
 
 def policy(incomplete: str) -> list[str]:

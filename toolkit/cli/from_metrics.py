@@ -169,12 +169,11 @@ def _watched(
     note(f"scraping {args.source} every {min(every_s, for_s):g} s for {for_s:g} s")
     try:
         while (now_s := clock() - start_s) < for_s:
-            sleep(min(every_s * len(scrapes), for_s) - now_s)
+            sleep(max(min(every_s * len(scrapes), for_s) - now_s, 0.0))
             scrapes.append(_scraped(args, clock() - start_s))
     except KeyboardInterrupt:
-        if len(scrapes) < 2:
-            raise
-        note(f"interrupted after {scrapes[-1].end_s:.0f} s")
+        scrapes.append(_scraped(args, clock() - start_s))
+        note(f"interrupted after {scrapes[-1].end_s:.1f} s")
     return [now.since(before) for before, now in pairwise(scrapes)]
 
 

@@ -16,6 +16,7 @@ from toolkit.cli.arguments import (
     SetOption,
     argument,
     command_of,
+    keep_inputs,
     option,
     parse_settings,
 )
@@ -188,6 +189,10 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
             names = ", ".join(change.file for change in changed)
             raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
         return
+    inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.trace}
+    for name, content in files.items():
+        if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
+            keep_inputs(inputs | {"out": folder / name})
     manifest = manifest_of(files, target, order.name, order.stamp())
     write(files, folder, manifest, force=args.force)
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]

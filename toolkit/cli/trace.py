@@ -200,13 +200,14 @@ def _read(
     if tokenizer is not None and chars_per_token is not None:
         both = f"--tokenizer {tokenizer} and --chars-per-token {chars_per_token:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
+    named = None if columns is None else parse_columns(columns)
     path = trace_path(trace, folders=True)
     counter = None
     if tokenizer is not None:
         counter = _tokenizer(tokenizer)
     elif chars_per_token is not None:
         counter = estimated(chars_per_token)
-    loaded, report = read_trace(path, parse_columns(columns) if columns else None, counter)
+    loaded, report = read_trace(path, named, counter)
     if report.format != CONVERSATIONS:
         counters = {"--tokenizer": tokenizer, "--chars-per-token": chars_per_token}
         refuse_useless(counters, f"{path.name} has lengths in tokens")

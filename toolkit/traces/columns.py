@@ -131,6 +131,10 @@ def parse_columns(text: str) -> dict[str, NamedColumn]:
             chosen[role] = NamedColumn(before, unit)
         else:
             chosen[role] = NamedColumn(name)
+    names = [column.name for column in chosen.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"--columns {text}: '{name}' is named for two roles", EXAMPLE)
     return chosen
 
 
@@ -280,7 +284,7 @@ class _Finder:
         return next(fitting, None)
 
     def _fits(self, role: str, path: Path) -> bool:
-        """Whether any value is possible in the role."""
+        """Whether half of the values or more are possible in the role."""
         possible: dict[str, Callable[[object], object]] = {
             "prompt": formats.length,
             "output": formats.length,
@@ -290,9 +294,12 @@ class _Finder:
             "time": _any_time,
             "end": _any_time,
         }
-        if role not in possible:  # a session or a status: a number or a text
-            return any(isinstance(value, str | int) for value in self._values(path))
-        return any(_parses(possible[role], value) for value in self._values(path))
+        values = self._values(path)
+        if role in possible:
+            fitting = [value for value in values if _parses(possible[role], value)]
+        else:  # a session or a status: a number or a text
+            fitting = [value for value in values if isinstance(value, str | int)]
+        return bool(values) and len(fitting) >= len(values) / 2
 
     def _name_ends(self) -> None:
         """nginx writes a line at the end of a request, whatever the column of the time is called. A
@@ -318,11 +325,12 @@ class _Finder:
         if len(numbers) < len(values) / 2 or not numbers:
             return _Column(path, "iso", "dates")
         word = UNIT_WORDS.get(_words(path[-1])[-1], "")
+        early = numbers[len(numbers) // 4]
         middle = numbers[len(numbers) // 2]
         if role == "duration":
             return _Column(path, *_unit_of_duration(word, numbers, middle))
         for unit, factor in PER_SECOND.items():
-            if EPOCH_S[0] <= middle / factor <= EPOCH_S[1]:
+            if EPOCH_S[0] <= early / factor and middle / factor <= EPOCH_S[1]:
                 return _Column(path, unit, f"{unit} since 1970")
         if word:
             return _Column(path, word, f"{word}, as its name says")
@@ -351,11 +359,13 @@ def _short(path: Path) -> set[str]:
     path, without what may stand before a name.
     """
     names = {squeezed(path[-1]), squeezed(path[-1].rpartition(".")[2]), squeezed(spelled(path))}
+    shortened = set()
     for name in names:
-        while prefix := next((one for one in PREFIXES if name.startswith(one)), ""):
-            name = name.removeprefix(prefix)
-            names.add(name)
-    return names
+        rest = name
+        while prefix := next((one for one in PREFIXES if rest.startswith(one)), ""):
+            rest = rest.removeprefix(prefix)
+            shortened.add(rest)
+    return names | shortened
 
 
 def _words(name: str) -> list[str]:

@@ -379,6 +379,7 @@ AGENTS = Format(
     think="think_ms",
     known_by=("requests", "block_size"),
     whole=agent_requests,
+    described="time 't' (s), prompt 'in', output 'out', of each of the 'requests'",
 )
 
 MOONCAKE = Format(
@@ -439,7 +440,8 @@ def unknown(found: Collection[str], lacking: InputError, source: str) -> InputEr
         return lacking
     if len(missing) == len(nearest.required):
         return InputError(
-            f"{source}: not a trace: none of the known columns, found {columns or 'none'}", KNOWN
+            f"{source}: not a trace: none of the known columns, found {columns or 'none'}",
+            f"{KNOWN}; other names: {NAMING}",
         )
     named = " and ".join(f"'{column}'" for column in missing)
     return InputError(

@@ -33,8 +33,8 @@ SHAPES = (-12.0, 12.0)  # logarithms of the exponents among which it is
 
 UNKNOWN = (
     "metrics do not say which output belongs to which prompt, what prompts share, sessions, limits"
-    " (max_tokens) or bursts within an interval: prompts and outputs are drawn apart, the rest is"
-    " left out"
+    " (max_tokens), bursts within an interval, or lengths within a bucket: prompts and outputs are"
+    " drawn apart, lengths in one assumed shape; the rest is left out"
 )
 
 Ints = NDArray[np.int64]

@@ -20,7 +20,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise, repeat, zip_longest
 from pathlib import Path
@@ -159,28 +159,37 @@ def _format_of(
 ) -> Format:
     """The format of a file, from its columns and its first rows.
 
-    A known format is taken if its times can be read. One without times is taken only if no column
-    has times under another name.
+    A known format is taken if its times can be read; one without times, only if no column has times
+    under another name.
     """
     known = None if chosen else formats.detect(names)
-    if known and (known.whole or (known.arrival and _has_times(sample, known))):
+    if known and (known.whole or _has_times(sample, known)):
         return _of_file(known, sample)
     log, lacking = columns.find(list(columns.plain_records(iter(sample))), chosen, source)
-    if known and not known.arrival and not (log and log.arrival):
+    if known and not (log and log.arrival):
         return _of_file(known, sample)
+    if known and log and log.arrival == known.arrival:  # its times are in another unit
+        form = _of_file(known, sample)
+        return replace(
+            form,
+            seconds=log.seconds,
+            absolute_time=log.absolute_time,
+            described=log.described,
+            remarks=(log.described, *form.remarks),
+        )
     if log:
         return log
-    if known:
-        return _of_file(known, sample)
     if chats.has_messages(sample):
         return chats.conversations(counter, source)
     raise formats.unknown(names, lacking, source)
 
 
 def _has_times(sample: list[Record], form: Format) -> bool:
-    """Whether the times of these rows fit the format: dates, or numbers that are not the seconds
-    since 1970 in a format of milliseconds.
+    """Whether the format has times, and those of these rows fit it: dates, or numbers that are not
+    the seconds since 1970 in a format of milliseconds.
     """
+    if not form.arrival:
+        return False
     times = []
     for record in sample:
         try:
@@ -238,7 +247,14 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
         names = [name.strip() for name in cells]
         # A short row has None for missing columns. Values beyond the columns of a row are ignored.
         return names, (dict(zip_longest(names, line[: len(names)])) for line in lines if line)
-    values = _json_array(file, source) if head[0] == "[" else _json_lines(file)
+    values: Iterable[object]
+    if head[0] == "[":
+        values = _json_array(file, source)
+    elif _lenient(head) is None and (whole := _lenient(file.read())):
+        values = [whole]  # an object over several lines
+    else:
+        file.seek(0)
+        values = _json_lines(file)
     records = (value if isinstance(value, dict) else None for value in values)
     for skipped, record in enumerate(records):
         if record is not None:

@@ -1,0 +1,408 @@
+"""Logs in no known format: the columns are found by their names, and nothing is lost in silence."""
+
+import gzip
+import json
+from pathlib import Path
+
+import commands
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.traces.chats import estimated
+from toolkit.traces.columns import parse_columns
+from toolkit.traces.read import read_trace
+
+
+def llmctl(capsys, *args: object) -> tuple[int, str, str]:
+    return (commands.llmctl(*args), *capsys.readouterr())
+
+
+def jsonl(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "log"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+OPENAI = jsonl(
+    {"id": "a", "created": 1700000000, "usage": {"prompt_tokens": 5, "completion_tokens": 6}},
+    {"id": "b", "created": 1700000002, "usage": {"prompt_tokens": 7, "completion_tokens": 8}},
+)
+RESPONSES = jsonl(
+    {"id": "a", "created_at": 1700000000.5, "usage": {"input_tokens": 5, "output_tokens": 6}},
+    {"id": "b", "created_at": 1700000002.5, "usage": {"input_tokens": 7, "output_tokens": 8}},
+)
+BATCH = jsonl(
+    *(
+        {"custom_id": k, "response": {"status_code": status, "body": {"created": at, "usage": use}}}
+        for k, status, at, use in (
+            ("a", 200, 1700000000, {"prompt_tokens": 5, "completion_tokens": 6}),
+            ("b", 200, 1700000002, {"prompt_tokens": 7, "completion_tokens": 8}),
+            ("c", 500, 1700000003, {"prompt_tokens": 9, "completion_tokens": 9}),
+        )
+    )
+)
+LITELLM = jsonl(
+    *(
+        {"startTime": at, "endTime": at + 1, "prompt_tokens": p, "completion_tokens": o,
+         "status": status, "messages": [{"role": "user", "content": "?"}]}
+        for at, p, o, status in (
+            (1700000000.25, 5, 6, "success"),
+            (1700000001.0, 3, 0, "failure"),
+            (1700000002.25, 7, 8, "success"),
+        )
+    )
+)  # fmt: skip
+LANGFUSE = json.dumps(
+    {
+        "data": [
+            {"startTime": "2023-11-16T18:15:48.500Z", "type": "GENERATION", "input": "17",
+             "usageDetails": {"input": 7, "output": 8, "total": 15}},
+            {"startTime": "2023-11-16T18:15:47.500Z", "type": "SPAN", "input": "?"},
+            {"startTime": "2023-11-16T18:15:46.500Z", "type": "GENERATION", "input": "?",
+             "usageDetails": {"input": 5, "output": 6, "total": 11}},
+        ],
+        "meta": {"page": 1},
+    }
+)  # fmt: skip
+HELICONE = """request_created_at,response_created_at,delay_ms,prompt_tokens,completion_tokens
+2023-11-16 18:15:46.100 UTC,2023-11-16 18:15:47.100 UTC,1000,5,6
+2023-11-16 18:15:48.100 UTC,2023-11-16 18:15:49.100 UTC,1000,7,8
+"""
+OTLP = json.dumps(
+    {
+        "resourceSpans": [
+            {
+                "scopeSpans": [
+                    {
+                        "spans": [
+                            {
+                                "startTimeUnixNano": str(1700000000_500000000 + 2 * k * 10**9),
+                                "endTimeUnixNano": str(1700000001_500000000 + 2 * k * 10**9),
+                                "attributes": [
+                                    {"key": "gen_ai.usage.input_tokens",
+                                     "value": {"intValue": str(5 + 2 * k)}},
+                                    {"key": "gen_ai.usage.output_tokens",
+                                     "value": {"intValue": str(6 + 2 * k)}},
+                                ],
+                                "status": {},
+                            }
+                            for k in range(2)
+                        ]
+                    }
+                ]
+            }
+        ]
+    }
+)  # fmt: skip
+SPANS = jsonl(
+    *(
+        {"start_time": f"2023-11-16T18:15:4{6 + 2 * k}.5+00:00",
+         "attributes": {"gen_ai.usage.prompt_tokens": 5 + 2 * k,
+                        "gen_ai.usage.completion_tokens": 6 + 2 * k}}
+        for k in range(2)
+    )
+)  # fmt: skip
+SEMICOLONS = "Time (s);Prompt Tokens;Completion Tokens\n0.5;5;6\n2.5;7;8\n"
+TABS = "ts\tinput_tokens\toutput_tokens\n0.5\t5\t6\n2.5\t7\t8\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OPENAI,
+        RESPONSES,
+        BATCH,
+        LITELLM,
+        LANGFUSE,
+        HELICONE,
+        OTLP,
+        SPANS,
+        json.dumps(json.loads(LANGFUSE), indent=1),
+        SEMICOLONS.replace("Time (s)", "time"),
+        TABS,
+        "TIME,num_prefill_tokens,num_decode_tokens\n0.5,5,6\n2.5,7,8\n",
+        "time,prompt_tokens,completion_tokens\n0.5,5,6\n2.5,7,8\n",
+        "created_at,promptTokens,completionTokens\n1700000000,5,6\n1700000002,7,8\n",
+    ],
+)
+def test_usual_logs_are_read_by_the_names_of_their_columns(tmp_path, text):
+    trace, report = read_trace(written(tmp_path, text))
+    assert report.format == "log"
+    assert trace.arrival_s.tolist() == pytest.approx([0, 2], abs=1e-6)
+    assert trace.prompt_tokens.tolist() == [5, 7]
+    assert trace.output_tokens.tolist() == [6, 8]
+
+
+NGINX = [
+    {"msec": "1700158546.680", "request_time": "2.500", "status": "200", "pt": "5", "ct": "6"},
+    {"msec": "1700158547.180", "request_time": "0.500", "status": "200", "pt": "7", "ct": "8"},
+    {"msec": "1700158548.180", "request_time": "0.001", "status": "200", "pt": "", "ct": "-"},
+    {"msec": "1700158548.180", "request_time": "0.001", "status": "502", "pt": "", "ct": ""},
+]
+
+
+def nginx(**times: str) -> str:
+    """nginx' log, in which `times` names the variables of time."""
+    rows = []
+    for row in NGINX:
+        named = {times.get(key, key): value for key, value in row.items()}
+        rows.append({{"pt": "prompt_tokens", "ct": "completion_tokens"}.get(k, k): v
+                     for k, v in named.items()})  # fmt: skip
+    return jsonl(*rows)
+
+
+@pytest.mark.parametrize("name", ["msec", "time", "ts", "@timestamp"])
+def test_a_request_in_nginx_log_arrives_before_its_line_by_its_duration(tmp_path, name):
+    trace, report = read_trace(written(tmp_path, nginx(msec=name)))
+    assert trace.arrival_s.tolist() == pytest.approx([0, 2.5], abs=1e-6)
+    assert trace.prompt_tokens.tolist() == [5, 7]
+    assert report.dropped == {"failed responses": 1, "without token counts": 1}
+
+
+def test_nginx_local_times_are_dates(tmp_path):
+    text = nginx(msec="time_local")
+    for k, row in enumerate(NGINX):
+        text = text.replace(row["msec"], f"16/Nov/2023:18:15:4{6 + k} +0000")
+    trace, report = read_trace(written(tmp_path, text))
+    assert trace.arrival_s.tolist() == pytest.approx([0, 3], abs=1e-6)
+    assert "dates" in report.understood
+
+
+def test_ends_without_durations_are_said_to_be_ends(tmp_path):
+    text = "end_time,prompt_tokens,completion_tokens\n1700000000.5,5,6\n1700000003.5,7,8\n"
+    trace, report = read_trace(written(tmp_path, text))
+    assert trace.arrival_s.tolist() == [0, 3]
+    assert any("'end_time'" in line for line in report.remarks)
+
+
+@pytest.mark.parametrize(
+    ("values", "arrivals"),
+    [
+        ([1700000000, 1700000003], [0, 3]),
+        ([1700000000123, 1700000003123], [0, 3]),
+        ([1700000000123000, 1700000003123000], [0, 3]),
+        ([1700000000123000000, 1700000003123000000], [0, 3]),
+        (["1700000000.5", "1700000003.5"], [0, 3]),
+        ([0, 3], [0, 3]),
+        ([0, 3000], [0, 3]),  # a request in 50 minutes would be no traffic
+        ([0, 3_000_000], [0, 3]),
+        ([0, 3_000_000_000], [0, 3]),
+        (["2023-11-16T18:15:46Z", "2023-11-16 18:15:49"], [0, 3]),
+        (["2023-11-16T18:15:46+01:00", "2023-11-16T17:15:49+00:00"], [0, 3]),
+    ],
+)
+def test_the_unit_of_times_is_found_from_the_values(tmp_path, values, arrivals):
+    rows = [{"when_it_came": 0, "time": value, "input": 5, "output": 6} for value in values]
+    trace, report = read_trace(written(tmp_path, jsonl(*rows)))
+    assert trace.arrival_s.tolist() == pytest.approx(arrivals, abs=1e-6)
+    assert "time 'time' (" in report.understood
+
+
+@pytest.mark.parametrize(("unit", "last"), [("s", 40.0), ("ms", 0.04), ("us", 4e-5), ("ns", 4e-8)])
+def test_a_unit_can_be_named_on_the_command_line_or_in_the_column(tmp_path, unit, last):
+    text = "when,prompt_tokens,completion_tokens\n0,5,6\n40,7,8\n"
+    chosen = parse_columns(f"time=when:{unit}")
+    trace, _ = read_trace(written(tmp_path, text), chosen)
+    assert trace.arrival_s[-1] == pytest.approx(last)
+    named = text.replace("when", f"start_{unit}").replace("start", "ts" if unit == "ms" else "time")
+    if unit in ("s", "ms"):
+        assert read_trace(written(tmp_path, named))[0].arrival_s[-1] == pytest.approx(last)
+
+
+def test_columns_are_named_by_the_user_and_others_found(tmp_path):
+    text = jsonl(
+        {"a": {"b": 3}, "p": 5, "o": 6, "max_tokens": 9, "session": "x"},
+        {"a": {"b": 1}, "p": 7, "o": 8, "max_tokens": None, "session": "y"},
+    )
+    chosen = parse_columns("time=a.b:s, prompt=P,output=o")
+    trace, report = read_trace(written(tmp_path, text), chosen)
+    assert trace.arrival_s.tolist() == [0, 2]
+    assert trace.prompt_tokens.tolist() == [7, 5]
+    assert trace.max_tokens.tolist() == [0, 9]
+    assert report.reordered
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prompt",
+        "prompt=",
+        "tiem=ts",
+        "time=ts:min",
+        "time=a,time=b",
+        "duration=d:iso",
+        "prompt=a,output=a",
+        "",
+    ],
+)
+def test_words_that_name_no_column_are_refused(words):
+    with pytest.raises(InputError):
+        parse_columns(words)
+
+
+def test_a_named_column_that_is_not_there_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(InputError) as caught:
+        read_trace(written(tmp_path, OPENAI), parse_columns("prompt=usage.promt_tokens"))
+    assert "usage.prompt_tokens" in caught.value.hint
+
+
+def test_lengths_that_are_not_found_are_named_with_the_columns(tmp_path):
+    with pytest.raises(InputError) as caught:
+        read_trace(written(tmp_path, "timestamp,bytes\n1,2\n"))
+    assert "'bytes'" in caught.value.message
+    assert "--columns" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "unused"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens,Session ID\n2023-11-16 18:15:46,5,6,1\n",
+         "'Session ID'"),
+        ("Timestamp,Request tokens,Response tokens,Elapsed time\n5,5,6,1\n", "'Elapsed time'"),
+        ("prompt_tokens,completion_tokens,my time\n5,6,soon\n", "'my time'"),
+        ("time,prompt_tokens,completion_tokens,input_length\n0,5,6,9\n", "'input_length'"),
+    ],
+)  # fmt: skip
+def test_a_column_that_looks_useful_and_is_not_used_is_named(tmp_path, text, unused):
+    trace, _ = read_trace(written(tmp_path, text))
+    assert any("not used" in note and unused in note for note in trace.notes)
+
+
+def test_the_canonical_format_in_seconds_since_1970_is_not_read_as_milliseconds(tmp_path):
+    rows = [
+        {"timestamp": 1700000000 + 2 * k, "input_length": 512, "output_length": 6, "hash_ids": [0]}
+        for k in range(3)
+    ]
+    trace, report = read_trace(written(tmp_path, jsonl(*rows)))
+    assert trace.arrival_s.tolist() == [0, 2, 4]
+    assert report.format == "mooncake"
+    assert trace.shared is not None
+    assert any("s since 1970" in note for note in trace.notes)
+
+
+def test_a_packed_file_reads_as_the_plain_one_whatever_its_name(tmp_path):
+    plain, packed = written(tmp_path, OPENAI), tmp_path / "packed"
+    packed.write_bytes(gzip.compress(OPENAI.encode()))
+    assert read_trace(packed)[0].rows is not None
+    assert list(read_trace(packed)[0].rows()) == list(read_trace(plain)[0].rows())
+    packed.write_bytes(gzip.compress(OPENAI.encode())[:-9])
+    with pytest.raises(InputError, match="damaged"):
+        read_trace(packed)
+
+
+def test_turns_of_a_session_follow_by_their_times(tmp_path):
+    rows = [
+        {"start_time": 1700000010.0, "end_time": 1700000011.0, "session_id": "a",
+         "prompt_tokens": 40, "completion_tokens": 4},
+        {"start_time": 1700000005.0, "end_time": 1700000006.0, "session_id": "b",
+         "prompt_tokens": 9, "completion_tokens": 4},
+        {"start_time": 1700000000.0, "end_time": 1700000002.0, "session_id": "a",
+         "prompt_tokens": 20, "completion_tokens": 5},
+        {"start_time": 1700000020.0, "end_time": 1700000022.0, "session_id": "a",
+         "prompt_tokens": 12, "completion_tokens": 5},
+    ]  # fmt: skip
+    trace, report = read_trace(written(tmp_path, jsonl(*rows)))
+    assert trace.prompt_tokens.tolist() == [20, 9, 40, 12]
+    assert trace.sessions is not None
+    assert trace.sessions.previous.tolist() == [-1, -1, 0, -1]
+    assert trace.sessions.think_s.tolist() == [0, 0, 8, 0]
+    assert report.unlinked.counts.total() == 1  # the last one is shorter than the turn before
+
+
+def test_times_to_think_include_answers_where_no_column_says_how_long_they_took(tmp_path):
+    text = "ts,in,out,conv\n1700000000,5,6,a\n1700000009,20,6,a\n"
+    trace, _ = read_trace(written(tmp_path, text))
+    assert trace.sessions is not None
+    assert trace.sessions.think_s.tolist() == [0, 9]
+    assert any("times to think include the answers" in note for note in trace.notes)
+
+
+SHAREGPT = json.dumps(
+    [
+        {
+            "id": "a",
+            "conversations": [
+                {"from": "system", "value": "x" * 4},
+                {"from": "human", "value": "x" * 7},
+                {"from": "gpt", "value": "x" * 8},
+                {"from": "human", "value": "x" * 12},
+                {"from": "gpt", "value": "x" * 4},
+            ],
+        },
+        {"id": "b", "conversations": [{"from": "human", "value": "no answer"}]},
+        {"id": "c", "conversations": [{"from": "gpt", "value": "no question"}]},
+        {"id": "d", "messages": [{"role": "user", "content": "x" * 4},
+                                 {"role": "assistant", "content": "x" * 4}]},
+    ]
+)  # fmt: skip
+
+
+def test_answers_of_conversations_are_turns_with_all_before_them_as_prompts(tmp_path):
+    trace, report = read_trace(written(tmp_path, SHAREGPT), counter=estimated(4))
+    assert trace.prompt_tokens.tolist() == [1 + 2, 1 + 2 + 2 + 3, 1]
+    assert trace.output_tokens.tolist() == [2, 1, 1]
+    assert trace.sessions is not None
+    assert trace.sessions.previous.tolist() == [-1, 0, -1]
+    assert report.dropped == {"without an answer": 1, "with a non-positive length": 1}
+    assert report.timeless
+
+
+def test_conversations_need_a_counter(tmp_path):
+    with pytest.raises(InputError, match="no lengths in tokens"):
+        read_trace(written(tmp_path, SHAREGPT))
+
+
+def test_a_recipes_tokenizer_counts_conversations(capsys, tmp_path):
+    path, out = written(tmp_path, SHAREGPT), tmp_path / "out.jsonl"
+    words = ["--tokenizer", "tiny-llama-cpu", "--draw-rate", "2"]  # a token per byte
+    code, _, _ = llmctl(capsys, "trace", "convert", path, out, *words)
+    assert code == 0
+    assert read_trace(out)[0].prompt_tokens.sum() == 11 + 31 + 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tokenizer", "tiny-llama-cpu", "--chars-per-token", "4"],
+        ["--chars-per-token", "0"],
+        ["--tokenizer", "no-such-recipe"],
+        ["--tokenizer", "absent.json"],
+        ["--columns", "prompt=nothing"],
+    ],
+)
+def test_impossible_ways_to_count_are_refused(capsys, tmp_path, words):
+    path, out = written(tmp_path, SHAREGPT), tmp_path / "out.jsonl"
+    code, _, err = llmctl(capsys, "trace", "convert", path, out, *words)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert not out.exists()
+
+
+def test_a_counter_for_a_trace_with_lengths_is_refused(capsys, tmp_path):
+    words = ["--chars-per-token", "4"]
+    code, _, _ = llmctl(capsys, "trace", "inspect", written(tmp_path, OPENAI), *words)
+    assert code == 2
+
+
+def test_inspect_says_what_was_taken_as_what(capsys, tmp_path):
+    path = written(tmp_path, OPENAI)
+    code, out, _ = llmctl(capsys, "trace", "inspect", path, "--columns", "time=created:s")
+    assert code == 0
+    for said in ("'created' (s, as named)", "'usage.prompt_tokens'", "'usage.completion_tokens'"):
+        assert said in " ".join(out.split())
+    code, out, _ = llmctl(capsys, "trace", "inspect", path, "--json")
+    assert "s since 1970" in json.loads(out)["report"]["understood"]
+    code, out, _ = llmctl(capsys, "trace", "inspect", "chat-small")
+    assert "time 'timestamp' (ms)" in out
+
+
+def test_other_commands_read_the_same_logs(capsys, tmp_path):
+    packed = tmp_path / "log.jsonl.gz"
+    packed.write_bytes(gzip.compress(OPENAI.encode()))
+    words = ["--fit", "unit-step", "--policy", "fcfs", "--trace", packed, "--json"]
+    code, out, _ = llmctl(capsys, "simulate", *words)
+    assert code == 0, out

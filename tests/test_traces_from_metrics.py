@@ -1,0 +1,338 @@
+"""Traces from metrics: lengths have the buckets' counts and sums, times the intervals' counts."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlparse
+
+import commands
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from toolkit.cli import from_metrics
+from toolkit.errors import InputError
+from toolkit.traces.generate import Arrivals
+from toolkit.traces.histograms import (
+    ABOVE,
+    OUTPUT,
+    PROMPT,
+    LengthHistogram,
+    Traffic,
+    draw_lengths,
+    draw_timed,
+    draw_untimed,
+)
+from toolkit.traces.read import read_trace
+
+BOUNDS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # of vLLM for a context of 1,999 tokens
+
+
+def llmctl(capsys, *args: object) -> tuple[int, str, str]:
+    return (commands.llmctl(*args), *capsys.readouterr())
+
+
+def page(*lengths: tuple[int, int], engines: int = 2, model: str = "tiny") -> str:
+    """A page as vLLM's, of requests with these prompts and outputs."""
+    registry = CollectorRegistry()
+    labels = ["model_name", "engine"]
+    both = [Histogram(name, "x", labels, buckets=BOUNDS, registry=registry)
+            for name in (PROMPT, OUTPUT)]  # fmt: skip
+    for k in range(engines):
+        for histogram in both:
+            histogram.labels(model, str(k))
+    for place, pair in enumerate(lengths):
+        for histogram, value in zip(both, pair, strict=True):
+            histogram.labels(model, str(place % engines)).observe(value)
+    return generate_latest(registry).decode()
+
+
+EARLY = [(5, 1), (18, 7)]
+LATE = [(700, 30), (1500, 90), (60, 2), (60, 3), (150, 4)]
+
+
+def counts(values: object) -> list[int]:
+    edges = [0.5, *(bound + 0.5 for bound in BOUNDS), 1e9]
+    return np.histogram(np.asarray(values), edges)[0].tolist()
+
+
+def saved(folder: Path, name: str, *lengths: tuple[int, int], **more: object) -> Path:
+    path = folder / name
+    path.write_text(page(*lengths, **more), encoding="utf-8")
+    return path
+
+
+def test_one_page_gives_the_lengths_and_rate_the_times(capsys, tmp_path):
+    path, out = saved(tmp_path, "page", *EARLY, *LATE), tmp_path / "out.jsonl"
+    code, _, err = llmctl(capsys, "trace", "from-metrics", path, "--rate", 2, "--out", out)
+    trace, _ = read_trace(out)
+    assert code == 0
+    prompts, outputs = zip(*EARLY, *LATE, strict=True)
+    assert counts(trace.prompt_tokens) == counts(prompts)
+    assert counts(trace.output_tokens) == counts(outputs)
+    assert trace.prompt_tokens.sum() == sum(prompts)
+    assert trace.output_tokens.sum() == sum(outputs)
+    assert trace.prompt_tokens.max() < 2000  # vLLM's next bound
+    assert "which output belongs to which prompt" in err
+
+
+def test_two_pages_give_what_came_in_between(capsys, tmp_path):
+    first, later = saved(tmp_path, "1", *EARLY), saved(tmp_path, "2", *EARLY, *LATE)
+    out = tmp_path / "out.jsonl"
+    words = [first, later, "--for", 30, "--out", out, "--json"]
+    code, said, _ = llmctl(capsys, "trace", "from-metrics", *words)
+    assert code == 0
+    assert json.loads(said)["requests"] == len(LATE)
+    trace, _ = read_trace(out)
+    assert trace.prompt_tokens.sum() == sum(prompt for prompt, _ in LATE)
+    assert trace.arrival_s[-1] <= 30
+
+
+def test_the_number_of_requests_can_be_chosen_and_the_mean_stays(capsys, tmp_path):
+    path, out = saved(tmp_path, "page", *LATE), tmp_path / "out.jsonl"
+    words = [path, "--rate", 2, "--requests", 500, "--out", out]
+    assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 0
+    trace, _ = read_trace(out)
+    assert len(trace) == 500
+    assert trace.prompt_tokens.mean() == pytest.approx(np.mean([p for p, _ in LATE]), abs=0.01)
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
+    traffic = traffic_with(LATE * 10)
+    one, same, other = (draw_untimed(traffic, None, Arrivals(1), s, None) for s in (1, 1, 2))
+    assert one.prompt_tokens.tolist() == same.prompt_tokens.tolist()
+    assert one.prompt_tokens.tolist() != other.prompt_tokens.tolist()
+
+
+def histogram_with(values: list[int]) -> LengthHistogram:
+    bounds = [*map(float, BOUNDS), ABOVE]
+    cumulative = {bound: float(sum(value <= bound for value in values)) for bound in bounds}
+    return LengthHistogram.of(cumulative, float(sum(values)))
+
+
+def traffic_with(pairs: list[tuple[int, int]], start_s: float = 0, end_s: float = 0) -> Traffic:
+    prompts, outputs = ([pair[k] for pair in pairs] for k in (0, 1))
+    return Traffic(histogram_with(prompts), histogram_with(outputs), start_s, end_s)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 1999), min_size=1, max_size=60), st.integers(0, 9))
+def test_drawn_lengths_have_the_counts_of_buckets_and_the_sum(values, seed):
+    rng = np.random.default_rng(seed)
+    drawn = draw_lengths(histogram_with(values), len(values), rng, None, "prompts")
+    assert counts(drawn) == counts(values)
+    assert drawn.sum() == sum(values)
+    assert drawn.min() >= 1
+
+
+def test_intervals_keep_their_own_counts_and_lengths():
+    quiet, busy = [(5, 1)] * 3, [(900, 90)] * 50
+    intervals = [
+        traffic_with(quiet, 0, 60),
+        traffic_with([], 60, 120),
+        traffic_with(busy, 120, 180),
+    ]
+    trace = draw_timed(intervals, 0, None)
+    early = trace.prompt_tokens < 100
+    assert int(early.sum()) == 3
+    assert trace.arrival_s[early].max() < 60
+    assert trace.arrival_s[~early].min() > 60
+    assert trace.prompt_tokens.sum() == 3 * 5 + 50 * 900
+
+
+def test_increases_that_are_not_whole_are_apportioned():
+    part = LengthHistogram((10.0, ABOVE), (0.4, 0.0), 2.0)
+    intervals = [Traffic(part, part, float(k), float(k + 1)) for k in range(10)]
+    trace = draw_timed(intervals, 0, None)
+    assert len(trace) == 4
+    assert trace.prompt_tokens.sum() == 20
+
+
+def test_sums_that_buckets_do_not_allow_are_told():
+    wrong = LengthHistogram((10.0, 20.0, ABOVE), (0.0, 5.0, 0.0), 500.0)
+    trace = draw_untimed(Traffic(wrong, wrong), None, Arrivals(1), 0, None)
+    assert trace.prompt_tokens.tolist() == [20] * 5
+    assert sum("do not allow" in note for note in trace.notes) == 2
+
+
+def test_lengths_above_the_last_bound_need_a_limit_where_bounds_are_not_vllms():
+    other = LengthHistogram((8.0, 16.0, ABOVE), (1.0, 1.0, 1.0), 60.0)
+    rng = np.random.default_rng(0)
+    with pytest.raises(InputError, match="longer than the last bound"):
+        draw_lengths(other, 3, rng, None, "prompts")
+    with pytest.raises(InputError, match="--longest 9"):
+        draw_lengths(other, 3, rng, 9, "prompts")
+    assert draw_lengths(other, 3, rng, 64, "prompts").sum() == 60
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "no times are known"),
+        (["--for", "5"], "one page has no times"),
+        (["--rate", "1", "--past", "60"], "contradict"),
+        (["--rate", "1", "--every", "5"], "--every"),
+        (["--past", "60"], "not a URL"),
+        (["--requests", "5"], "--requests 5"),
+        (["--rate", "1", "--model", "other"], "no model 'other'"),
+        (["--rate", "0"], "rate of 0"),
+        (["--rate", "1", "--longest", "3"], "--longest 3"),
+    ],
+)
+def test_options_that_do_not_fit_the_source_are_refused(capsys, tmp_path, words, problem):
+    path, out = saved(tmp_path, "page", *LATE), tmp_path / "out.jsonl"
+    code, _, err = llmctl(capsys, "trace", "from-metrics", path, *words, "--out", out)
+    assert code == 2
+    assert problem in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ["", "time,prompt\n1,2\n", "vllm:num_requests_running 3\n"])
+def test_a_page_without_the_histograms_is_refused(capsys, tmp_path, text):
+    path, out = tmp_path / "page", tmp_path / "out.jsonl"
+    path.write_text(text, encoding="utf-8")
+    code, _, err = llmctl(capsys, "trace", "from-metrics", path, "--rate", 1, "--out", out)
+    assert code == 2
+    assert PROMPT in err
+
+
+def test_a_server_that_was_started_again_in_between_is_named(capsys, tmp_path):
+    first, later = saved(tmp_path, "1", *LATE), saved(tmp_path, "2", *EARLY)
+    words = [first, later, "--for", 30, "--out", tmp_path / "out.jsonl"]
+    code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+    assert code == 2
+    assert "counters went back" in err
+
+
+def test_several_models_need_a_choice(capsys, tmp_path):
+    path, out = tmp_path / "page", tmp_path / "out.jsonl"
+    two = page(*LATE, model="a") + page(*EARLY, model="b")
+    path.write_text(two, encoding="utf-8")
+    words = [path, "--rate", 1, "--out", out]
+    assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 2
+    assert llmctl(capsys, "trace", "from-metrics", *words, "--model", "b")[0] == 0
+    assert len(read_trace(out)[0]) == len(EARLY)
+
+
+def test_nothing_between_two_pages_is_no_trace(capsys, tmp_path):
+    path = saved(tmp_path, "1", *LATE)
+    same = saved(tmp_path, "2", *LATE)
+    words = [path, same, "--for", 30, "--out", tmp_path / "out.jsonl"]
+    code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+    assert code == 2
+    assert "no request ended" in err
+
+
+@contextmanager
+def serving(answer) -> Iterator[str]:
+    """A server on loopback: `answer(path)` answers each GET."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answer(self.path).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_is_scraped_for_a_while(tmp_path):
+    pages = iter([page(*EARLY), page(*EARLY, *LATE[:2]), page(*EARLY, *LATE)])
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    with serving(lambda path: next(pages) if path == "/metrics" else "") as url:
+        args = from_metrics.FromMetricsOptions(out=tmp_path / "out", source=url, every=10.0)
+        seen = from_metrics._watched(args, 20.0, lambda: now[0], sleep)
+    assert [(one.start_s, one.end_s) for one in seen] == [(0, 10), (10, 20)]
+    assert [one.prompt.count for one in seen] == [2, 3]
+    assert [one.prompt.total for one in seen] == [2200, 270]
+
+
+def test_a_server_can_be_scraped_once(capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with serving(lambda path: page(*LATE)) as url:
+        words = [f"{url}/metrics", "--rate", 1, "--out", out]
+        assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 0
+    assert len(read_trace(out)[0]) == len(LATE)
+
+
+class Prometheus:
+    """Answers range queries about the increases of two intervals of every query's times."""
+
+    def __init__(self, models: tuple[str, ...] = ("tiny",)) -> None:
+        self.models = models
+        self.queries: list[str] = []
+
+    def __call__(self, path: str) -> str:
+        parsed = urlparse(path)
+        assert parsed.path == "/api/v1/query_range"
+        asked = {name: values[0] for name, values in parse_qs(parsed.query).items()}
+        query, start, step = asked["query"], float(asked["start"]), float(asked["step"])
+        self.queries.append(query)
+        series: list[tuple[dict[str, str], list[float]]] = []
+        histograms = [traffic_with(EARLY), traffic_with(LATE)]
+        wanted = [one.prompt if PROMPT in query else one.output for one in histograms]
+        if "_count" in query:
+            series = [({"model_name": name}, [2, 7]) for name in self.models]
+        elif "_sum" in query:
+            series = [({}, [one.total for one in wanted])]
+        else:
+            for place, bound in enumerate([*map(str, BOUNDS), "+Inf"]):
+                values = [sum(one.counts[: place + 1]) for one in wanted]
+                series.append(({"le": bound}, values))
+        result = [
+            {"metric": labels, "values": [[start + k * step, str(v)] for k, v in enumerate(values)]}
+            for labels, values in series
+        ]
+        return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}})
+
+
+def test_prometheus_tells_the_rate_and_the_lengths_over_time(capsys, tmp_path):
+    out, asked = tmp_path / "out.jsonl", Prometheus()
+    with serving(asked) as url:
+        words = [url, "--past", 120, "--every", 60, "--out", out]
+        code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+    assert code == 0, err
+    trace, _ = read_trace(out)
+    assert len(trace) == len(EARLY) + len(LATE)
+    short = trace.prompt_tokens < 50
+    assert trace.prompt_tokens[short].sum() == 23
+    assert trace.arrival_s[short].max() <= trace.arrival_s[~short].min()
+    assert any('increase(vllm:request_prompt_tokens_bucket{model_name="tiny"}[60000ms])' in one
+               for one in asked.queries)  # fmt: skip
+
+
+def test_prometheus_without_data_or_with_several_models_is_an_error(capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for models, problem in (((), f"no {PROMPT}"), (("a", "b"), "several models")):
+        with serving(Prometheus(models)) as url:
+            words = [url, "--past", 120, "--every", 60, "--out", out]
+            code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+        assert code == 2
+        assert problem in err
+    with serving(lambda path: "hello") as url:
+        words = [url, "--past", 120, "--out", out]
+        assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 2
+    words = ["http://127.0.0.1:9", "--past", 1e7, "--every", 1, "--out", out]
+    assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 2
