@@ -264,8 +264,8 @@ def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_la
             seen.extend(task for task in tasks if "draw" in task.setup.label)
             return super().run(tasks)
 
-    low = {"trials": 1, "draws": 2, "routers": ["own"], "request_rate_rps": 45.0}
-    given = inputs(workers=2, tune=TUNE | low)
+    spec = {"trials": 1, "draws": 2, "routers": ["own"], "request_rate_rps": 45.0}
+    given = inputs({"ttft_p90_s": 0.1}, workers=2, tune=TUNE | spec)
     found = tune(given, Watching(), HEAD, lambda best: None)
     engines = [task.setup.world.engine() for task in seen]
     fitted = make_world(given.recipe, given.fit).engine()

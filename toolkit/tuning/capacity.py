@@ -114,17 +114,18 @@ class LoadSearch:
         low, high = self._bracket(guess)
         if low is None:
             return None
+        cap = math.inf  # a broken load below which the capacity is sought
         for _ in range(ROUNDS):
             low, high = self._narrowed(low, high)
             below = self.tried([share * low for share in BELOW])
             if broken := [point.load for point in below if not point.kept and point.load < low]:
-                high = min(broken)
+                high = cap = min(broken)
                 kept = [p.load for p in self.points.values() if p.kept and p.load < high]
                 if not kept:
                     return None
                 low = max(kept)
                 continue
-            if high is None:
+            if high is None or ABOVE * low >= cap:
                 break
             [above] = self.tried([ABOVE * low])
             if not above.kept or above.load <= low:

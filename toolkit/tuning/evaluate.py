@@ -280,11 +280,11 @@ class Task:
         parts = [result.served for result in results]
         good = [meets_sla(part, sla) for part in parts]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
-        if sla:
+        if sla and len(parts) > 1:
             closed = self.setup.world.concurrency > 0
             metrics["goodput_rps"] = pooled_goodput_rps(parts, sla, closed=closed)
             metrics[ATTAINMENT] = 100.0 * float(np.concatenate(good).mean())
-        else:
+        elif not sla:
             metrics["goodput_rps"] = metrics["throughput_rps"]
         if self.setup.world.refuses:
             requests = sum(map(len, self.setup.windows[: len(results)]))
