@@ -28,7 +28,7 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
     monkeypatch.setattr(demo, "WARMUP_S", 0.2)
     recipe, trace, out = tmp_path / "small.yaml", tmp_path / "trace.jsonl", tmp_path / "out"
     recipe.write_text(RECIPE, encoding="utf-8")
-    write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
+    write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 20) for k in range(240)], trace)
     assert llmctl("demo", recipe, "--trace", trace, "--out", out, "--json") == 0
     printed, _ = capfd.readouterr()
     found = json.loads(printed)
@@ -50,7 +50,7 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
         )
         assert one["promised"] == pytest.approx(tuning["usage"][row["target"]] * row["limit_s"])
     goodput = held["goodput_rps"]
-    assert goodput["promised"] == tuning["best_held_out"]["metrics"]["goodput_rps"]
+    assert goodput["promised"] == tuning["best"]["metrics"]["goodput_rps"]
     assert (goodput["predicted"], goodput["measured"]) == (
         bench["predicted"]["goodput_rps"],
         bench["measured"]["goodput_rps"],

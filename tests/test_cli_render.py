@@ -11,7 +11,15 @@ from toolkit.cli import main
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Limit, Outcome, PolicyResult, Trial, Tuning, TuningWindow
+from toolkit.files.tuning import (
+    JudgedPart,
+    Limit,
+    Outcome,
+    PolicyResult,
+    Trial,
+    Tuning,
+    TuningWindow,
+)
 
 RECIPE = """\
 name: test
@@ -56,12 +64,14 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         search_windows=[window],
         held_out_windows=[window, window],
         trials=[Trial(number=i, outcome=outcome(64 + i), feasible=True) for i in range(3)],
-        defaults_held_out=outcome(64),
-        best_held_out=outcome(66),
+        defaults=outcome(64),
+        best=outcome(66),
         gain_percent=12.5,
         binding_sla="ttft_p99_s",
         binding_ratio=0.9,
         keep_defaults=False,
+        judged=JudgedPart(start_s=0, end_s=90, requests=270, of_requests=270),
+        keeps_up=True,
         limits=limits(1.8),
         keeps_limits=True,
         sensitivity=[],
@@ -107,13 +117,10 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
     assert plan.policy.parameters["slice_tokens"] == 66
     assert plan.predicted == {"goodput_rps": 3.25}
     explained = sources(plan)
-    assert explained["slice_tokens"] == "trial 2 of 3: +12.5 % goodput, held out"
+    assert explained["slice_tokens"] == "trial 2 of 3: +12.5 % goodput"
     assert explained["min_interval_s"] == "recipe"
     assert explained["eager"] == "default of policy 'slice'"
-    assert (
-        explained["predicted goodput_rps"]
-        == "simulated with the fit on 2 held-out windows of the trace"
-    )
+    assert explained["predicted goodput_rps"] == "simulated with the fit on the whole trace"
     assert plan.explained["capacity_tokens"].value == "8192"
 
 
@@ -123,7 +130,7 @@ def test_a_tuning_without_gain_claims_none(files: Path, gain_percent: float) -> 
     write_file(tuning(made_from, gain_percent=gain_percent), "tuning.json")
     assert render() == 0
     source = read_file(Plan, "plan.json").explained["slice_tokens"].source
-    assert source == "trial 2 of 3: the same goodput, other latencies, held out"
+    assert source == "trial 2 of 3: the same goodput, other latencies"
 
 
 def test_every_planned_value_is_explained(files: Path) -> None:
@@ -231,7 +238,7 @@ def test_a_policy_that_the_engine_cannot_run_is_not_planned(
 ) -> None:
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     write_file(
-        tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best_held_out=best),
+        tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best=best),
         "tuning.json",
     )
     assert render() == 2
@@ -250,9 +257,9 @@ def test_the_refusal_names_the_best_that_the_engine_runs(
         PolicyResult(
             policy=one.policy,
             trials=1,
-            best_trial=0,
-            held_out=one,
+            outcome=one,
             feasible=True,
+            judged_requests=270,
             importance={},
             refusal=refusal,
         )
@@ -260,7 +267,7 @@ def test_the_refusal_names_the_best_that_the_engine_runs(
     ]
     found = tuning(
         {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")},
-        best_held_out=best,
+        best=best,
         policies=policies,
     )
     write_file(found, "tuning.json")

@@ -10,24 +10,21 @@ from test_cli_stage import folder  # noqa: F401  # a fixture
 from test_fleet_files import write_fleet, write_server
 from test_tuning_kinds import FEW, SHORT, SLA, TUNE, VLLM, passes
 
-from toolkit.cli.basis import open_fleet
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.tuning import Outcome, SizedKind, Sizing, Tuning
 from toolkit.traces.generate import Arrivals, generate, parse_lengths
-from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_trace
-from toolkit.tuning.evaluate import make_workload
 
 pytestmark = pytest.mark.slow  # each fixture is a search
 
 TOKENS = "max_num_batched_tokens"
-SERVERS = ("--fleet", "fleet.yaml", "--tuning", "tuning.json", "--trace", "window.jsonl")
+SERVERS = ("--fleet", "fleet.yaml", "--tuning", "tuning.json", "--trace", "trace.jsonl")
 SHOWN = ("goodput_rps", "throughput_rps", "ttft_p95_s", "mtpot_p95_s", "e2e_mean_s")
 
 
 @pytest.fixture(scope="module")
 def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tuned fleet of two kinds of servers, and the window of its trace that was held out."""
+    """A tuned fleet of two kinds of servers, and its trace."""
     here = tmp_path_factory.mktemp("tuned")
     space = TUNE | {"request_rate_rps": 15.0, "routers": ["by-law"], "trials": 24}
     for name, times in (("few", FEW), ("short", SHORT)):
@@ -42,10 +39,6 @@ def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(here)
         tune = ("tune", fleet, "--trace", "trace.jsonl", "--jobs", "1")
         assert llmctl(*tune) in (0, 5)  # few trials may keep no limits
-    first, *others = open_fleet(fleet).kinds
-    trace, _ = read_trace(here / "trace.jsonl")
-    [window] = make_workload(first.recipe, first.fit, trace, others).windows.held_out
-    write_trace(window.trace, here / "window.jsonl")
     return here
 
 
@@ -68,13 +61,14 @@ def test_a_fleet_is_simulated_exactly_as_it_was_tuned(
 ) -> None:
     best = tuned.recommended
     assert best.parameters[TOKENS] != best.kind_parameters["short"][TOKENS]
-    found = simulated(capsys, *SERVERS, "--no-fit-lengths")
+    found = simulated(capsys, *SERVERS, "--rate", tuned.request_rate_rps)
     for name in SHOWN:
-        assert found[name] == pytest.approx(best.metrics[name], rel=1e-6), name
+        assert found[name] == best.metrics[name], name
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert found["kind_parameters"] == best.kind_parameters
     assert (found["sla"], found["seed"], found["workers"]) == (tuned.sla, tuned.seed, 3)
-    plain = simulated(capsys, "--fleet", "fleet.yaml", "--policy", "vllm", *SERVERS[-2:])
+    rate = ("--rate", tuned.request_rate_rps)
+    plain = simulated(capsys, "--fleet", "fleet.yaml", "--policy", "vllm", *SERVERS[-2:], *rate)
     assert plain["goodput_rps"] != found["goodput_rps"]
 
 
@@ -99,11 +93,11 @@ def test_options_replace_what_was_tuned(tuned: Tuning, capsys: pytest.CaptureFix
 def test_compare_shows_the_tuned_servers_at_several_rates(
     tuned: Tuning, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert llmctl("compare", *SERVERS, "--no-fit-lengths", "--rate", "10,25", "--json") == 0
+    assert llmctl("compare", *SERVERS, "--rate", "10,25", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["policy"] for run in runs] == ["vllm", "vllm"]
     assert runs[0]["parameters"] == tuned.recommended.parameters
-    words = (*SERVERS, "--no-fit-lengths", "--rate", "25")
+    words = (*SERVERS, "--rate", "25")
     assert runs[1]["metrics"]["e2e_mean_s"] == simulated(capsys, *words)["e2e_mean_s"]
 
 
@@ -137,7 +131,7 @@ def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
     def without(outcome: Outcome) -> Outcome:
         return outcome.model_copy(update={"kind_parameters": {}})
 
-    older = {name: without(getattr(tuned, name)) for name in ("best_held_out", "defaults_held_out")}
+    older = {name: without(getattr(tuned, name)) for name in ("best", "defaults")}
     write_file(tuned.model_copy(update=older), tmp_path / "older.json")
     found = simulated(capsys, *SERVERS, "--tuning", tmp_path / "older.json")
     assert found["parameters"] == tuned.recommended.parameters
@@ -188,6 +182,9 @@ def test_a_recipe_is_simulated_as_it_was_tuned(
     best = made.recommended
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert (found["sla"], found["seed"], found["workers"]) == (made.sla, 4, made.workers)
+    again = simulated(capsys, *words, "--rate", made.request_rate_rps)
+    for name in ("goodput_rps", "throughput_rps", "e2e_mean_s", *made.sla):
+        assert again[name] == best.metrics[name], name
     assert simulated(capsys, *words, "--workers", "3")["workers"] == 3
     assert llmctl("compare", *words, "--policies", f"fcfs,{best.policy}", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]

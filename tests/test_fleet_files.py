@@ -244,7 +244,7 @@ def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, ca
     assert tuned["cost"]["usd_per_hour"] == 7.0
     routers = {trial["outcome"]["replica_router"]["name"] for trial in tuned["trials"]}
     assert routers == {"round-robin", "by-law"}
-    chosen = tuned["defaults_held_out" if tuned["keep_defaults"] else "best_held_out"]
+    chosen = tuned["defaults" if tuned["keep_defaults"] else "best"]
     plan, _ = plan_from(servers, None, Path("tuning.json"))
     assert plan.replica_router is not None
     assert plan.replica_router.name == chosen["replica_router"]["name"]

@@ -97,8 +97,8 @@ def test_an_allowed_broken_limit_is_a_warning_and_stays_in_the_plan(
     assert told.source.startswith(
         "predicted to break 1 of 2 limits: ttft_p99_s is 31.7 s (at most 2 s); simulated"
     )
-    assert plan.explained["policy"].source == "trial 2 of 3; it breaks limits, held out"
-    assert "goodput, held out" not in "".join(one.source for one in plan.explained.values())
+    assert plan.explained["policy"].source == "trial 2 of 3; it breaks limits"
+    assert "% goodput" not in "".join(one.source for one in plan.explained.values())
     assert "1 of 2 kept" in out
     refused(capsys, "plan.json", "render", "plan.json", "--target", "local")
     assert llmctl("render", "plan.json", "--target", "local", allowed) == 0
@@ -228,11 +228,11 @@ def test_the_report_shows_broken_limits_and_recommends_nothing() -> None:
     assert llmctl("render", *GIVEN, "--force") == 0
     page = report(gather("recipe.yaml"))
     assert "53.1" not in page
-    assert "do not serve this: the best breaks limits on the held-out windows" in page
+    assert "do not serve this" in page
     assert page.count("31.7 s") >= 3  # the tuning's table, the plan's, and the plan's explanation
     write_tuning(1.8, gain_percent=53.1)
     assert llmctl("render", *GIVEN) == 0
-    assert "gain over the defaults, held out: +53.1 % goodput" in report(gather("recipe.yaml"))
+    assert "+53.1 % goodput" in report(gather("recipe.yaml"))
 
 
 @pytest.mark.usefixtures("files")

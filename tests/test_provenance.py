@@ -91,8 +91,8 @@ def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, kee
     made = tuning(
         {},
         trials=found,
-        defaults_held_out=outcomes[0],
-        best_held_out=outcomes[-1],
+        defaults=outcomes[0],
+        best=outcomes[-1],
         keep_defaults=keep,
     )
     return made.model_copy(update={"workers": recipe.workers, **HEAD})
@@ -149,7 +149,7 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
     for name in start:
         source = explained[name].source
         if tried[name] != start[name]:
-            assert source == "trial 1 of 2: +12.5 % goodput, held out"
+            assert source == "trial 1 of 2: +12.5 % goodput"
         else:
             assert source == ("recipe" if name in own else f"default of policy '{policy}'")
     back = tuned_to(recipe, policy, [tried, dict(start)], keep=False)
@@ -157,14 +157,9 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
     for name in start:
         came_back = tried[name] != start[name]
         origin = "recipe" if name in own else f"default of policy '{policy}'"
-        assert explained[name].source == (
-            "trial 0 of 3: +12.5 % goodput, held out" if came_back else origin
-        )
+        assert explained[name].source == ("trial 0 of 3: +12.5 % goodput" if came_back else origin)
     kept = plan_of(recipe, tuned_to(recipe, policy, [tried], keep=True)).explained
-    assert (
-        kept["policy"].source
-        == "kept: no trial of 2 did better than the recipe's settings, held out"
-    )
+    assert kept["policy"].source == "kept: no trial of 2 did better than the recipe's settings"
     for name in start:
         assert kept[name].source == ("recipe" if name in own else f"default of policy '{policy}'")
 

@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
         port = free.getsockname()[1]
     recipe = computes_nothing("own", tune="windows: 2, held_out_windows: 2, draws: 2", port=port)
     (tmp_path / RECIPE).write_text(recipe, encoding="utf-8")
-    write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 40) for k in range(80)], tmp_path / TRACE)
+    write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 40) for k in range(240)], tmp_path / TRACE)
     return tmp_path
 
 
@@ -98,8 +98,8 @@ def test_the_lines_of_your_own_model_run_to_the_end(folder: Path):
         assert ran.returncode == 0, ran.stderr
     report = json.loads((folder / "bench.json").read_text())
     assert (report["requests"], report["answered"], report["failures"], report["wrong_length"]) == (
-        80,
-        80,
+        240,
+        240,
         {},
         0,
     )

@@ -17,7 +17,7 @@ from toolkit.report.verdict import FEW_REQUESTS
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import fit_windows, prepare, scale_rate
-from toolkit.tuning.evaluate import make_workload
+from toolkit.tuning.workload import make_workload
 
 NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
 GPU_RECIPES = [

@@ -15,10 +15,10 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import make_world
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import make_workload
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import make_workload
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 
@@ -133,8 +133,8 @@ def test_tune_searches_its_flags() -> None:
         HEAD,
         lambda best: None,
     )
-    assert found.best_held_out.policy == "vllm"
-    assert found.best_held_out.parameters.keys() == {
+    assert found.best.policy == "vllm"
+    assert found.best.parameters.keys() == {
         "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "watermark"
     }  # fmt: skip
     assert len({trial.outcome.parameters["max_num_seqs"] for trial in found.trials}) > 1

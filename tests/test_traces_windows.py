@@ -1,15 +1,29 @@
-"""Windows do not overlap, are spread over the trace, and depend on nothing but the seed."""
+"""Windows do not overlap, cover the trace's loads with the busiest stretch among the search's, may
+start warm, and depend on nothing but the seed.
+"""
 
 import itertools
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
+from toolkit.sched.policies import make_any
+from toolkit.sim.api import simulate
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import COVERED, cut, fit_windows, scale_rate, split_windows
+from toolkit.traces.windows import (
+    COVERED,
+    TraceWindow,
+    cut,
+    fit_windows,
+    scale_rate,
+    split_windows,
+)
+from toolkit.tuning.evaluate import make_world
 
 
 def trace_of(arrivals) -> Trace:
@@ -43,38 +57,113 @@ def test_a_cut_without_requests_is_an_input_error():
         cut(STEADY, 200, 210)
 
 
+def in_time(*lists: list[TraceWindow]) -> list[TraceWindow]:
+    return sorted(itertools.chain(*lists), key=lambda window: window.start_s)
+
+
+def tokens(window: TraceWindow) -> int:
+    """Of traces with equally long prompts and outputs, such as STEADY."""
+    return int(window.trace.prompt_tokens[window.trace.warmup :].sum())
+
+
 @given(
     search=st.integers(0, 6),
     held_out=st.integers(0, 6),
     seed=st.integers(0, 2**32),
     share=st.floats(0.1, 1),
 )
-def test_windows_are_disjoint_spread_and_as_many_as_given(search, held_out, seed, share):
+def test_windows_are_disjoint_and_as_many_as_given(search, held_out, seed, share):
     count = search + held_out
     if count == 0:
         return
     window_s = share * 100 / count
     searched, held = split_windows(STEADY, window_s, search, held_out, seed)
     assert (len(searched), len(held)) == (search, held_out)
-    windows = sorted(searched + held, key=lambda window: window.start_s)
-    assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(windows))
-    part_s = 100 / count
-    assert [int((w.start_s + w.end_s) / 2 / part_s) for w in windows] == list(range(count))
+    windows = in_time(searched, held)
+    pairs = itertools.pairwise(windows)
+    assert all(before.end_s <= after.start_s for before, after in pairs)
+    assert all(0 <= w.start_s < w.end_s <= 100 for w in windows)
+    assert [w.end_s - w.start_s for w in windows] == pytest.approx([window_s] * count)
     requests = [length for window in windows for length in window.trace.prompt_tokens.tolist()]
     assert len(requests) == len(set(requests))
 
 
-def test_the_two_kinds_take_turns():
-    searched, held = split_windows(STEADY, 10, 2, 2, seed=0)
-    starts = sorted(
-        [(w.start_s, "search") for w in searched] + [(w.start_s, "held out") for w in held]
-    )
-    kinds = [kind for _, kind in starts]
-    assert kinds in (["search", "held out"] * 2, ["held out", "search"] * 2)
+@given(
+    rates=st.lists(st.sampled_from([1.0, 3.0, 9.0, 40.0]), min_size=12, max_size=40),
+    search=st.integers(1, 4),
+    held_out=st.integers(0, 4),
+    seed=st.integers(0, 9),
+)
+def test_the_busiest_stretch_is_searched(rates, search, held_out, seed):
+    """The trace's rate changes every 10 s; so do the stretches, which are 10 s long."""
+    gaps = np.concatenate([np.full(int(10 * rate), 1 / rate) for rate in rates])
+    arrivals = np.cumsum(gaps) - gaps[0]
+    ones = np.ones(len(arrivals), dtype=np.int64)
+    trace = Trace(arrivals, ones, ones, 0 * ones)
+    searched, held = split_windows(trace, 10.0, search, held_out, seed)
+    busiest = max(len(window.trace) for window in searched)
+    assert busiest >= 0.95 * 10 * max(rates)
+    assert busiest >= max((len(window.trace) for window in held), default=0)
+
+
+def test_the_windows_cover_the_quantiles_of_the_load_and_the_roles_alternate():
+    """Load rises with time: of 20 stretches the last is the busiest."""
+    searched, held = split_windows(STEADY, 5, 2, 2, seed=3)
+    by_load = sorted([*searched, *held], key=tokens, reverse=True)
+    assert by_load == in_time(searched, held)[::-1]
+    assert [window in searched for window in by_load] == [True, False, True, False]
+    assert by_load[0].end_s == pytest.approx(100)
+    # of the 19 others, one from each third of the distribution
+    places = [round(window.start_s / 5) for window in by_load[1:]]
+    thirds = [range(13, 19), range(7, 13), range(7)]
+    assert all(place in third for place, third in zip(places, thirds, strict=True))
+
+
+@pytest.mark.parametrize(("search", "held_out"), [(1, 3), (3, 1), (4, 2), (2, 5)])
+def test_the_roles_are_dealt_evenly_from_the_busiest_on(search, held_out):
+    searched, held = split_windows(STEADY, 5, search, held_out)
+    by_load = sorted([*searched, *held], key=tokens, reverse=True)
+    roles = [window in searched for window in by_load]
+    assert roles[0]
+    for first in range(1, len(roles) + 1):  # no role is ahead of its share by a window
+        assert abs(sum(roles[:first]) - first * search / len(roles)) < 1
+
+
+def test_a_warm_up_is_what_comes_before_a_window():
+    for wish in (4, 25):
+        cold = fit_windows(STEADY, wish, 2, 2, seed=1)
+        warm = fit_windows(STEADY, wish, 2, 2, seed=1, warm=True)
+        plain, warmed = in_time(cold.search, cold.held_out), in_time(warm.search, warm.held_out)
+        for one, other in zip(plain, warmed, strict=True):
+            assert (one.start_s, one.end_s) == (other.start_s, other.end_s)
+            assert one.trace.warmup == 0
+            counted = other.trace.prompt_tokens[other.trace.warmup :]
+            assert counted.tolist() == one.trace.prompt_tokens.tolist()
+            assert other.trace.counted == len(one.trace)
+            # as long as the window, or from the trace's beginning
+            begin_s = max(other.start_s - wish, 0.0)
+            before = (STEADY.arrival_s >= begin_s) & (STEADY.arrival_s < other.start_s)
+            assert other.trace.warmup == before.sum()
+            first = STEADY.prompt_tokens[before]
+            assert other.trace.prompt_tokens[: other.trace.warmup].tolist() == first.tolist()
+        assert any(window.trace.warmup for window in warmed)
+
+
+def test_a_cut_with_a_warm_up_counts_its_times_from_the_warm_up():
+    window = cut(STEADY, 10, 12, warm_s=1)
+    assert window.arrival_s.tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert (window.warmup, window.counted) == (2, 4)
+    # a shorter part of it still has it
+    assert (cut(window, 0, 2).warmup, len(cut(window, 0, 2))) == (2, 4)
+    assert window.take(slice(1, 4)).warmup == 0
+    # without requests before it there is nothing to warm up with
+    assert cut(STEADY, 0, 2, warm_s=5).warmup == 0
 
 
 def test_windows_depend_on_the_seed_alone():
-    first, same, other = (split_windows(STEADY, 10, 2, 2, seed)[0][0].start_s for seed in (1, 1, 2))
+    first, same, other = (
+        [w.start_s for w in in_time(*split_windows(STEADY, 2, 2, 2, seed))] for seed in (1, 1, 2)
+    )
     assert first == same
     assert first != other
 
@@ -90,7 +179,8 @@ def test_a_window_without_requests_is_an_input_error_that_counts_them():
     with pytest.raises(InputError) as caught:
         split_windows(trace_of([0, 1, 100]), 10, 2, 2, seed=0)
     assert caught.value.message.startswith("t.csv: no request arrives in ")
-    assert caught.value.message.endswith("one of 2 + 2 windows of 10 s (3 requests in 100 s)")
+    assert "9 of 10 stretches" in caught.value.message
+    assert "3 requests" in caught.value.message
     assert caught.value.hint.startswith("give a longer trace, longer windows (--window)")
 
 
@@ -119,7 +209,7 @@ def test_windows_that_would_be_empty_are_made_longer():
     found = fit_windows(sparse, 2, 2, 2)
     assert found.seconds == found.longest_s == 200
     assert found.trace.notes == (
-        "windows of 200 s instead of 2 s: t.csv has no request in one of these at 0.1 requests/s",
+        "windows of 200 s instead of 2 s: t.csv has no request in most of these at 0.1 requests/s",
     )
     with pytest.raises(InputError, match="no request arrives in"):
         fit_windows(trace_of([0, 1, 100]), 10, 2, 2)
@@ -150,3 +240,14 @@ def test_every_wished_length_gives_windows_at_every_rate(gaps, rate, search, hel
 def test_impossible_windows_are_refused(window_s, search, held_out):
     with pytest.raises(InputError, match="cannot be cut"):
         split_windows(STEADY, window_s, search, held_out)
+
+
+def test_simulate_counts_only_the_requests_after_the_warm_up():
+    policy = make_any("slice", {})
+    world = make_world(samples.recipe(), samples.fit())
+    whole = simulate(STEADY, policy, world)
+    warm = simulate(replace(STEADY, warmup=120), make_any("slice", {}), world)
+    assert warm.metrics({})["requests"] == STEADY.counted - 120 == 81
+    for column in fields(whole.served):
+        every, counted = getattr(whole.served, column.name), getattr(warm.served, column.name)
+        assert counted.tolist() == every[120:].tolist()

@@ -1,5 +1,5 @@
-"""The tuner: same bytes for the same seed, the defaults as trial 0, a verdict on other windows, and
-a resumed search.
+"""The tuner: same bytes for the same seed, the defaults as trial 0, a verdict on the whole trace,
+and a resumed search. What is recommended is in test_tuning_judge.
 """
 
 from itertools import pairwise
@@ -16,13 +16,12 @@ from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import prepare
+from toolkit.tuning.capacity import rate_capacity
 from toolkit.tuning.evaluate import (
     CandidateLimits,
     Evaluation,
     EvaluationSetup,
     Task,
-    capacity_rps,
-    make_workload,
     make_world,
 )
 from toolkit.tuning.executor import (
@@ -35,6 +34,7 @@ from toolkit.tuning.executor import (
 )
 from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import in_process, make_workload, own_settings, whole_setup
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4, "policies": ["own"]}
@@ -103,14 +103,15 @@ def test_the_other_policies_defaults_come_next(searched):
     assert searched.trials[2].outcome.parameters == defaults(PastFuturePolicy)
 
 
-def test_every_policy_is_searched_and_judged_held_out(searched):
+def test_every_policy_is_searched_and_judged_on_the_whole_trace(searched):
     assert [one.policy for one in searched.policies] == ["slice", "sequence", "past-future"]
     assert sum(one.trials for one in searched.policies) == len(searched.trials)
+    assert (searched.judged.whole, searched.judged.requests) == (True, 2000)
+    tried = [trial.outcome for trial in searched.trials] + searched.further
     for one in searched.policies:
-        best = searched.trials[one.best_trial].outcome
-        assert (best.policy, best.parameters) == (one.held_out.policy, one.held_out.parameters)
-    held_out = [one.held_out for one in searched.policies]
-    assert searched.best_held_out in held_out
+        assert one.judged_requests == one.outcome.metrics["requests"] == 2000
+        assert any(other.same_settings(one.outcome) for other in tried)
+    assert searched.best in [one.outcome for one in searched.policies]
 
 
 def test_a_policy_that_the_engine_cannot_serve_is_searched_with_its_refusal(searched):
@@ -143,28 +144,28 @@ def test_no_trial_beats_a_trial_of_the_front(searched):
 
 def test_the_best_is_feasible_if_any_trial_is_and_has_the_most_goodput(tuned):
     feasible = [t for t in tuned.trials if t.feasible] or tuned.trials
-    best = [t for t in feasible if t.outcome.parameters == tuned.best_held_out.parameters]
+    best = [t for t in feasible if t.outcome.parameters == tuned.best.parameters]
     assert best[0].outcome.metrics["goodput_rps"] >= 0.999 * max(
         t.outcome.metrics["goodput_rps"] for t in feasible
     )
 
 
-def test_verdict_windows_are_not_search_windows(tuned):
+def test_windows_of_the_draws_are_not_search_windows(tuned):
     spans = sorted((w.start_s, w.end_s) for w in tuned.search_windows + tuned.held_out_windows)
     assert len(spans) == 8
     assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
 def test_gain_and_binding_target_follow_from_the_verdict(tuned):
-    before, after = (
-        o.metrics["goodput_rps"] for o in (tuned.defaults_held_out, tuned.best_held_out)
-    )
+    before, after = (o.metrics["goodput_rps"] for o in (tuned.defaults, tuned.best))
     assert tuned.gain_percent == pytest.approx(100 * (after / before - 1))
     assert tuned.binding_sla in tuned.sla
     assert tuned.binding_ratio == tuned.usage[tuned.binding_sla]
-    assert tuned.keep_defaults == (
-        tuned.best_held_out.parameters == tuned.defaults_held_out.parameters or after < before
-    )
+    recommended = tuned.defaults if tuned.keep_defaults else tuned.best
+    assert tuned.recommended == recommended
+    kept = {limit.name: limit for limit in tuned.limits}
+    for key, limit in tuned.sla.items():
+        assert kept[key].predicted == pytest.approx(tuned.usage[key] * limit)
 
 
 def test_sensitivity_sweeps_every_searched_parameter(tuned):
@@ -282,13 +283,16 @@ def test_requests_that_arrive_at_once_cannot_be_cut_into_windows():
     assert caught.value.message.startswith("burst.csv: all 9 requests arrive at once")
 
 
+@pytest.mark.slow
 def test_load_is_relative_to_the_capacity_of_the_untuned_policy():
-    recipe, fit = samples.recipe(), samples.fit()
+    recipe, fit = samples.recipe(tune={"load": 0.5}), samples.fit()
     workload = make_workload(recipe, fit, trace())
-    capacity = capacity_rps(recipe, make_world(recipe, fit), prepare(trace(), recipe))
-    assert workload.rate_rps == pytest.approx(capacity, abs=1e-3)
+    setup = whole_setup(make_world(recipe, fit), prepare(trace(), recipe), recipe, "slice")
+    capacity = rate_capacity(setup, own_settings(recipe), in_process)
+    assert workload.rate_rps == pytest.approx(0.5 * capacity.load, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> None:
     recipe = samples.recipe(
         engine={"name": "transformers"}, tune=TUNE | {"load": None, "request_rate_rps": 5.0}

@@ -25,8 +25,6 @@ from toolkit.tuning.evaluate import (
     EvaluationSetup,
     SimulatedWindow,
     Task,
-    Workload,
-    make_workload,
     make_world,
 )
 from toolkit.tuning.executor import (
@@ -41,6 +39,7 @@ from toolkit.tuning.executor import (
 from toolkit.tuning.search import most_good
 from toolkit.tuning.studies import STOPPED, Studies
 from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.workload import Workload, make_workload
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 LIMITS = CandidateLimits(max_oom_percent=1.0)
@@ -80,7 +79,7 @@ def window(requests: int, late: int, **metrics: float) -> SimulatedWindow:
 def test_it_is_hopeless_where_more_are_late_than_all_windows_may_have(
     late: int, hopeless: bool
 ) -> None:
-    task = Task(setup(), "slice", stops_early=True)
+    task = Task(setup(), "slice", stops_above=1.0)
     assert task.hopeless([window(100, late)]) is hopeless
     # with 20 of 200 late, all others in time keep the limit; one more late breaks it
     whole = task.sum_up([window(100, late), window(100, 0)])
@@ -103,7 +102,7 @@ def test_it_is_hopeless_where_more_are_late_than_all_windows_may_have(
 def test_each_limit_is_judged_as_if_the_other_windows_were_perfect(
     limits: CandidateLimits, sla: dict[str, float], first: dict[str, float], hopeless: bool
 ) -> None:
-    task = Task(setup(sla=sla, limits=limits), "slice", stops_early=True)
+    task = Task(setup(sla=sla, limits=limits), "slice", stops_above=1.0)
     late = int(first.pop("late", 0))
     if "ttft_mean_s" in sla:  # of the first window, 2 s and 0.5 s; the other has zeros
         assert ((late * 2.0 + (100 - late) * 0.5) / 200 > 0.9) is hopeless
@@ -116,8 +115,8 @@ def test_refusals_count_where_the_front_refuses(refused: float, hopeless: bool) 
     front = Routing.of_front(make_router("round-robin", {}), LatencyLimits.of(SLA))
     refuses = replace(where, world=replace(where.world, routing=front))
     results = [window(100, 0, refused=refused)]
-    assert Task(refuses, "slice", stops_early=True).hopeless(results) is hopeless
-    assert not Task(where, "slice", stops_early=True).hopeless(results)
+    assert Task(refuses, "slice", stops_above=1.0).hopeless(results) is hopeless
+    assert not Task(where, "slice", stops_above=1.0).hopeless(results)
 
 
 def test_whatever_the_other_windows_give_a_hopeless_task_breaks_a_limit() -> None:
@@ -126,7 +125,7 @@ def test_whatever_the_other_windows_give_a_hopeless_task_breaks_a_limit() -> Non
     found = 0
     for _ in range(100):
         sizes = rng.integers(5, 60, 4).tolist()
-        task = Task(setup(sizes, limits=limits), "slice", stops_early=True)
+        task = Task(setup(sizes, limits=limits), "slice", stops_above=1.0)
         late = [int(n * share) for n, share in zip(sizes, rng.random(4) ** 3, strict=True)]
         evicted = rng.exponential(8.0, 4)
         results = [
@@ -143,12 +142,12 @@ def test_whatever_the_other_windows_give_a_hopeless_task_breaks_a_limit() -> Non
 def test_without_limits_and_on_the_last_window_nothing_ends_early() -> None:
     results = [window(100, 100), window(100, 100)]
     assert not Task(setup(), "slice").hopeless(results[:1])
-    assert not Task(setup(), "slice", stops_early=True).hopeless(results)
+    assert not Task(setup(), "slice", stops_above=1.0).hopeless(results)
 
 
 def test_an_attainment_that_the_confidence_bound_alone_breaks_is_not_hopeless() -> None:
     limits = replace(LIMITS, min_attainment_percent=94.0)
-    task = Task(setup(limits=limits), "slice", stops_early=True)
+    task = Task(setup(limits=limits), "slice", stops_above=1.0)
     whole = task.sum_up([window(100, 10), window(100, 0)])
     assert whole.usage(limits)[ATTAINMENT] > 1.0
     assert not task.hopeless([window(100, 10)])
@@ -156,7 +155,7 @@ def test_an_attainment_that_the_confidence_bound_alone_breaks_is_not_hopeless() 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
 def test_the_order_in_which_windows_are_done_changes_nothing(order: list[int]) -> None:
-    task = Task(setup((100, 100, 100)), "slice", stops_early=True)
+    task = Task(setup((100, 100, 100)), "slice", stops_above=1.0)
     results = [window(100, 40), window(100, 0), window(100, 90)]
     pieces = Pieces([task])
     all_pieces = list(pieces)
@@ -169,7 +168,7 @@ def test_the_order_in_which_windows_are_done_changes_nothing(order: list[int]) -
 
 def test_windows_of_a_task_that_has_ended_are_not_given_out() -> None:
     where = setup((100, 100, 100))
-    pieces = Pieces([Task(where, "slice", stops_early=True) for _ in range(2)])
+    pieces = Pieces([Task(where, "slice", stops_above=1.0) for _ in range(2)])
     given = iter(pieces)
     first = next(given)
     assert len(list(pieces.add(first, window(100, 90)))) == 1
@@ -185,7 +184,7 @@ class Whole(InProcessRunner):
     """Ends nothing early."""
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-        return super().run([replace(task, stops_early=False) for task in tasks])
+        return super().run([replace(task, stops_above=None) for task in tasks])
 
 
 def run(runner: Runner, **changes: object) -> Tuning:
@@ -267,7 +266,7 @@ def test_a_resumed_search_ends_the_same_trials(
 
 def test_what_ended_early_is_never_taken_for_all_windows(tmp_path: Path) -> None:
     where = setup((60, 60), {"ttft_p90_s": 1e-6})
-    task, whole = Task(where, "slice", stops_early=True), Task(where, "slice")
+    task, whole = Task(where, "slice", stops_above=1.0), Task(where, "slice")
     runner = Remembering(InProcessRunner(), JournalFile(tmp_path / "kept", "same"))
     [first] = collect(runner, [task])
     [second] = collect(runner, [whole])
@@ -293,7 +292,7 @@ class Kept:
 @pytest.mark.slow
 def test_a_database_has_it_as_a_pruned_trial(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    task = Task(setup((60, 60), {"ttft_p90_s": 1e-6}), "slice", stops_early=True)
+    task = Task(setup((60, 60), {"ttft_p90_s": 1e-6}), "slice", stops_above=1.0)
     [found] = collect(Remembering(InProcessRunner(), Studies(url, "test", "one")), [task])
     storage = optuna.storages.RDBStorage(url)
     [name] = optuna.get_all_study_names(storage)

@@ -31,13 +31,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import world_of
 from toolkit.traces.generate import Arrivals, generate, parse_lengths
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import (
-    CandidateLimits,
-    Evaluation,
-    EvaluationSetup,
-    Task,
-    make_workload,
-)
+from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import InProcessRunner, collect
 from toolkit.tuning.fleet_size import (
     Counts,
@@ -49,6 +43,7 @@ from toolkit.tuning.fleet_size import (
     tune_fleet_to_size,
 )
 from toolkit.tuning.tune import Inputs
+from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.4, "mtpot_p90_s": 0.4}
 BUSY: dict[str, Any] = {"request_rate_rps": 240.0}  # more than one fast server serves

@@ -26,12 +26,13 @@ from toolkit.gateway.launch import kinds_of_replicas
 from toolkit.report.material import gather
 from toolkit.report.page import summary_section
 from toolkit.traces.generate import Arrivals, generate, parse_lengths
-from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task, make_workload
+from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, collect
 from toolkit.tuning.fleet_size import FleetCounts, Mixes
 from toolkit.tuning.search import ALIKE
 from toolkit.tuning.spaces import with_kinds
 from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p95_s": 2.0, "mtpot_p95_s": 0.08}
 TUNE = {
@@ -94,13 +95,11 @@ def same_for_all(setup: EvaluationSetup) -> list[Evaluation]:
 
 def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: Tuning) -> None:
     given = unlike()
-    first, second = budgets(tuned.best_held_out)
+    first, second = budgets(tuned.best)
     assert second < 190 < 256 < first
     assert tuned.keeps_limits
     assert not tuned.keep_defaults
-    best, before = (
-        each.metrics["goodput_rps"] for each in (tuned.best_held_out, tuned.defaults_held_out)
-    )
+    best, before = (each.metrics["goodput_rps"] for each in (tuned.best, tuned.defaults))
     setup = given.setup("held out", given.workload.windows.held_out)
     same = same_for_all(setup)
     assert not any(each.feasible(setup.limits) for each in same)
@@ -142,7 +141,7 @@ def test_counts_are_tried_with_the_flags_of_each_kind(tuned: Tuning) -> None:
     evaluate = partial(collect, InProcessRunner())
     sizes = FleetCounts(unlike(), Mixes((), ()), evaluate, lambda more: None)
     recipes = Outcome(policy="vllm", parameters=VLLM["parameters"], metrics={})
-    judged = [sizes.judged("recipe", recipes), sizes.judged("tuned", tuned.best_held_out)]
+    judged = [sizes.judged("recipe", recipes), sizes.judged("tuned", tuned.best)]
     assert [sizes.keeps(each, (1, 2)) for each in judged] == [False, True]
     assert judged[1].work.allows((1, 2))
 
@@ -175,8 +174,8 @@ def test_a_plan_starts_each_kind_with_the_flags_that_were_found(
     servers: Path, tuned: Tuning
 ) -> None:
     plan = plan_of(servers, tuned)
-    assert of_plan(plan) == budgets(tuned.best_held_out)
-    assert plan.predicted == tuned.best_held_out.metrics
+    assert of_plan(plan) == budgets(tuned.best)
+    assert plan.predicted == tuned.best.metrics
     source = plan.explained["short: max_num_batched_tokens"].source
     assert source == plan.explained["max_num_batched_tokens"].source
     assert source.startswith("trial ")
@@ -193,15 +192,15 @@ def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
     servers: Path, tuned: Tuning
 ) -> None:
     content = json.loads(file_text(tuned))
-    outcomes = [content[key] for key in ("defaults_held_out", "best_held_out", "in_turn")]
+    outcomes = [content[key] for key in ("defaults", "best", "in_turn")]
     outcomes += [trial["outcome"] for trial in content["trials"]]
-    outcomes += [result["held_out"] for result in content["policies"]]
+    outcomes += [result["outcome"] for result in content["policies"]]
     for outcome in outcomes:
         assert outcome.pop("kind_parameters")
     older = Tuning.model_validate(content)
     assert "kind_parameters" not in file_text(older)
     plan = plan_of(servers, older)
-    assert of_plan(plan) == [budgets(tuned.best_held_out)[0], 512]
+    assert of_plan(plan) == [budgets(tuned.best)[0], 512]
     assert plan.explained["short: max_num_batched_tokens"].source.endswith("; not tuned")
 
 
@@ -212,7 +211,7 @@ def test_flags_are_set_for_all_kinds_or_for_one(servers: Path, tuned: Tuning) ->
     assert (of_plan(plan), of_plan(plan, "watermark")) == ([300, 80], [0.1, 0.0])
     assert plan.explained["short: max_num_batched_tokens"].source == "set by --set"
     assert not plan.predicted  # other settings than the tuned ones
-    best = tuned.best_held_out
+    best = tuned.best
     same = dict(best.parameters) | {
         f"short.{name}": value for name, value in best.kind_parameters["short"].items()
     }
@@ -257,15 +256,13 @@ def test_every_kinds_flags_are_shown(
     show(tuned)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    found = budgets(tuned.best_held_out)[1]
+    found = budgets(tuned.best)[1]
     assert re.search(rf"^ *short\.max_num_batched_tokens +512 +{found} *$", out, re.MULTILINE)
     assert any(one.parameter == "short.max_num_batched_tokens" for one in tuned.sensitivity)
     plan = plan_of(servers, tuned)
     write_file(plan, servers.with_name("plan.json"))
     facts = dict(summary_section(gather(servers.with_name("plan.json"))).facts)
-    assert (
-        f"max_num_batched_tokens {budgets(tuned.best_held_out)[1]}" in facts["Parameters of short"]
-    )
+    assert f"max_num_batched_tokens {budgets(tuned.best)[1]}" in facts["Parameters of short"]
 
 
 def test_a_long_name_of_a_kind_is_readable_at_80_columns(

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import samples
 from test_tuning import HEAD
@@ -23,9 +22,11 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.replicas import ServedKind, traits_of_kinds
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import Evaluation, Task, make_workload, make_world
+from toolkit.tuning.costs import served_rps
+from toolkit.tuning.evaluate import Evaluation, Task, make_world
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
+from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
 TUNE = {"trials": 5, "draws": 0, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
@@ -127,13 +128,13 @@ def test_wrong_names_get_the_valid_ones(
 def test_the_search_finds_the_router_that_knows_what_is_cached(
     routed: Tuning, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best, in_turn = routed.best_held_out, routed.in_turn
+    best, in_turn = routed.best, routed.in_turn
     assert best.replica_router is not None
     assert best.replica_router.name in ("prefix", "by-law")
     assert in_turn is not None
     assert in_turn.parameters == best.parameters
     assert best.metrics["hit_percent"] > in_turn.metrics["hit_percent"]
-    assert {one.held_out.replica_router.name for one in routed.policies} == {
+    assert {one.outcome.replica_router.name for one in routed.policies} == {
         "round-robin",
         "prefix",
         "by-law",
@@ -143,7 +144,7 @@ def test_the_search_finds_the_router_that_knows_what_is_cached(
     )
     show(routed)
     shown = capsys.readouterr().out
-    assert "each router's best trial" in shown
+    assert "each router's best settings" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert Tuning.model_validate_json(routed.model_dump_json()) == routed
 
@@ -153,7 +154,7 @@ def test_where_nothing_is_shared_and_load_is_low_there_is_nothing_to_gain() -> N
     low = TUNE | {"routers": ["prefix"], "request_rate_rps": 2.0, "trials": 3}
     given = inputs(shared=False, tune=low)
     result = tune(given, InProcessRunner(), HEAD, lambda best: None)
-    assert result.best_held_out.replica_router == RouterSpec()
+    assert result.best.replica_router == RouterSpec()
     assert any(line.startswith("nothing to gain from a router") for line in verdict(result))
 
 
@@ -224,10 +225,8 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     assert cost is not None
     assert cost.usd_per_hour == 6.0
     prices = (cost.usd_per_million_in, cost.usd_per_million_cached, cost.usd_per_million_out)
-    windows = given.workload.windows.held_out
     prompt, output = (
-        np.concatenate([getattr(window.trace, name) for window in windows]).mean()
-        for name in ("prompt_tokens", "output_tokens")
+        getattr(given.workload.trace, name).mean() for name in ("prompt_tokens", "output_tokens")
     )
     cached = prompt * metrics["hit_percent"] / 100
     spent = sum(
@@ -236,7 +235,7 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
         if price is not None
     )
     assert spent == pytest.approx(cost.usd_per_million_requests)
-    assert spent * metrics["throughput_rps"] * 3600 / 1e6 == pytest.approx(6.0)
+    assert spent * served_rps(metrics) * 3600 / 1e6 == pytest.approx(6.0)
     assert prices[1] is not None
     assert prices[0] is not None
     assert prices[1] < prices[0]
@@ -248,7 +247,7 @@ def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_
     sla = {"ttft_p90_s": 0.05}
     bounded = TUNE | {"max_refused_percent": 5.0, "routers": ["own"], "trials": 1}
     found = tune(inputs(sla, tune=bounded), InProcessRunner(), HEAD, lambda best: None)
-    refused = found.best_held_out.metrics["refused_percent"]
+    refused = found.best.metrics["refused_percent"]
     limit = next(limit for limit in found.limits if limit.name == "refused_percent")
     assert refused > 5.0
     assert (limit.limit, limit.predicted, limit.kept) == (5.0, refused, False)
@@ -265,7 +264,8 @@ def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_la
             seen.extend(task for task in tasks if "draw" in task.setup.label)
             return super().run(tasks)
 
-    given = inputs(workers=2, tune=TUNE | {"trials": 1, "draws": 2, "routers": ["own"]})
+    low = {"trials": 1, "draws": 2, "routers": ["own"], "request_rate_rps": 45.0}
+    given = inputs(workers=2, tune=TUNE | low)
     found = tune(given, Watching(), HEAD, lambda best: None)
     engines = [task.setup.world.engine() for task in seen]
     fitted = make_world(given.recipe, given.fit).engine()

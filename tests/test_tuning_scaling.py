@@ -144,7 +144,7 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     plan = read_file(Plan, "plan.json")
     assert plan.explained["requests"].value == tuning.scaling.divided()
     assert cuts in plan.explained["requests"].source
-    assert plan.explained["predicted goodput_rps"].source.endswith("windows of the scaled trace")
+    assert plan.explained["predicted goodput_rps"].source.endswith("the whole scaled trace")
     assert llmctl("render", "plan.json", "--target", "systemd") == 0
     assert cuts in Path("systemd/EXPLAIN.md").read_text()
 

@@ -9,9 +9,9 @@ from test_tuning import HEAD, trace
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
 from toolkit.tuning.alternatives import WORKERS_MAX, fewest
-from toolkit.tuning.evaluate import make_workload
 from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner
 from toolkit.tuning.tune import Inputs, tune_to_size
+from toolkit.tuning.workload import make_workload
 
 TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
-from toolkit.cli.results import Requests
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, StaleError
 from toolkit.files.bench import Validation
+from toolkit.files.capacity import Requests
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import (
     CountRange,

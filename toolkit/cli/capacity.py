@@ -33,10 +33,10 @@ from toolkit.cli.output import (
     require_matplotlib,
     table,
 )
-from toolkit.cli.results import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.errors import InputError, LimitsBrokenError
+from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, read_file, shipped_fit
+from toolkit.files.io import check_writable, read_file, shipped_fit, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import share_used
@@ -112,6 +112,7 @@ class CapacityOptions:
     )
     jobs: int = option(1, "Simulate in this many processes.", min=1, max=1024)
     png: Path | None = option(None, "Draw the curves to this file; needs the extra 'plot'.")
+    html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
 
 
@@ -131,6 +132,8 @@ def command(args: CapacityOptions) -> None:
     if args.png:
         require_matplotlib()
         check_writable(args.png)
+    if args.html:
+        check_writable(args.html)
     targets = parse_sla(args.sla)
     pairs = _recipes(args)
     tuning = read_tuning(args.tuning)
@@ -169,6 +172,11 @@ def command(args: CapacityOptions) -> None:
     if args.png:
         draw(_panels(result), args.png)
         note(f"wrote {args.png}")
+    if args.html:
+        from toolkit.report.capacity import capacity_page
+
+        write_text(args.html, capacity_page(result))
+        note(f"wrote {args.html}")
     if all(one.capacity_rps is None for one in result.capacities):
         first = found[0]
         raise _none_keeps(first)
@@ -359,6 +367,8 @@ def _none_keeps(found: Measured) -> LimitsBrokenError:
 
 
 def _show(result: Capacities) -> None:
+    from toolkit.report.capacity import conclusion
+
     several = len(result.capacities) > 1
     rows: list[list[object]] = []
     for one in result.capacities:
@@ -375,7 +385,7 @@ def _show(result: Capacities) -> None:
         print(f"\n{panel.title}")
         print("\n".join(chart(panel.curves or {}, x_name=panel.x_name)))
     print()
-    for line in _conclusion(result):
+    for line in conclusion(result):
         print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
@@ -395,8 +405,8 @@ def _show_costs(result: Capacities) -> None:
             ]
         )
     if rows:
-        columns = ["USD, at capacity", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
-        table(columns, rows)
+        columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
+        table(columns, rows, "USD, at capacity")
 
 
 def _show_needed(result: Capacities) -> None:
@@ -412,40 +422,6 @@ def _show_needed(result: Capacities) -> None:
             rows.append([name, needed.workers, needed.gpus, needed.usd_per_hour])
     title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s"
     table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
-
-
-def _conclusion(result: Capacities) -> list[str]:
-    """The answer in a sentence or two."""
-    kept = [one for one in result.capacities if one.capacity_rps is not None]
-    lines = []
-    if kept:
-        best = max(kept, key=lambda one: one.capacity_rps or 0.0)
-        error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
-        most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
-        which = f"{best.recipe}, {best.settings}: " if len(result.capacities) > 1 else ""
-        lines.append(f"{which}all targets hold up to {most} on the whole trace")
-        if best.at_least:
-            lines.append("  at more, the trace is over before a request could miss a target")
-    if result.wanted_rps is not None:
-        able = [one for one in result.capacities if one.needed is not None]
-        wanted = f"{number(result.wanted_rps)} requests/s"
-        if not able:
-            lines.append(f"no number of workers that was tried keeps the targets at {wanted}")
-            return lines
-        fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
-        assert fewest.needed is not None
-        gpus = f"{fewest.needed.gpus} GPU{'s' * (fewest.needed.gpus > 1)}"
-        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.recipe}, {fewest.settings}")
-        prices = [
-            (one.needed.usd_per_hour, one)
-            for one in able
-            if one.needed and one.needed.usd_per_hour is not None
-        ]
-        if prices:
-            usd, cheapest = min(prices, key=lambda pair: pair[0])
-            named = f"{cheapest.recipe}, {cheapest.settings}"
-            lines.append(f"the cheapest for {wanted}: {number(usd)} USD an hour, {named}")
-    return lines
 
 
 def _panels(result: Capacities) -> list[FigurePanel]:

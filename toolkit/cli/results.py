@@ -11,21 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolkit.files.recipe import RouterSpec
-from toolkit.files.tuning import Cost, ParameterValue, Scaling
-
-
-class Requests(BaseModel):
-    """The requests that the figures are about."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    source: str = Field(description="the trace's file")
-    requests: int = Field(description="how many")
-    notes: list[str] = Field(description="what was done to them since they were read")
-    scaling: Scaling | None = Field(
-        description="how their lengths were scaled; null: they are the trace's own"
-    )
+from toolkit.files.capacity import Requests
+from toolkit.files.tuning import ParameterValue
 
 
 class Simulation(BaseModel):
@@ -81,68 +68,3 @@ class Comparison(BaseModel):
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")
     runs: list[ComparedRun] = Field(description="by rate, then by goodput, the best first")
-
-
-class CapacityPoint(BaseModel):
-    """One load that was simulated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    load: float = Field(description="requests per second, or requests at once")
-    kept: bool = Field(description="whether every limit is kept")
-    attainment_percent: float = Field(description="requests within all targets")
-    goodput_rps: float = Field(description="requests per second within all targets")
-    usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
-
-
-class Needed(BaseModel):
-    """The fewest workers that keep all limits at the wanted rate."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    workers: int = Field(description="one less breaks a limit")
-    gpus: int = Field(description="of all workers")
-    usd_per_hour: float | None = Field(description="of all workers; null without a price")
-
-
-class CapacityOf(BaseModel):
-    """The capacity of a recipe's settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    recipe: str = Field(description="its name")
-    settings: str = Field(description="'defaults', 'tuned', 'policy NAME' or 'router NAME'")
-    engine: str = Field(description="its name")
-    policy: str = Field(description="its name")
-    parameters: dict[str, ParameterValue] = Field(description="where they are not the defaults")
-    router: RouterSpec | None = Field(description="before several replicas; null elsewhere")
-    workers: int = Field(description="their number")
-    gpus: int = Field(description="of all workers")
-    capacity_rps: float | None = Field(
-        description="highest rate at which every limit is kept; null: none that was tried"
-    )
-    at_least: bool = Field(description="the trace is too short to judge a higher rate")
-    error_percent: float = Field(description="the lowest broken rate is this much higher")
-    binding: str | None = Field(description="the limit that breaks above it")
-    concurrency: int | None = Field(
-        description="most requests at once that keep every limit; null: none, or not searched"
-    )
-    concurrency_binding: str | None = Field(description="the limit that breaks above that")
-    metrics: dict[str, float] = Field(description="at the capacity, with their units")
-    cost: Cost | None = Field(description="at the capacity; null without a price")
-    needed: Needed | None = Field(description="for the wanted rate; null: none keeps, or no rate")
-    analytic: str | None = Field(description="what an analytic fit assumes; null: measured")
-    curve: list[CapacityPoint] = Field(description="every rate that was simulated, rising")
-    concurrency_curve: list[CapacityPoint] = Field(description="likewise, requests at once")
-
-
-class Capacities(BaseModel):
-    """`capacity --json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schema_version: Literal[1] = 1
-    trace: Requests = Field(description="which requests were simulated, for the first recipe")
-    sla: dict[str, float] = Field(description="targets in seconds, of --sla or the first recipe")
-    wanted_rps: float | None = Field(description="--rate")
-    capacities: list[CapacityOf] = Field(description="of every recipe and setting")

@@ -322,9 +322,14 @@ def report(files: Material) -> str:
         plan_section(files),
         environment_section(files),
     ]
+    return render_page(files.recipe.name, files.recipe.description, sections)
+
+
+def render_page(title: str, description: str, sections: list[Section]) -> str:
+    """A page of these sections as HTML."""
     page = {
-        "title": files.recipe.name,
-        "description": files.recipe.description,
+        "title": title,
+        "description": description,
         "version": toolkit.__version__,
         "sections": sections,
     }

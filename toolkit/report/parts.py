@@ -85,6 +85,7 @@ class Badge:
 
 TITLES = {  # of the sections, by their keys, in their order on the page
     "verdict": "The verdict",
+    "capacity": "The curves",
     "bench": "The benches",
     "validation": "The validation",
     "tuning": "The tuning",

@@ -1,0 +1,254 @@
+"""What is recommended: candidates of a search, judged on the whole trace, beside the defaults."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import samples
+from test_tuning import HEAD, trace
+
+from toolkit.files.tuning import BEHIND, Outcome, Tuning
+from toolkit.metrics import MOST_BEHIND_PERCENT, Served, behind_percent, keeps_up
+from toolkit.report.verdict import verdict
+from toolkit.sched.policies import make_any
+from toolkit.sim.api import simulate
+from toolkit.traces.windows import prepare, scale_rate
+from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import InProcessRunner, Runner
+from toolkit.tuning.judge import AGAIN, NEXT, REACHABLE, Judged, is_better, judge_candidates
+from toolkit.tuning.search import BATCH, search
+from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.workload import make_workload
+
+TTFT = "ttft_p99_s"
+LIMITS = CandidateLimits(max_oom_percent=1.0)
+WHOLE = "whole trace"
+Rule = Callable[[int], float]  # from slice_tokens to the used share of the target
+
+
+class Made(InProcessRunner):
+    """Simulates nothing: more goodput with longer slices, and a share of the target by a rule for
+    the windows of the search and one for the whole trace.
+    """
+
+    def __init__(self, whole: Rule, windows: Rule = lambda tokens: 0.5) -> None:
+        self.rules = {"search": windows, WHOLE: whole}
+        self.tried: list[int] = []  # on the whole trace
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for index, task in enumerate(tasks):
+            tokens = int(task.parameters["slice_tokens"])
+            if task.setup.label == WHOLE:
+                self.tried.append(tokens)
+            metrics = {"goodput_rps": float(tokens), "e2e_mean_s": 1.0}
+            outcome = Outcome(policy="slice", parameters=dict(task.parameters), metrics=metrics)
+            yield index, Evaluation(outcome, {TTFT: self.rules[task.setup.label](tokens)})
+
+
+def judged(runner: Made, trials: int = 20) -> tuple[Judged, list[int]]:
+    """What is judged, and the slices that the search tried, the best first."""
+    recipe = samples.recipe(
+        engine={"name": "transformers"},
+        tune={"trials": trials, "policies": ["own"], "space": {"slice_tokens": [1, 512]}},
+    )
+    settings = settings_of(recipe, samples.fit())
+    world = make_world(recipe, samples.fit())
+    setup = EvaluationSetup(world, [trace(100)], {TTFT: 2.0}, limits=LIMITS)
+
+    def progress(best: float) -> None: ...
+
+    found = search(setup, runner, settings, progress)
+    slices = sorted({tokens_of(one) for one in found.evaluations}, reverse=True)
+
+    def judge(task: Task) -> Task:
+        return replace(task, setup=replace(task.setup, label=WHOLE))
+
+    return judge_candidates(found, settings, judge, runner, progress), slices
+
+
+def tokens_of(evaluation: Evaluation) -> int:
+    return int(evaluation.outcome.parameters["slice_tokens"])
+
+
+def test_where_the_best_keeps_the_limits_nothing_else_is_tried() -> None:
+    runner = Made(whole=lambda tokens: 1.0)
+    found, slices = judged(runner)
+    assert tokens_of(found.of_space["slice"]) == slices[0]
+    assert runner.tried == [128, slices[0]]  # the recipe's, and the best
+    assert found.further == []
+
+
+def test_where_the_defaults_keep_the_limits_nothing_else_is_tried() -> None:
+    runner = Made(whole=lambda tokens: 0.5 if tokens == 128 else 1.5)
+    found, slices = judged(runner)
+    assert runner.tried == [128, slices[0]]
+    assert found.default.feasible(found.limits)
+    assert not found.of_space["slice"].feasible(found.limits)
+
+
+def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
+    _, slices = judged(Made(whole=lambda tokens: 1.0))
+    third = slices[2]
+    assert third > 128
+    runner = Made(whole=lambda tokens: 0.9 if tokens == third else 1.5)
+    found, _ = judged(runner)
+    assert [tokens_of(one) for one in found.further] == slices[1 : NEXT + 1]
+    best = found.of_space["slice"]
+    assert (tokens_of(best), best.feasible(found.limits)) == (third, True)
+
+
+def test_where_no_trial_keeps_the_limits_the_search_goes_on_with_what_it_learned() -> None:
+    _, slices = judged(Made(whole=lambda tokens: 1.0), trials=10)
+    # a little too slow for all that were tried, by so much as they are from the good ones
+    good = [tokens for tokens in range(129, slices[0]) if tokens not in slices]
+    runner = Made(whole=lambda tokens: 0.9 if tokens in good else 1.2)
+    found, _ = judged(runner, trials=10)
+    others = [tokens_of(one) for one in found.further[NEXT:]]
+    assert others
+    assert set(others) & set(good)
+    assert len(others) in (BATCH, 2 * BATCH)
+    assert found.of_space["slice"].feasible(found.limits)
+    assert tokens_of(found.of_space["slice"]) == max(set(others) & set(good))
+
+
+@pytest.mark.parametrize(("used", "again"), [(REACHABLE, AGAIN), (REACHABLE + 0.1, 0)])
+def test_the_search_goes_on_only_where_the_limits_are_in_reach(used: float, again: int) -> None:
+    runner = Made(whole=lambda tokens: used)
+    found, _ = judged(runner)
+    assert len(found.further) == NEXT + again * BATCH
+    assert not found.of_space["slice"].feasible(found.limits)
+
+
+def evaluation(
+    goodput_rps: float, e2e_mean_s: float = 1.0, used: float = 0.5, other: float = 0.1
+) -> Evaluation:
+    metrics = {"goodput_rps": goodput_rps, "e2e_mean_s": e2e_mean_s}
+    outcome = Outcome(policy="slice", parameters={}, metrics=metrics)
+    return Evaluation(outcome, {TTFT: used, "e2e_p95_s": other})
+
+
+DEFAULT = evaluation(10.0)
+
+
+@pytest.mark.parametrize(
+    ("best", "default", "better"),
+    [
+        (evaluation(10.2), DEFAULT, True),
+        (evaluation(10.05), DEFAULT, False),
+        (evaluation(9.0), DEFAULT, False),
+        # more goodput is worth more latency, and a nearer limit
+        (evaluation(10.2, e2e_mean_s=2.0, used=0.9), DEFAULT, True),
+        # no less goodput and less latency, while the limit that binds is no nearer
+        (evaluation(10.0, e2e_mean_s=0.9), DEFAULT, True),
+        (evaluation(9.995, e2e_mean_s=0.9), DEFAULT, True),
+        (evaluation(9.98, e2e_mean_s=0.9), DEFAULT, False),
+        (evaluation(10.0, e2e_mean_s=0.995), DEFAULT, False),
+        (evaluation(10.0, e2e_mean_s=0.9, used=0.6), DEFAULT, False),
+        (evaluation(10.0, e2e_mean_s=0.9, used=0.2, other=0.505), DEFAULT, True),
+        # what keeps the limits is better, at any goodput
+        (evaluation(5.0), evaluation(10.0, used=1.1), True),
+        (evaluation(20.0, used=1.1), DEFAULT, False),
+        (evaluation(10.2, used=1.3), evaluation(10.0, used=1.2), True),
+    ],
+)
+def test_other_settings_are_better_where_a_change_is_worth_it(
+    best: Evaluation, default: Evaluation, better: bool
+) -> None:
+    assert is_better(best, default, LIMITS) is better
+
+
+# The whole of `tune`
+
+TUNE = {"trials": 6, "draws": 0, "window_s": 4.0, "policies": ["own"]}
+SLA = {"ttft_p99_s": 20.0}
+
+
+def run(
+    rate_rps: float, runner: Runner | None = None, count: int = 600, **changes: object
+) -> Tuning:
+    recipe = samples.recipe(
+        engine={"name": "transformers"},
+        sla=SLA,
+        tune=TUNE | {"request_rate_rps": rate_rps} | changes,
+    )
+    workload = make_workload(recipe, samples.fit(), trace(count))
+    inputs = Inputs(recipe, samples.fit(), workload)
+    return tune(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuning:
+    return run(20.0)
+
+
+@pytest.mark.slow
+def test_what_tune_says_is_what_simulate_gives_to_the_digit(tuned: Tuning) -> None:
+    recipe = samples.recipe(engine={"name": "transformers"})
+    requests = scale_rate(prepare(trace(600), recipe), 20.0)
+    world = make_world(recipe, samples.fit())
+    assert (tuned.judged.whole, tuned.judged.requests) == (True, 600)
+    for outcome in (tuned.defaults, tuned.best, tuned.recommended):
+        done = simulate(requests, make_any(outcome.policy, outcome.parameters), world)
+        said = done.metrics(SLA)
+        assert {name: outcome.metrics[name] for name in said} == said
+    # the last of them is the recommended one
+    assert done.sla_ratios(SLA)[TTFT] == tuned.usage[TTFT] == tuned.binding_ratio
+
+
+class Worse(InProcessRunner):
+    """Other settings than the recipe's have half the goodput on the whole trace."""
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for index, done in super().run(tasks):
+            outcome = done.outcome
+            own = outcome.parameters["slice_tokens"] == 128
+            if tasks[index].setup.label.startswith(WHOLE) and not own:
+                halved = outcome.metrics | {"goodput_rps": outcome.metrics["goodput_rps"] / 2}
+                done = replace(done, outcome=outcome.model_copy(update={"metrics": halved}))
+            yield index, done
+
+
+@pytest.mark.slow
+def test_the_defaults_are_kept_where_the_best_is_worse_on_the_whole_trace() -> None:
+    found = run(20.0, Worse())
+    assert not found.best.same_settings(found.defaults)
+    assert found.gain_percent is not None
+    assert found.gain_percent < -40
+    assert found.keep_defaults
+    assert found.recommended == found.defaults
+    assert found.capacity is not None
+    assert found.capacity.recommended_rps == found.capacity.defaults_rps
+
+
+@pytest.mark.slow
+def test_where_the_queue_grows_the_server_is_called_overloaded(tuned: Tuning) -> None:
+    over = run(200.0, count=5000, trials=1)
+    behind = {limit.name: limit for limit in over.limits}[BEHIND]
+    assert (behind.bound, behind.limit) == ("at most", MOST_BEHIND_PERCENT)
+    assert behind.predicted is not None
+    assert behind.predicted > MOST_BEHIND_PERCENT
+    assert (over.keeps_up, over.keeps_limits, behind.kept) == (False, False, False)
+    assert over.usage[BEHIND] == pytest.approx(behind.predicted / MOST_BEHIND_PERCENT)
+    assert any(line.startswith("overloaded") for line in verdict(over))
+    assert over.binding_sla == "ttft_p99_s"  # a queue is no target
+    assert (tuned.keeps_up, BEHIND in tuned.usage) == (True, True)
+    assert not any(line.startswith("overloaded") for line in verdict(tuned))
+
+
+def served(share: float, count: int = 1000) -> Served:
+    """One request a second, of which the server serves this share."""
+    arrival_s = np.arange(float(count))
+    first_s = np.maximum(arrival_s, arrival_s / share) + 0.1
+    one = np.ones(count, np.int64)
+    return Served(arrival_s, first_s, first_s + 1.0, one, 0.0 * arrival_s, one.astype(np.bool_))
+
+
+@pytest.mark.parametrize(("share", "behind"), [(2.0, 0.0), (1.0, 0.0), (0.8, 22.5), (0.5, 90.0)])
+def test_a_server_that_serves_a_share_is_behind_by_the_rest_however_long_the_trace(
+    share: float, behind: float
+) -> None:
+    """Between the middles of the first and the last tenth lie 90 % of the time."""
+    for count in (100, 1000):
+        assert behind_percent(served(share, count)) == pytest.approx(behind, rel=0.02)
+        assert keeps_up(served(share, count)) == (behind <= MOST_BEHIND_PERCENT)

@@ -1,0 +1,137 @@
+"""The page of a capacity: the answer, then the curves and the tables behind it."""
+
+from __future__ import annotations
+
+from toolkit.files.capacity import Capacities, CapacityOf
+from toolkit.report.page import render_page
+from toolkit.report.parts import (
+    Badge,
+    Cell,
+    ChartPoint,
+    ChartSeries,
+    Figure,
+    Section,
+    Table,
+    chart,
+    metric_name,
+)
+from toolkit.units import number
+
+CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
+
+
+def conclusion(result: Capacities) -> list[str]:
+    """The answer in a sentence or two."""
+    kept = [one for one in result.capacities if one.capacity_rps is not None]
+    lines = []
+    if kept:
+        best = max(kept, key=lambda one: one.capacity_rps or 0.0)
+        error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
+        most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
+        which = f"{best.recipe}, {best.settings}: " if len(result.capacities) > 1 else ""
+        lines.append(f"{which}all targets hold up to {most} on the whole trace")
+        if best.at_least:
+            lines.append("  at more, the trace is over before a request could miss a target")
+    if result.wanted_rps is not None:
+        able = [one for one in result.capacities if one.needed is not None]
+        wanted = f"{number(result.wanted_rps)} requests/s"
+        if not able:
+            lines.append(f"no number of workers that was tried keeps the targets at {wanted}")
+            return lines
+        fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
+        assert fewest.needed is not None
+        gpus = f"{fewest.needed.gpus} GPU{'s' * (fewest.needed.gpus > 1)}"
+        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.recipe}, {fewest.settings}")
+        prices = [
+            (one.needed.usd_per_hour, one)
+            for one in able
+            if one.needed and one.needed.usd_per_hour is not None
+        ]
+        if prices:
+            usd, cheapest = min(prices, key=lambda pair: pair[0])
+            named = f"{cheapest.recipe}, {cheapest.settings}"
+            lines.append(f"the cheapest for {wanted}: {number(usd)} USD an hour, {named}")
+    return lines
+
+
+def capacity_page(result: Capacities) -> str:
+    """The page as HTML. The same result gives the same text."""
+    names = list(dict.fromkeys(one.recipe for one in result.capacities))
+    title = f"Capacity of {' and '.join(names)}"
+    traffic = f"{result.trace.requests:,} requests of {result.trace.source}"
+    return render_page(title, f"For {traffic}.", [_answer(result), _curves(result)])
+
+
+def _answer(result: Capacities) -> Section:
+    kept = any(one.capacity_rps is not None for one in result.capacities)
+    lines = [line.strip() for line in conclusion(result)]
+    badge = Badge("kept" if kept else "broken", f"{'; '.join(lines)}.")
+    section = Section("verdict", "", badge=badge)
+    if not kept:
+        section.badge = Badge("broken", "No rate that was tried keeps every target.")
+    rows: list[list[Cell]] = []
+    for one in result.capacities:
+        rate = None if one.capacity_rps is None else number(one.capacity_rps)
+        breaks = metric_name(one.binding) if one.binding else None
+        needed = None if one.needed is None else one.needed.gpus
+        cost = one.cost
+        million = None if cost is None else cost.usd_per_million_requests
+        tokens = None if cost is None else cost.usd_per_million_out
+        rows.append([_name(one), one.gpus, rate, breaks, one.concurrency, million, tokens, needed])
+    columns = ["", "GPUs", "requests/s", "then breaks", "requests at once"]
+    columns += ["USD per M requests", "USD per M tokens out"]
+    if result.wanted_rps is not None:
+        columns.append(f"GPUs for {number(result.wanted_rps)} requests/s")
+    section.tables.append(Table("All targets hold up to", columns, rows, folded=False))
+    analytic = {one.recipe: one.analytic for one in result.capacities if one.analytic}
+    section.lines = [
+        f"{name} is analytic, nothing was measured: {analytic[name]}." for name in analytic
+    ]
+    section.lines += [f"The trace: {note}." for note in result.trace.notes]
+    return section
+
+
+def _curves(result: Capacities) -> Section:
+    section = Section("capacity", "Every rate was simulated on the whole trace.")
+    for one in result.capacities:
+        points = [p for p in one.curve if max(p.usage.values(), default=0.0) <= CURVE_RATIO]
+        series = []
+        for target in result.sla:
+            marks: list[ChartPoint] = [
+                (p.load, p.usage[target], f"{number(p.load)} requests/s: {p.usage[target]:.2f}")
+                for p in points
+                if target in p.usage
+            ]
+            series.append(ChartSeries(metric_name(target), marks, "line"))
+        svg = chart("requests/s that arrive", "target over its limit", series, level=1.0)
+        section.figures.append(Figure(svg, f"{_name(one)}: a target breaks above the line"))
+    reached = [
+        ChartSeries(
+            _name(one),
+            [(p.load, p.attainment_percent, f"{number(p.load)} requests/s") for p in one.curve],
+            "line",
+        )
+        for one in result.capacities
+    ]
+    svg = chart("requests/s that arrive", "within all targets, %", reached)
+    section.figures.append(Figure(svg, "the share of requests within all targets"))
+    rows: list[list[Cell]] = []
+    for one in result.capacities:
+        for p in one.curve:
+            worst = max(p.usage, key=lambda name: p.usage[name])
+            share = f"{metric_name(worst)} {p.usage[worst]:.2f}"
+            rows.append([_name(one), p.load, p.kept, p.attainment_percent, p.goodput_rps, share])
+    columns = [
+        "",
+        "requests/s",
+        "kept",
+        "within targets, %",
+        "goodput, requests/s",
+        "nearest limit",
+    ]
+    section.tables.append(Table("Every rate that was tried", columns, rows))
+    return section
+
+
+def _name(one: CapacityOf) -> str:
+    return f"{one.recipe}, {one.settings}"
