@@ -80,7 +80,7 @@ def command(args: CompareOptions) -> None:
     # checks --set before fits and the trace are read
     assign_settings(scenario.policies(named, list(KNOWN)), scenario.settings, scenario.kinds)
     targets, rates = scenario.targets, _rates(args.rate)
-    stage = open_stage(args)
+    stage = open_stage(args, args.rate)
     names = scenario.policies(named, usual_policies(stage.fit))
     of_world, of_policy = assign_settings(names, scenario.settings, scenario.kinds)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
@@ -100,6 +100,7 @@ def command(args: CompareOptions) -> None:
         seed=stage.seed,
         interrupted=interrupted,
         trace=plain(stage.trace),
+        concurrency=world.concurrency,
         runs=[_of_run(run, stage.engines) for run in runs],
     )
     emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))

@@ -30,6 +30,7 @@ class Simulation(BaseModel):
     seed: int = Field(description="of the draws")
     sla: dict[str, float] = Field(description="targets in seconds, of --sla or else of the tuning")
     trace: Requests = Field(description="which requests were simulated")
+    concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
     )
@@ -64,6 +65,7 @@ class Comparison(BaseModel):
     schema_version: Literal[1] = 1
     sla: dict[str, float] = Field(description="targets in seconds, of --sla or else of the tuning")
     trace: Requests = Field(description="which requests were simulated")
+    concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")

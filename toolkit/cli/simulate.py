@@ -17,7 +17,6 @@ from toolkit.cli.arguments import (
     RateOption,
     SetOption,
     SlaOption,
-    TraceOption,
     command_of,
     limit_workers,
     open_recipe,
@@ -38,6 +37,8 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
+from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import fleet_sources, sized
@@ -63,10 +64,9 @@ OF_KINDS = (  # what the table of kinds shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOptions:
+class StageOptions(TrafficOptions):
     """The options of a command that simulates a trace."""
 
-    trace: TraceOption = "chat-small"
     fit: str = option(
         "fit.json",
         "fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock of steps).",
@@ -167,9 +167,10 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A trace that will be simulated, and the fit of its laws; None: the token-step world."""
+    """Requests that will be simulated, and the fit of its laws; None: the token-step world."""
 
     trace: Trace
+    traffic: Traffic
     fit: Fit | None
     max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
     workers: int  # 0: as many as were profiled, or 1
@@ -222,6 +223,8 @@ class Stage:
             others=self.kinds[1:],
         )
         world = flagged(world, self.kinds, flags)
+        traffic = self.traffic
+        world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
         routing = world.routing or Routing()
         if failures is not None:
             routing = replace(routing, outages=read_outages(failures, world.size))
@@ -240,20 +243,19 @@ class Stage:
         return replace(world, routing=routing)
 
 
-def open_stage(args: StageOptions) -> Stage:
+def open_stage(args: StageOptions, rate: object) -> Stage:
     """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
-    rests on.
+    rests on. `rate` is the command's.
 
-    Lengths are scaled as in `tune`, by the limits of the recipe that the fit was made from;
-    `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
-    kind, and where that recipe is not found; without a fit it names those that ship. `StaleError`
-    for a tuning of another fit or fleet.
+    Lengths of a trace are scaled as in `tune`, by the limits of the recipe that the fit was made
+    from; `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of
+    another kind, and where that recipe is not found; without a fit it names those that ship.
+    `StaleError` for a tuning of another fit or fleet.
     """
     from toolkit.sim.world import UNIT_STEP
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare, scale_lengths
 
+    traffic = read_traffic(args, rate, seed=args.seed or 0)
     kinds: Sequence[Kind] = ()
     bases: dict[Path, Fit] = {}
     spec: Recipe | None = None
@@ -283,8 +285,12 @@ def open_stage(args: StageOptions) -> Stage:
             )
         bases[path] = fitted
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
-    requests, _ = read_trace(trace_path(args.trace))
-    if args.fit_lengths and spec:
+    requests = traffic.trace
+    if traffic.path is None:
+        own = fitted is not None and not traits_of(fitted.engine.engine).server
+        context = fitted.engine.max_model_len if fitted else None
+        traffic.refuse_longer(context, limit if own else None)
+    elif args.fit_lengths and spec:
         serve = spec.serve.model_copy(update={"max_new_tokens": limit})
         requests = prepare(requests, spec.model_copy(update={"serve": serve}))
     elif args.fit_lengths and fitted:
@@ -297,7 +303,7 @@ def open_stage(args: StageOptions) -> Stage:
         note(f"{args.tuning.name} recommends {tuning.recommended.key}")
     workers = kinds[0].workers if kinds else args.workers or (tuning.workers if tuning else 0)
     seed = args.seed if args.seed is not None else tuning.seed if tuning else 0
-    return Stage(requests, fitted, limit, workers, seed, kinds)
+    return Stage(requests, traffic, fitted, limit, workers, seed, kinds)
 
 
 def _existing_fit(fit: str) -> Path:
@@ -439,7 +445,7 @@ def command(args: SimulateOptions) -> None:
     usual = tuning.recommended.policy if tuning else "slice"
     [policy] = scenario.policies([args.policy] if args.policy else [], [usual])
     of_world, of_policy = assign_settings([policy], scenario.settings, scenario.kinds)
-    stage = open_stage(args)
+    stage = open_stage(args, args.rate)
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     chosen = stage.policy(policy, of_policy[policy])
     world = stage.world(of_world, of_policy[policy], targets, args.replica_failures)
@@ -463,6 +469,7 @@ def command(args: SimulateOptions) -> None:
         seed=stage.seed,
         sla=dict(targets),
         trace=plain(requests),
+        concurrency=result.concurrency,
         kinds=of_kinds or None,
         kind_parameters=flags or None,
         **metrics,
