@@ -1,10 +1,12 @@
-"""The load generator: replays a trace against a server, in open loop or in closed loop by session.
+"""The load generator: replays a trace against a server, in open loop, in closed loop by session, or
+at a fixed concurrency.
 
 Requests are sent at the trace's times whatever the server does, and latencies count from these
 times, so that a server cannot hide a stall by slowing the client down. In a trace with sessions
 this holds for first turns. A later turn is sent when the turn before has ended and the client's
-think time is over; its latency counts from then. `try_out` and `limits_of` find which requests a
-server takes.
+think time is over; its latency counts from then. At a fixed concurrency the next request of the
+trace is sent when any one has ended, and its latency counts from then. `try_out` and `limits_of`
+find which requests a server takes.
 """
 
 from __future__ import annotations
@@ -122,6 +124,9 @@ class LoadSpec:
     With `lengths` 'hidden', a request's max_tokens is its client's limit (`max_new_tokens` where
     the trace has none), and only the engine gets the output length. With 'given', max_tokens is
     the output length, so the scheduler knows it.
+
+    With a `concurrency` so many requests run at once, in the trace's order; the first ones start
+    spread over `ramp_s`. 0: they are sent at the trace's times.
     """
 
     lengths: Lengths
@@ -130,6 +135,8 @@ class LoadSpec:
     timeout_s: float = 600.0
     seed: int = 0
     dialect: Dialect = FULL
+    concurrency: int = 0
+    ramp_s: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -185,9 +192,11 @@ def limits_of(
     return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY)
 
 
-def fitted(trace: Trace, limits: LengthLimits, rate: float | None) -> Trace:
-    """The trace with lengths that the server accepts, at the given rate in requests per second."""
-    if limits.context is not None:
+def fitted(trace: Trace, limits: LengthLimits, rate: float | None, *, scaled: bool = True) -> Trace:
+    """The trace at the given rate in requests per second; if `scaled`, with lengths that the server
+    accepts.
+    """
+    if scaled and limits.context is not None:
         trace = scale_lengths(trace, limits.context, limits.output)
     return trace if rate is None else scale_rate(trace, rate)
 
@@ -258,14 +267,21 @@ async def replay(
     with before_others():
         sender.start()
         try:
-            for row in firsts:
-                prompt, request = prepared.popleft() if prepared else sender.first(row)
-                await asyncio.sleep(samples[row].scheduled_s - sender.clock())
-                task = asyncio.create_task(sender.session(row, prompt, request, on_done))
-                running.add(task)
-                task.add_done_callback(running.discard)
-            while running:
-                await asyncio.wait(running)
+            if load.concurrency:
+                rows = iter(firsts)
+                for place in range(min(load.concurrency, len(firsts))):
+                    at_s = place * load.ramp_s / load.concurrency
+                    running.add(asyncio.create_task(sender.place(at_s, rows, prepared, on_done)))
+                await asyncio.gather(*running)
+            else:
+                for row in firsts:
+                    prompt, request = prepared.popleft() if prepared else sender.first(row)
+                    await asyncio.sleep(samples[row].scheduled_s - sender.clock())
+                    task = asyncio.create_task(sender.session(row, prompt, request, on_done))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                while running:
+                    await asyncio.wait(running)
         except asyncio.CancelledError:
             for task in running:
                 task.cancel()
@@ -327,6 +343,24 @@ class _Sender:
         )
         session = str(self._sessions[row]) if self._sessions else ""
         return self._connection.request(fields, session)
+
+    async def place(
+        self,
+        at_s: float,
+        rows: Iterator[int],
+        prepared: deque[tuple[Prompt, bytes]],
+        on_done: Callable[[], None],
+    ) -> None:
+        """From `at_s` on, take the next of `rows` and send its request, one after the other."""
+        await asyncio.sleep(at_s - self.clock())
+        for row in rows:
+            sample = self._samples[row]
+            sample.scheduled_s = self.clock()
+            _, request = prepared.popleft() if prepared else self.first(row)
+            await self._connection.send(request, sample, self.clock, self._load.timeout_s)
+            on_done()
+            if sample.failure == INTERRUPTED:
+                return
 
     async def session(
         self, row: int, prompt: Prompt, request: bytes, on_done: Callable[[], None]

@@ -77,14 +77,22 @@ def predict(
     return predicted(plan, trace, conditions).metrics(sla)
 
 
-def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED) -> SimResult:
-    """The outcome of each request of `trace` under the plan."""
+def predicted(
+    plan: Plan,
+    trace: Trace,
+    conditions: ServerConditions = AS_FITTED,
+    *,
+    load: LoadSpec | None = None,
+) -> SimResult:
+    """The outcome of each request of `trace` under the plan, at the concurrency of `load`."""
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
     world = fleet([_slowed(kind, conditions) for kind in world.under(policy).kinds])
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front)
+    if load is not None:
+        world = replace(world, concurrency=load.concurrency, ramp_s=load.ramp_s)
     if isinstance(policy, VllmPolicy) and plan.workers > 1 and traits_of(recipe.engine.name).server:
         refuses = recipe.serve.admission == "targets"
         limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED
@@ -248,6 +256,12 @@ class ServerTimes:
         arrivals_s = self.arrivals.cost_s * self.arrivals.arrived
         return (self.batch_s - arrivals_s) / self.predicted_batch_s
 
+    def at(self, load: LoadSpec | None) -> ServerTimes:
+        """The same for the simulation of `load`. At a fixed concurrency it knows no arrivals ahead
+        that would cost batches, so that the slowdown covers these.
+        """
+        return replace(self, arrivals=NO_COST) if load and load.concurrency else self
+
 
 def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
     """The cost per arrival, from a server's `llmctl_slice_sums` over some batches.
@@ -361,6 +375,7 @@ def warm_up(
     before = counts_of_times(target)
     samples = run_whole(target, trace, replace(load, seed=load.seed + 1), on_done)
     times = times_between(before, counts_of_times(target), samples)
+    times = times and times.at(load)
     if times is None or times.slowdown is None:
         return None
     return Warmup(
@@ -387,12 +402,16 @@ def in_hindsight(
     sla: Mapping[str, float],
     times: ServerTimes | None,
     finished: Sequence[int],
+    load: LoadSpec | None = None,
 ) -> dict[str, float]:
-    """As `predict`, with the server's `times` during the replay; empty where they are unknown."""
-    if plan is None or times is None or not times.slowdown:
+    """The metrics with the server's `times` during the replay; empty where they are unknown."""
+    if plan is None or times is None:
+        return {}
+    times = times.at(load)
+    if not times.slowdown:
         return {}
     meanwhile = conditions(times.slowdown, times.front, finished, times.arrivals.cost_s)
-    return predict(plan, trace, sla, meanwhile)
+    return predicted(plan, trace, meanwhile, load=load).metrics(sla)
 
 
 def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None) -> None:

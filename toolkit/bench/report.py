@@ -51,6 +51,7 @@ def report(
     cache: CacheUse | None = None,
     policy: str | None = None,
     request_rate_rps: float | None = None,
+    concurrency: int = 0,
 ) -> BenchReport:
     """The report of a replay; `times` are the server's during it.
 
@@ -66,6 +67,7 @@ def report(
         model=model,
         policy=policy,
         request_rate_rps=request_rate_rps,
+        concurrency=concurrency,
         lengths=lengths,
         trace_notes=list(trace_notes),
         interrupted=replay.interrupted,

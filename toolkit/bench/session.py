@@ -100,6 +100,10 @@ class RequestSettings:
     seed: int = 0
     # closed: a later turn follows the end of the turn before (None: if the trace has sessions)
     loop: Loop | None = None
+    # so many requests at once, the first ones spread over `ramp_s`; 0: they are sent at their times
+    concurrency: int = 0
+    ramp_s: float = 0.0
+    scaled: bool = True  # whether lengths are scaled to what the server accepts
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,6 +128,9 @@ class Subject:
             for lacking in dialect.lacks
         ]
         notes.append(f"replay: {GIVEN if self.load.lengths == 'given' else HIDDEN}")
+        if self.load.concurrency:
+            at_once = f"{self.load.concurrency:,} requests at once"
+            notes.append(f"closed loop: {at_once}, the next is sent when one ends")
         if sessions is not None:
             later = f"{int((sessions.previous >= 0).sum()):,} of {len(self.trace):,} requests"
             notes.append(f"closed loop: {later} are sent when the turn before has ended")
@@ -149,7 +156,7 @@ def look_at(
     if plan is not None:
         check_server(plan, target, on_foreign)
     limits = limits_of(plan, target, settings.max_new_tokens, settings.vocab_size)
-    whole = fitted(trace, limits, settings.rate)
+    whole = fitted(trace, limits, settings.rate, scaled=settings.scaled)
     if settings.loop == "closed" and trace.sessions is None:
         raise InputError(
             f"{trace.source}: it has no sessions, so there is no closed loop", "leave out --loop"
@@ -164,7 +171,14 @@ def look_at(
         named = np.where(whole.max_tokens, whole.max_tokens, limits.output)
     whole = replace(whole, max_tokens=named)
     load = LoadSpec(
-        lengths, limits.output, limits.vocabulary, settings.timeout_s, settings.seed, dialect
+        lengths,
+        limits.output,
+        limits.vocabulary,
+        settings.timeout_s,
+        settings.seed,
+        dialect,
+        settings.concurrency,
+        settings.ramp_s,
     )
     return Subject(target, whole, load)
 
@@ -230,7 +244,7 @@ class Measurement:
         """
         if self._plan is None:
             return
-        result = predicted(self._plan, self._part)
+        result = predicted(self._plan, self._part, load=self._load)
         as_fitted = result.metrics(self._sla)
         count = 0
         if reports_batch_times(self._plan, self._target):
@@ -240,7 +254,7 @@ class Measurement:
         self._finished = trace.output_tokens.tolist()
         if warm:
             current = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
-            result = predicted(self._plan, self._part, current)
+            result = predicted(self._plan, self._part, current, load=self._load)
         ratios = result.sla_ratios(self._sla) if result.served.ok.any() else {}
         targets = values_of(ratios, self._sla)
         self._predicted = Prediction(result.metrics(self._sla), as_fitted, warm, targets)
@@ -286,11 +300,14 @@ class Measurement:
             sla=self._sla,
             predicted=self._predicted,
             times=times,
-            in_hindsight=in_hindsight(self._plan, self._part, self._sla, times, self._finished),
+            in_hindsight=in_hindsight(
+                self._plan, self._part, self._sla, times, self._finished, self._load
+            ),
             scheduling=scheduling(watched.before, watched.after),
             cache=cache_use(replay.samples, self._part, watched.cached, self._predicted.metrics),
             policy=self._plan.policy.name if self._plan else None,
-            request_rate_rps=mean_rate(self._whole) or None,
+            request_rate_rps=None if self._load.concurrency else mean_rate(self._whole) or None,
+            concurrency=self._load.concurrency,
         )
 
 

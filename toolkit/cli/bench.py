@@ -25,9 +25,12 @@ from toolkit.cli.arguments import (
     command_of,
     option,
     parse_sla,
+    refuse_useless,
 )
 from toolkit.cli.basis import VALIDATION, note_trace, plan_address, read_tuning, warn
 from toolkit.cli.output import emit, note, progress, table
+from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
+from toolkit.engine_traits import traits_of
 from toolkit.errors import LlmctlError
 from toolkit.files.bench import SAME_RATE, BenchReport, Validation
 from toolkit.files.io import check_writable, read_file, write_file, write_text
@@ -43,14 +46,13 @@ LOCAL = "http://127.0.0.1:8000"
 LATE_S = 0.05  # a larger delay in the client itself is worth a warning
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions(TrafficOptions):
     """The command line of `llmctl bench`."""
 
     url: str | None = option(
         None, "URL of the server; default: the plan's, or http://127.0.0.1:8000."
     )
-    trace: TraceOption = "chat-small"
     plan: Path | None = option(
         None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
     )
@@ -98,12 +100,12 @@ def bench(args: BenchOptions) -> None:
     predictions.
 
     Requests are sent at the trace's times, whatever the server does, and latencies count from these
-    times. Ctrl-C ends the replay early and reports the requests that were answered.
+    times. With --concurrency the next one is sent when any one ends. Ctrl-C ends the replay early
+    and reports the requests that were answered.
     """
     from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold
-    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
@@ -111,20 +113,32 @@ def bench(args: BenchOptions) -> None:
         check_writable(file)
     planned = read_file(Plan, args.plan) if args.plan else None
     targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
-    path = trace_path(args.trace)
+    traffic = read_traffic(args, args.rate, seed=args.seed)
+    if traffic.concurrency:
+        refuse_useless({"--loop": args.loop}, "--concurrency is a closed loop of its own")
     of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
-    settings = RequestSettings(args.rate, *of_prompts, args.timeout, args.seed, args.loop)
-    subject = _look_at_server(args, path, planned, settings)
+    settings = RequestSettings(
+        args.rate,
+        *of_prompts,
+        args.timeout,
+        args.seed,
+        args.loop,
+        concurrency=traffic.concurrency,
+        ramp_s=traffic.ramp_s,
+    )
+    subject = _look_at_server(args, traffic, planned, settings)
     part = excerpt(subject.trace, args.start, args.duration)
     note_trace(part)
-    note(*subject.notes, *_rate_notes(planned, subject.trace))
+    note(*subject.notes)
+    if not traffic.concurrency:
+        note(*_rate_notes(planned, subject.trace))
     measurement = Measurement(subject, part, planned, targets, note, progress)
     try:
         measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1]))
     except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(EXIT_CODE) from None
-    made_from = {"trace": path} | ({"plan": args.plan} if args.plan else {})
+    made_from = traffic.inputs() | ({"plan": args.plan} if args.plan else {})
     with held():  # what was measured is written and shown
         watched = measurement.replay()
         result = measurement.report(watched, made_from)
@@ -146,20 +160,24 @@ def bench(args: BenchOptions) -> None:
 
 def _look_at_server(
     args: BenchOptions | ValidateOptions,
-    path: Path,
+    traffic: Traffic,
     planned: Plan | None,
     settings: RequestSettings,
 ) -> Subject:
-    """The server, and the requests of the trace at `path` as they can be replayed against it."""
+    """The server, and the requests as they can be replayed against it."""
+    from toolkit.bench.client import limits_of
     from toolkit.bench.session import look_at
     from toolkit.endpoints.target import find_target
-    from toolkit.traces.read import read_trace
 
-    loaded, _ = read_trace(path)
     address = args.url or (plan_address(planned) if planned else LOCAL)
     served_model = args.model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, args.api_key)
-    return look_at(target, loaded, planned, settings, warn if args.force else None)
+    if traffic.path is None:  # what the lengths are is asked for, so they are not scaled
+        limits = limits_of(planned, target, settings.max_new_tokens, settings.vocab_size)
+        own = planned is not None and not traits_of(planned.recipe.engine.name).server
+        traffic.refuse_longer(limits.context, limits.output if own else None)
+        settings = replace(settings, scaled=False)
+    return look_at(target, traffic.trace, planned, settings, warn if args.force else None)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
@@ -290,6 +308,7 @@ def validate(args: ValidateOptions) -> None:
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
     from toolkit.bench.session import RequestSettings, Session, hold
+    from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
 
@@ -301,7 +320,8 @@ def validate(args: ValidateOptions) -> None:
     tuned = read_tuning(args.tuning, {"trace": path})
     rate = tuned.request_rate_rps if tuned else args.rate
     settings = RequestSettings(rate, seed=args.seed, loop=args.loop)
-    subject = _look_at_server(args, path, planned, settings)
+    traffic = Traffic(read_trace(path)[0], path=path)
+    subject = _look_at_server(args, traffic, planned, settings)
     if tuned:
         spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
         chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]

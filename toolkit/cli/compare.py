@@ -78,7 +78,7 @@ def command(args: CompareOptions) -> None:
     listed = [] if args.policies is None else _words("--policies", args.policies)
     named = list(dict.fromkeys(listed))
     rates = _rates(args.rate)
-    stage = open_stage(args)
+    stage = open_stage(args, args.rate)
     targets = stage.targets
     usual = dict.fromkeys([stage.own_policy, *usual_policies(stage.fit)])
     names = stage.policies(named, list(usual))
@@ -99,6 +99,7 @@ def command(args: CompareOptions) -> None:
             seed=stage.seed,
             interrupted=interrupted,
             trace=plain(stage.trace),
+            concurrency=world.concurrency,
             runs=[_of_run(run, stage.engines) for run in runs],
         )
         emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))

@@ -37,6 +37,7 @@ class Simulation(BaseModel):
         "without targets",
     )
     trace: Requests = Field(description="which requests were simulated")
+    concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
     )
@@ -73,6 +74,7 @@ class Comparison(BaseModel):
         description="targets in seconds, of --sla, or of the tuning or the recipe"
     )
     trace: Requests = Field(description="which requests were simulated")
+    concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")

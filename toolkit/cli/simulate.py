@@ -18,7 +18,6 @@ from toolkit.cli.arguments import (
     RateOption,
     SetOption,
     SlaOption,
-    TraceOption,
     command_of,
     limit_workers,
     option,
@@ -38,6 +37,8 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
+from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import sized
@@ -63,10 +64,9 @@ OF_KINDS = (  # what the table of kinds shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOptions:
+class StageOptions(TrafficOptions):
     """The options of a command that simulates a trace."""
 
-    trace: TraceOption = "chat-small"
     fit: str = option(
         "fit.json",
         "fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock of steps).",
@@ -178,7 +178,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A trace that will be simulated, the laws, and what the command line and the files say about
+    """Requests that will be simulated, the laws, and what the command line and the files say about
     the rest.
 
     Without a `fit` it is the token-step world. Of a fleet, the first of its `kinds` has the fit and
@@ -186,6 +186,7 @@ class Stage:
     """
 
     trace: Trace
+    traffic: Traffic
     fit: Fit | None
     recipe: Recipe | None
     tuning: Tuning | None
@@ -318,6 +319,8 @@ class Stage:
             further = [replace(one, flush_s=kind.recipe.engine.flush_s) for one, kind in pairs]
             flush_s = self.recipe.engine.flush_s
             world = replace(world, flush_s=flush_s, others=tuple(further))
+        traffic = self.traffic
+        world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
         routing = world.routing or Routing()
         if failures is not None:
             routing = replace(routing, outages=read_outages(failures, world.size))
@@ -337,21 +340,20 @@ class Stage:
         return replace(world, routing=replace(routing, router=made, limits=limits))
 
 
-def open_stage(args: StageOptions) -> Stage:
+def open_stage(args: StageOptions, rate: object) -> Stage:
     """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
-    rests on.
+    rests on. `rate` is the command's.
 
-    Lengths are scaled as in `tune`, by the limits of the recipe that the fit was made from;
-    `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed, for files
-    that are missing or of another kind, and where that recipe is not found; without a fit it names
-    those that ship. `StaleError` for a tuning of another fit or fleet.
+    Lengths of a trace are scaled as in `tune`, by the limits of the recipe that the fit was made
+    from; `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed, for
+    files that are missing or of another kind, and where that recipe is not found; without a fit it
+    names those that ship. `StaleError` for a tuning of another fit or fleet.
     """
     from toolkit.sim.world import UNIT_STEP
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare, scale_lengths
 
     given, targets = parse_settings(args.settings), parse_sla(args.sla)
+    traffic = read_traffic(args, rate, seed=args.seed or 0)
     kinds: Sequence[Kind] = ()
     bases: dict[Path, Fit] = {}
     spec: Recipe | None = None
@@ -381,8 +383,12 @@ def open_stage(args: StageOptions) -> Stage:
             )
         bases[path] = fitted
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
-    requests, _ = read_trace(trace_path(args.trace))
-    if args.fit_lengths and spec:
+    requests = traffic.trace
+    if traffic.path is None:
+        limited = fitted is not None and not traits_of(fitted.engine.engine).server
+        context = fitted.engine.max_model_len if fitted else None
+        traffic.refuse_longer(context, limit if limited else None)
+    elif args.fit_lengths and spec:
         serve = spec.serve.model_copy(update={"max_new_tokens": limit})
         requests = prepare(requests, spec.model_copy(update={"serve": serve}))
     elif args.fit_lengths and fitted:
@@ -414,6 +420,7 @@ def open_stage(args: StageOptions) -> Stage:
             recipe_says.append(f"seed {seed}")
     return Stage(
         trace=requests,
+        traffic=traffic,
         fit=fitted,
         recipe=spec,
         tuning=tuning,
@@ -567,7 +574,7 @@ def command(args: SimulateOptions) -> None:
     from toolkit.sim.api import simulate
     from toolkit.traces.windows import scale_rate
 
-    stage = open_stage(args)
+    stage = open_stage(args, args.rate)
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
     [contender] = stage.contenders([policy], args.replica_failures)
@@ -593,6 +600,7 @@ def command(args: SimulateOptions) -> None:
         sla=dict(targets),
         verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
+        concurrency=result.concurrency,
         kinds=of_kinds or None,
         kind_parameters=flags or None,
         **metrics,

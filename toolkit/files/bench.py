@@ -145,7 +145,11 @@ class BenchReport(Envelope):
     model: str
     policy: str | None = optional("the plan's; none: made without a plan, or by an older llmctl")
     request_rate_rps: float | None = optional(
-        "mean rate of the whole scaled trace; none: its requests arrive all at once"
+        "mean rate of the whole scaled trace; none: its requests arrive all at once, or at a fixed "
+        "concurrency"
+    )
+    concurrency: int = Field(
+        0, description="requests at once, each sent when one ended; 0: they were sent by time"
     )
     lengths: Literal["hidden", "given"] = Field(
         description="'given': max_tokens was the output's length, so the scheduler knew it, unlike "

@@ -256,7 +256,7 @@ class PolicyRun:
 
     policy: str
     parameters: Mapping[str, Value]
-    rate_rps: float  # of arrivals; 0 if all requests arrive at once
+    rate_rps: float  # of arrivals; 0: all come at once, or at a fixed concurrency
     metrics: Mapping[str, float] = field(default_factory=dict)
     e2e_s: Floats = field(default_factory=lambda: np.empty(0))  # of the requests that ended
     refusals: Sequence[Refusal] = ()
@@ -287,7 +287,8 @@ def compare(
     """
     for scaled in [scale_rate(trace, rate) for rate in rates] or [trace]:
         for policy in policies:
-            given, rate = parameters(policy), mean_rate(scaled)
+            given = parameters(policy)
+            rate = 0.0 if world.concurrency else mean_rate(scaled)
             try:
                 result = simulate(scaled, policy, world)
             except SimulationStalledError as error:
