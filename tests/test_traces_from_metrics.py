@@ -23,7 +23,7 @@ from toolkit.traces.histograms import (
     OUTPUT,
     PROMPT,
     LengthHistogram,
-    Traffic,
+    ScrapedTraffic,
     draw_lengths,
     draw_timed,
     draw_untimed,
@@ -115,9 +115,11 @@ def histogram_with(values: list[int]) -> LengthHistogram:
     return LengthHistogram.of(cumulative, float(sum(values)))
 
 
-def traffic_with(pairs: list[tuple[int, int]], start_s: float = 0, end_s: float = 0) -> Traffic:
+def traffic_with(
+    pairs: list[tuple[int, int]], start_s: float = 0, end_s: float = 0
+) -> ScrapedTraffic:
     prompts, outputs = ([pair[k] for pair in pairs] for k in (0, 1))
-    return Traffic(histogram_with(prompts), histogram_with(outputs), start_s, end_s)
+    return ScrapedTraffic(histogram_with(prompts), histogram_with(outputs), start_s, end_s)
 
 
 @settings(max_examples=40)
@@ -147,7 +149,7 @@ def test_intervals_keep_their_own_counts_and_lengths():
 
 def test_increases_that_are_not_whole_are_apportioned():
     part = LengthHistogram((10.0, ABOVE), (0.4, 0.0), 2.0)
-    intervals = [Traffic(part, part, float(k), float(k + 1)) for k in range(10)]
+    intervals = [ScrapedTraffic(part, part, float(k), float(k + 1)) for k in range(10)]
     trace = draw_timed(intervals, 0, None)
     assert len(trace) == 4
     assert trace.prompt_tokens.sum() == 20
@@ -155,7 +157,7 @@ def test_increases_that_are_not_whole_are_apportioned():
 
 def test_sums_that_buckets_do_not_allow_are_told():
     wrong = LengthHistogram((10.0, 20.0, ABOVE), (0.0, 5.0, 0.0), 500.0)
-    trace = draw_untimed(Traffic(wrong, wrong), None, Arrivals(1), 0, None)
+    trace = draw_untimed(ScrapedTraffic(wrong, wrong), None, Arrivals(1), 0, None)
     assert trace.prompt_tokens.tolist() == [20] * 5
     assert sum("do not allow" in note for note in trace.notes) == 2
 

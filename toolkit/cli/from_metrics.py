@@ -22,7 +22,7 @@ from toolkit.errors import InputError
 from toolkit.files.io import check_writable
 
 if TYPE_CHECKING:
-    from toolkit.traces.histograms import LengthHistogram, Traffic
+    from toolkit.traces.histograms import LengthHistogram, ScrapedTraffic
     from toolkit.traces.types import Trace
 
 SCRAPE_EVERY_S = 15.0
@@ -129,12 +129,12 @@ def _drawn(args: FromMetricsOptions) -> Trace:
     return draw_untimed(traffic, args.requests, arrivals, args.seed, args.longest)
 
 
-def _saved(args: FromMetricsOptions) -> Traffic:
+def _saved(args: FromMetricsOptions) -> ScrapedTraffic:
     """The requests that a saved page counts, or those between two pages."""
     from toolkit.endpoints.target import parsed_metrics
     from toolkit.traces.histograms import traffic_of
 
-    def page(path: Path, at_s: float) -> Traffic:
+    def page(path: Path, at_s: float) -> ScrapedTraffic:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +148,7 @@ def _saved(args: FromMetricsOptions) -> Traffic:
     return page(args.later, args.for_s or 0.0).since(first)
 
 
-def _scraped(args: FromMetricsOptions, at_s: float = 0.0) -> Traffic:
+def _scraped(args: FromMetricsOptions, at_s: float = 0.0) -> ScrapedTraffic:
     """The requests that a server counts now."""
     from toolkit.endpoints.prometheus import metrics_page
     from toolkit.traces.histograms import traffic_of
@@ -161,7 +161,7 @@ def _watched(
     for_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[Traffic]:
+) -> list[ScrapedTraffic]:
     """The requests that end while a server is scraped; after Ctrl-C those that were seen."""
     every_s = SCRAPE_EVERY_S if args.every is None else args.every
     start_s = clock()
@@ -177,10 +177,10 @@ def _watched(
     return [now.since(before) for before, now in pairwise(scrapes)]
 
 
-def _asked(args: FromMetricsOptions, past_s: float) -> list[Traffic]:
+def _asked(args: FromMetricsOptions, past_s: float) -> list[ScrapedTraffic]:
     """The requests of the past, as a Prometheus server has scraped them."""
     from toolkit.endpoints.prometheus import query_range
-    from toolkit.traces.histograms import MODEL, OUTPUT, PROMPT, Traffic, choose_model
+    from toolkit.traces.histograms import MODEL, OUTPUT, PROMPT, ScrapedTraffic, choose_model
 
     step_s = QUERY_EVERY_S if args.every is None else args.every
     end_s = time.time()
@@ -213,7 +213,7 @@ def _asked(args: FromMetricsOptions, past_s: float) -> list[Traffic]:
             sums |= one[""]
         found[name] = _histograms(buckets, sums)
     intervals = [
-        Traffic(found[PROMPT][at_s], found[OUTPUT][at_s], at_s - step_s, at_s)
+        ScrapedTraffic(found[PROMPT][at_s], found[OUTPUT][at_s], at_s - step_s, at_s)
         for at_s in sorted(found[PROMPT].keys() & found[OUTPUT].keys())
     ]
     if not intervals:

@@ -79,7 +79,7 @@ class LengthHistogram:
 
 
 @dataclass(slots=True, frozen=True)
-class Traffic:
+class ScrapedTraffic:
     """The requests that ended in an interval of time: histograms of their lengths."""
 
     prompt: LengthHistogram
@@ -87,9 +87,9 @@ class Traffic:
     start_s: float = 0.0
     end_s: float = 0.0
 
-    def since(self, earlier: Traffic) -> Traffic:
+    def since(self, earlier: ScrapedTraffic) -> ScrapedTraffic:
         """What came after the scrape `earlier`."""
-        return Traffic(
+        return ScrapedTraffic(
             self.prompt.since(earlier.prompt),
             self.output.since(earlier.output),
             earlier.end_s,
@@ -99,7 +99,7 @@ class Traffic:
 
 def traffic_of(
     samples: Iterable[Sample], model: str | None, source: str, at_s: float = 0.0
-) -> Traffic:
+) -> ScrapedTraffic:
     """All requests that a page of metrics counts, of one model. `InputError` where it has no such
     histograms, or several models and none is named.
     """
@@ -110,7 +110,9 @@ def traffic_of(
         )
     chosen = choose_model({labels.get(MODEL, "") for _, labels, _ in ours}, model, source)
     ours = [sample for sample in ours if sample[1].get(MODEL, "") == chosen]
-    return Traffic(_histogram(ours, PROMPT, source), _histogram(ours, OUTPUT, source), end_s=at_s)
+    return ScrapedTraffic(
+        _histogram(ours, PROMPT, source), _histogram(ours, OUTPUT, source), end_s=at_s
+    )
 
 
 def choose_model(models: Iterable[str], model: str | None, source: str) -> str:
@@ -139,7 +141,7 @@ def _histogram(samples: Sequence[Sample], name: str, source: str) -> LengthHisto
     return LengthHistogram.of(cumulative, total)
 
 
-def draw_timed(intervals: Sequence[Traffic], seed: int, longest: int | None) -> Trace:
+def draw_timed(intervals: Sequence[ScrapedTraffic], seed: int, longest: int | None) -> Trace:
     """Draw the requests of intervals, each within its interval, uniformly.
 
     Raises `InputError` where no request ended, and as `draw_lengths`.
@@ -149,7 +151,7 @@ def draw_timed(intervals: Sequence[Traffic], seed: int, longest: int | None) -> 
     total = round(sum(exact))
     _check_total(total)
     drawn: list[tuple[Floats, Ints, Ints]] = []
-    busy: list[tuple[Traffic, int]] = []
+    busy: list[tuple[ScrapedTraffic, int]] = []
     for traffic, count in zip(intervals, _apportioned(exact, total).tolist(), strict=True):
         if count:
             times_s = np.sort(rng.uniform(traffic.start_s, traffic.end_s, count))
@@ -167,7 +169,11 @@ def draw_timed(intervals: Sequence[Traffic], seed: int, longest: int | None) -> 
 
 
 def draw_untimed(
-    traffic: Traffic, requests: int | None, arrivals: Arrivals, seed: int, longest: int | None
+    traffic: ScrapedTraffic,
+    requests: int | None,
+    arrivals: Arrivals,
+    seed: int,
+    longest: int | None,
 ) -> Trace:
     """Draw `requests` (None: as many as were counted) at a rate that the metrics do not say.
 
@@ -197,7 +203,7 @@ def _check_total(total: int) -> None:
 
 
 def _both(
-    traffic: Traffic, count: int, rng: np.random.Generator, longest: int | None
+    traffic: ScrapedTraffic, count: int, rng: np.random.Generator, longest: int | None
 ) -> tuple[Ints, Ints]:
     """Prompts and outputs of so many requests, in independent orders."""
     prompts = draw_lengths(traffic.prompt, count, rng, longest, "prompts")
@@ -205,7 +211,7 @@ def _both(
     return prompts, outputs
 
 
-def _off(drawn: Sequence[tuple[Traffic, int]], prompts: Ints, outputs: Ints) -> list[str]:
+def _off(drawn: Sequence[tuple[ScrapedTraffic, int]], prompts: Ints, outputs: Ints) -> list[str]:
     """Notes where the sum of lengths is not the histograms', because buckets do not allow it."""
     notes = []
     sums = {

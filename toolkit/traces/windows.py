@@ -377,8 +377,8 @@ def _stretches(
     """The edges of stretches of `window_s`, `least` or more, one after another, and their loads.
 
     The load is the share of all prompt tokens plus the share of all output tokens. Where the first
-    stretch begins decides which bursts a stretch holds whole, so the beginning is the one whose
-    busiest stretch is the busiest of all.
+    stretch begins decides which bursts a stretch holds whole. Of several beginnings, it is the one
+    with the busiest stretch.
     """
     duration_s = float(trace.arrival_s[-1])
     tokens = trace.prompt_tokens / max(trace.prompt_tokens.sum(), 1)
