@@ -63,14 +63,21 @@ def run(
     An exit code outside `codes` is an error.
     """
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
-    engine = load_recipe(arguments.recipe).engine.threads or 0
-    others = sorted(os.sched_getaffinity(0))[engine:]
-    there = ["taskset", "-c", ",".join(map(str, others))] if apart and others else []
+    there = apart_from(arguments.recipe) if apart else []
     done = subprocess.run(
         [*there, *LLMCTL, *words], cwd=arguments.work, env=environment, check=False
     )
     if done.returncode not in codes:
         raise subprocess.CalledProcessError(done.returncode, done.args)
+
+
+def apart_from(recipe: Path) -> list[str]:
+    """Words before a command that keep it off the CPUs of the recipe's engine; none where it has
+    them all.
+    """
+    engine = load_recipe(recipe).engine.threads or 0
+    others = sorted(os.sched_getaffinity(0))[engine:]
+    return ["taskset", "-c", ",".join(map(str, others))] if others else []
 
 
 def tune(arguments: argparse.Namespace) -> None:

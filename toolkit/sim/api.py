@@ -28,7 +28,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.arrivals import Arrivals
+from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
@@ -191,7 +191,7 @@ def _run(
     policy: Policy,
     world: World,
     ledger: Ledger,
-    arrivals: Arrivals,
+    arrivals: DueRequests,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):

@@ -1,9 +1,9 @@
 """When requests come: at the times of the trace, or in a closed loop after others have ended.
 
 All drivers of a simulation (`toolkit.sim.loop`, `toolkit.sim.paged_engine`, `toolkit.sim.replicas`)
-take requests from an `Arrivals` when they are due, and tell it of each end that a client will see.
-In a closed loop of sessions, a turn comes when the turn before has ended and its client has thought
-about it. With `FixedConcurrency` the next request of the trace comes when any one ends, as in
+take requests from a `DueRequests`, and tell it of each end that a client will see. In a closed loop
+of sessions, a turn comes when the turn before has ended and its client has thought about it. With
+`FixedConcurrency` the next request of the trace comes when any one ends, as in
 `vllm bench serve --max-concurrency`.
 """
 
@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 Later = tuple[int, float]  # a request's number, and its think time in seconds
 
 
-class Arrivals:
+class DueRequests:
     """Requests in the order in which they come: by time, then by number.
 
     Args:
@@ -82,7 +82,7 @@ class Arrivals:
         self.next_s = next_s
 
 
-class FixedConcurrency(Arrivals):
+class FixedConcurrency(DueRequests):
     """So many requests at once, in order of their numbers: the next one comes when any one ends.
 
     Args:

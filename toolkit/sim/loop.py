@@ -20,7 +20,7 @@ from toolkit.errors import LlmctlError
 from toolkit.interrupts import check
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
-from toolkit.sim.arrivals import Arrivals
+from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.ledger import RequestOutcome
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
@@ -78,7 +78,7 @@ class Clients:
 
     def __init__(
         self,
-        arrivals: Arrivals,
+        arrivals: DueRequests,
         requests: Sequence[Request],
         outcomes: list[RequestOutcome],
         delay_s: float,
@@ -157,7 +157,7 @@ def _run(
     clients: Clients | None,
 ) -> list[Refusal]:
     if clients is None:
-        arrivals = Arrivals([one.arrival_s for one in requests], range(len(requests)), {})
+        arrivals = DueRequests([one.arrival_s for one in requests], range(len(requests)), {})
     else:
         arrivals = clients.arrivals
     ends: list[BatchEnd] = []  # a heap; an entry is stale if its worker's end is another

@@ -29,7 +29,7 @@ from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.arrivals import Arrivals, FixedConcurrency, Later
+from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.loop import CHECK_EVERY
@@ -159,7 +159,7 @@ class Reuse:
 
     def arrivals(
         self, numbers: Sequence[int], arrival_s: list[float], refused: Container[int] = ()
-    ) -> Arrivals:
+    ) -> DueRequests:
         """When each of `numbers` comes; `arrival_s` has and gets the times of all requests.
 
         One that is `refused` does not come, except where others follow it. At a fixed concurrency
@@ -179,7 +179,7 @@ class Reuse:
             for number in numbers
             if number not in later and (number not in refused or number in turns)
         ]
-        return Arrivals(arrival_s, first, turns)
+        return DueRequests(arrival_s, first, turns)
 
 
 class PagedRun:
@@ -483,7 +483,7 @@ def serve(
 def _drive(
     run: PagedRun,
     rows: Mapping[int, PagedRequest],
-    arrivals: Arrivals,
+    arrivals: DueRequests,
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
