@@ -38,7 +38,7 @@ def test_simulate_keeps_the_targets_below_the_capacity_and_not_above(capacity, c
 
 
 def test_recipes_stand_side_by_side_with_what_they_cost(capacity):
-    words = ["--price", "H200=3.6", "--price", "A100=1.8", "--rate", "120", "--no-concurrency"]
+    words = ["--price", "H200=3.6", "--price", "A100=1.8", "--rate", "120", "--no-at-once"]
     one, other = capacity(RECIPE, OTHER, *words)["capacities"]
     assert (one["recipe"], other["recipe"]) == (RECIPE, OTHER)
     assert one["capacity_rps"] > other["capacity_rps"]
@@ -60,10 +60,10 @@ def test_the_most_requests_at_once_keep_the_targets_and_one_more_does_not(capaci
 
 
 def test_policies_and_routers_are_rows_of_their_own(capacity):
-    words = ["--workers", "2", "--routers", "least-requests", "--no-concurrency"]
+    words = ["--workers", "2", "--routers", "least-requests", "--no-at-once"]
     settings = [one["settings"] for one in capacity(RECIPE, *words)["capacities"]]
     assert settings == ["defaults", "router least-requests"]
-    words = ["--policies", "past-future-sla", "--no-concurrency"]
+    words = ["--policies", "past-future-sla", "--no-at-once"]
     one, other = capacity(RECIPE, *words)["capacities"]
     assert (one["policy"], other["policy"]) == ("vllm", "past-future-sla")
 
@@ -98,7 +98,7 @@ def test_wrong_words_are_one_line_and_a_hint(capsys, words):
 
 
 def test_where_the_trace_is_too_short_for_more_the_capacity_is_at_least(capsys):
-    words = ["capacity", RECIPE, "--trace", "bursty-small", "--no-concurrency", "--json"]
+    words = ["capacity", RECIPE, "--trace", "bursty-small", "--no-at-once", "--json"]
     assert llmctl(*words) == 0
     [found] = json.loads(capsys.readouterr().out)["capacities"]
     assert found["at_least"]

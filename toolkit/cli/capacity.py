@@ -33,6 +33,7 @@ from toolkit.cli.output import (
     require_matplotlib,
     table,
 )
+from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
@@ -48,12 +49,13 @@ if TYPE_CHECKING:
     from toolkit.tuning.deployments import Deployment, Measured
     from toolkit.tuning.executor import Runner
 
+REQUESTS_BY_NUMBERS = 2000  # so many last longer than usual targets at a capacity
 SIMULATIONS = 20  # of each capacity, about
 CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityOptions(LengthOptions):
     """The command line of `llmctl capacity`."""
 
     recipes: list[str] = argument(
@@ -66,11 +68,6 @@ class CapacityOptions:
         "The fit of a recipe that has no shipped one, or in its place; repeatable.",
         callback=lambda fits: [arguments.resolve_fit(fit) for fit in fits or []],
         autocompletion=arguments.fits,
-    )
-    trace: str = option(
-        "",
-        "A trace file, or the name of a shipped trace; default: the first recipe's.",
-        autocompletion=arguments.traces,
     )
     rate: float | None = option(
         None, "Also find how many workers, and so GPUs, this many requests per second take."
@@ -95,10 +92,8 @@ class CapacityOptions:
         "Only recipes measured with this tensor parallelism: GPUs of a worker, such as 1,2.",
         metavar="N,...",
     )
-    concurrency: bool = option(
-        True,
-        "Also find the most requests at once that keep the limits.",
-        "--concurrency/--no-concurrency",
+    at_once: bool = option(
+        True, "Also find the most requests at once that keep the limits.", "--at-once/--no-at-once"
     )
     sla: SlaOption = None
     price: list[str] | None = option(
@@ -148,18 +143,16 @@ def command(args: CapacityOptions) -> None:
             policies=_names(args.policies),
             routers=_names(args.routers),
         )
-    traces = [_trace(args, deployment.recipe) for deployment in deployments]
+    traces = [_trace(args, deployment.recipe, deployment.fit) for deployment in deployments]
     note_scaling(traces[0])
     note_rest(traces[0])
     found: list[Measured] = []
-    total = SIMULATIONS * (1 + args.concurrency) * len(deployments)
+    total = SIMULATIONS * (1 + args.at_once) * len(deployments)
     with _runner(args.jobs) as runner, progress("capacity", total) as advance:
         for deployment, trace in zip(deployments, traces, strict=True):
             told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
-            one = measure(
-                deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.concurrency
-            )
+            one = measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
             found.append(one)
     result = Capacities(
         trace=plain(traces[0]),
@@ -271,13 +264,18 @@ def _price(recipe: Recipe, prices: Sequence[str]) -> float | None:
     return None
 
 
-def _trace(args: CapacityOptions, recipe: Recipe) -> Trace:
-    """The trace with the lengths that the recipe takes."""
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
+def _trace(args: CapacityOptions, recipe: Recipe, fit: Fit) -> Trace:
+    """The requests with the lengths that the recipe takes. `InputError` for lengths by numbers that
+    exceed the model's context.
+    """
     from toolkit.traces.windows import prepare
 
-    return prepare(read_trace(trace_path(args.trace or recipe.tune.trace))[0], recipe)
+    many = REQUESTS_BY_NUMBERS
+    trace, path = read_lengths(args, usual=recipe.tune.trace, requests=many)
+    if path is not None:
+        return prepare(trace, recipe)
+    Traffic(trace).refuse_longer(fit.engine.max_model_len)
+    return trace
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Which requests are served and when they come: the options that several commands share.
 
-A command's options inherit `TrafficOptions`; `read_traffic` makes them a trace and a concurrency.
+A command's options inherit `LengthOptions`, or `TrafficOptions` with a fixed concurrency besides.
+`read_lengths` makes a trace of the first, `read_traffic` a trace and a concurrency of the second.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS = 10  # by default, so many requests for each place of a fixed concurrenc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficOptions:
+class LengthOptions:
     """The options of a command that takes requests from a trace or by numbers. Their rate is an
     option of the command, since some take several.
     """
@@ -50,6 +51,12 @@ class TrafficOptions:
         "With --prompt: draw lengths within this share of them, as vLLM's --random-range-ratio.",
         min=0.0,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficOptions(LengthOptions):
+    """The same, with a fixed concurrency."""
+
     concurrency: int | None = option(
         None,
         "Serve so many requests at once: the next one of the trace starts when any one ends, "
@@ -114,9 +121,6 @@ def read_traffic(
 
     Raises `InputError` where options contradict each other, and for a trace that cannot be read.
     """
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
-
     concurrency = options.concurrency or 0
     if concurrency and rate is not None:
         raise InputError(
@@ -126,12 +130,46 @@ def read_traffic(
     if not concurrency:
         refuse_useless({"--ramp": options.ramp}, "there is no --concurrency")
     ramp_s = options.ramp or 0.0
+    by_numbers = options.prompt is not None and options.output is not None
+    if by_numbers and not concurrency and rate is None:
+        raise InputError(
+            "--prompt and --output do not say when requests come",
+            "add --concurrency REQUESTS or --rate REQUESTS_PER_S",
+        )
+    least = max(ROUNDS * concurrency, LEAST_REQUESTS)
+    trace, path = read_lengths(options, usual=usual, seed=seed, requests=least)
+    if path and concurrency:
+        trace = _unordered(trace)
+    return Traffic(trace, concurrency, ramp_s, path)
+
+
+def read_lengths(
+    options: LengthOptions,
+    *,
+    usual: str = USUAL_TRACE,
+    seed: int = 0,
+    requests: int = LEAST_REQUESTS,
+) -> tuple[Trace, Path | None]:
+    """The trace that the options name and its file, or requests by numbers, without a file. These
+    arrive in a Poisson process of one per second.
+
+    Args:
+        usual: the trace without any of the options.
+        seed: of drawn lengths and arrivals.
+        requests: how many, where they are given by numbers and --requests is not.
+
+    Raises `InputError` where options contradict each other, and for a trace that cannot be read.
+    """
+    from toolkit.traces.fixed import fixed_lengths
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
     if options.prompt is None and options.output is None:
         of_lengths = {"--requests": options.requests, "--length-spread": options.length_spread}
         refuse_useless(of_lengths, "there is no --prompt and no --output")
         path = trace_path(options.trace or usual)
         trace, _ = read_trace(path)
-        return Traffic(_unordered(trace) if concurrency else trace, concurrency, ramp_s, path)
+        return trace, path
     if options.prompt is None or options.output is None:
         given, lacking = ("--prompt", "--output")
         if options.prompt is None:
@@ -142,17 +180,9 @@ def read_traffic(
             f"--trace {options.trace} has lengths of its own, and --prompt and --output are given",
             "leave the trace or the lengths out",
         )
-    if not concurrency and rate is None:
-        raise InputError(
-            "--prompt and --output do not say when requests come",
-            "add --concurrency REQUESTS or --rate REQUESTS_PER_S",
-        )
-    from toolkit.traces.fixed import fixed_lengths
-
-    count = options.requests or max(ROUNDS * concurrency, LEAST_REQUESTS)
+    count = options.requests or requests
     spread = options.length_spread or 0.0
-    trace = fixed_lengths(options.prompt, options.output, count, spread=spread, seed=seed)
-    return Traffic(trace, concurrency, ramp_s)
+    return fixed_lengths(options.prompt, options.output, count, spread=spread, seed=seed), None
 
 
 def _unordered(trace: Trace) -> Trace:
