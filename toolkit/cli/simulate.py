@@ -399,6 +399,8 @@ def open_stage(args: StageOptions, rate: object) -> Stage:
     note_bases(bases)
     if args.tuning and tuning:
         note(f"{args.tuning.name} recommends {tuning.recommended.key}")
+    if tuning and tuning.concurrency and rate is None and not traffic.concurrency:
+        traffic = replace(traffic, concurrency=tuning.concurrency)
     recipe_says: list[str] = []
     workers, seed = args.workers or 0, args.seed or 0
     own: OwnSettings | None = None

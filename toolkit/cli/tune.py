@@ -32,6 +32,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import Fleet, note_bases, note_trace, open_fleet, read_fit, refuse_workers
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
+from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.fit import Fit
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from toolkit.tuning.search import SearchSettings
 
 AUTO = "auto"
+BY_NUMBERS = 2000  # requests, where lengths are given by numbers
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
 ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
 RECENT = 24  # evaluations by which the rest is estimated: three batches
@@ -107,8 +109,8 @@ _traffic = partial(option, rich_help_panel="Traffic and workers")
 _computing = partial(option, rich_help_panel="Where it is computed")
 
 
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions(LengthOptions):
     """The command line of `llmctl tune`."""
 
     recipe: RecipeArgument
@@ -142,11 +144,6 @@ class TuneOptions:
         min=0,
         callback=_limited,
     )
-    trace: str = _traffic(
-        "",
-        "A trace file, or the name of a shipped trace; default: the recipe's.",
-        autocompletion=arguments.traces,
-    )
     rate: float | None = _traffic(
         None, "Scale arrivals to this many requests per second; default: the trace's own rate."
     )
@@ -156,6 +153,11 @@ class TuneOptions:
         "all limits.",
         min=0.01,
         max=100.0,
+    )
+    concurrency: int | None = _traffic(
+        None,
+        "Instead of a rate: so many requests at once; the next one starts when any one ends.",
+        min=1,
     )
     window: float | None = _traffic(
         None, "Seconds of each window, if the trace is long enough.", min=0.1
@@ -203,17 +205,18 @@ def command(args: TuneOptions) -> None:
     --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
     limit; the result is written and printed nevertheless.
     """
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
     from toolkit.tuning.executor import Remembering
     from toolkit.tuning.fleet_size import tune_fleet_to_size
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
     from toolkit.tuning.workload import make_workload
 
     fleet, spec, fit, others = _open(args)
-    traffic = trace_path(args.trace or spec.tune.trace)
+    seed = spec.tune.seed
+    trace, file = read_lengths(args, usual=spec.tune.trace, seed=seed, requests=BY_NUMBERS)
+    if file is None:
+        Traffic(trace).refuse_longer(fit.engine.max_model_len)
     # a load is a share of what the recipe's own number of workers serves
-    workload = make_workload(spec, fit, read_trace(traffic)[0], others)
+    workload = make_workload(spec, fit, trace, others, is_exact=file is None)
     spec = spec.model_copy(update={"workers": _worker_count(args.workers) or spec.workers})
     settings = settings_of(spec, fit, others)
     siblings = [] if others else shipped_siblings(spec)
@@ -221,10 +224,11 @@ def command(args: TuneOptions) -> None:
     note_trace(workload.windows.trace)
     check_writable(args.out)
     files = fleet.inputs if fleet else {"recipe": args.recipe, "fit": args.fit}
-    made_from = head(files | {"trace": traffic})
+    made_from = head(files | ({"trace": file} if file else {}))
     total = evaluations(settings, spec.tune.draws, siblings)
     _note_search(settings, total, workload.windows.trace, spec.name, others)
-    store = _store(args, made_from, spec, siblings, with_profile=profile is not None)
+    traffic = "" if file else trace.source
+    store = _store(args, made_from, spec, siblings, traffic, with_profile=profile is not None)
     with _runner(args) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
@@ -277,6 +281,7 @@ def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
         "seed": args.seed,
         "request_rate_rps": args.rate,
         "load": args.load,
+        "concurrency": args.concurrency,
         "draws": args.draws,
         "window_s": args.window,
     }
@@ -284,6 +289,17 @@ def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     if args.load is not None:
         refuse_useless({"--rate": args.rate}, "--load gives the rate")
         changed["request_rate_rps"] = None
+    if args.concurrency is not None:
+        why = "--concurrency starts a request when another ends"
+        refuse_useless({"--rate": args.rate, "--load": args.load}, why)
+        changed |= {"request_rate_rps": None, "load": None}
+    by_numbers = args.prompt is not None or args.output is not None
+    loads = (args.rate, args.load, args.concurrency)
+    if by_numbers and all(load is None for load in loads):
+        raise InputError(
+            "--prompt and --output do not say when requests come",
+            "add --rate REQUESTS_PER_S, --load SHARE or --concurrency REQUESTS",
+        )
     tune = recipe.tune.model_copy(update=changed)
     return fleet, recipe.model_copy(update={"tune": tune}), fit, others
 
@@ -366,6 +382,7 @@ def _store(
     made_from: EnvelopeFields,
     spec: Recipe,
     siblings: Sequence[Kind],
+    traffic: str,
     *,
     with_profile: bool,
 ) -> EvaluationStore:
@@ -377,7 +394,7 @@ def _store(
     digests = "".join(source.sha256 for source in made_from["inputs"].values())
     others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
     version = made_from["tool_version"]
-    fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
+    fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}{traffic}"
     if not args.storage:
         return JournalFile(Path(f"{args.out}.partial"), fingerprint)
     from toolkit.tuning.studies import Studies
@@ -458,7 +475,7 @@ def show(result: Tuning) -> None:
         _show_sizing(result.sizing)
     if len(result.policies) > 1:
         _show_policies(result)
-    rate = f"{number(result.request_rate_rps)} requests/s on {result.workers} workers"
+    rate = f"{result.load} on {result.workers} workers"
     first, best = _settings(before), _settings(after)
     rows = [
         (name, *([word(first[name])] if same else []), word(value)) for name, value in best.items()

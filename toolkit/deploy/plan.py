@@ -155,7 +155,7 @@ def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
         warnings = "; ".join(tuning.scaling.warnings())
         explained["requests"] = _explanation(tuning.scaling.divided(), warnings)
     trace = tuning.inputs.get("trace")
-    if trace is None:
+    if trace is None or tuning.concurrency is not None:
         return explained, None
     needed, rate = tuning.sizing.workers if tuning.sizing else None, tuning.request_rate_rps
     workload = PlannedWorkload(trace=trace.name, request_rate_rps=rate, workers_needed=needed)

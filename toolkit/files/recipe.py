@@ -354,6 +354,9 @@ class TuneSpec(Strict):
         "instead of a rate: scale arrivals to this multiple of the highest rate at which the "
         "recipe's settings keep all limits"
     )
+    concurrency: Positive | None = optional(
+        "instead of a rate: so many requests at once; the next one starts when any one ends"
+    )
     policies: list[str] = Field(
         ["all"],
         description="policies to search besides the recipe's own; 'all': every policy that knows "

@@ -483,6 +483,9 @@ class Tuning(Envelope):
     request_rate_rps: float = Field(
         description="mean rate that the trace was scaled to, or its own"
     )
+    concurrency: int | None = optional(
+        "requests at once, whatever the trace's times; None: at the rate"
+    )
     trace_notes: list[str] = Field(description="changes to the trace")
     scaling: Scaling | None = optional("how its lengths were scaled")
     window_length: WindowLength | None = None
@@ -532,6 +535,13 @@ class Tuning(Envelope):
     )
     alternatives: Alternatives | None = optional("none for a fleet")
     cost: Cost | None = optional("where the recipe has a price, and requests are served")
+
+    @property
+    def load(self) -> str:
+        """The load that it is about, in words."""
+        if self.concurrency is not None:
+            return f"{self.concurrency} requests at once"
+        return f"{number(self.request_rate_rps)} requests/s"
 
     @property
     def recommended(self) -> Outcome:

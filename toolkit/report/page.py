@@ -202,7 +202,7 @@ def _what_to_run(files: Material) -> list[tuple[str, str]]:
         facts.append(("Tuned for", f"{trace} at {number(rate)} requests/s"))
     elif plan is None and tuning is not None:
         trace = tuning.inputs["trace"].name if "trace" in tuning.inputs else "a trace"
-        facts.append(("Tuned for", f"{trace} at {number(tuning.request_rate_rps)} requests/s"))
+        facts.append(("Tuned for", f"{trace} at {tuning.load}"))
     return facts
 
 

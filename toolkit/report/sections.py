@@ -281,7 +281,7 @@ def tuning_section(files: Material) -> Section:
     if tuning is None:
         command = f"llmctl tune {files.recipe.name} --fit fit.json --trace TRACE"
         return _missing(files, "tuning", "The settings were not tuned yet.", command)
-    rate = f"{number(tuning.request_rate_rps)} requests/s on {tuning.workers} workers"
+    rate = f"{tuning.load} on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."

@@ -54,7 +54,7 @@ def _judged_lines(result: Tuning) -> list[str]:
     if not part.whole:
         span = f"{number(part.start_s)} to {number(part.end_s)} s"
         about = f"{part.requests:,} of {part.of_requests:,} requests, the busiest part, {span}"
-    lines = [f"judged on {about}, at {number(result.request_rate_rps)} requests/s"]
+    lines = [f"judged on {about}, at {result.load}"]
     which = "the recipe's settings" if result.keep_defaults else "the best settings"
     behind = next((limit for limit in result.limits if limit.name == BEHIND), None)
     if not result.keeps_up and behind is not None and behind.predicted is not None:
@@ -172,7 +172,7 @@ def _no_gain(*gains_percent: float | None) -> bool:
 
 def _no_better(result: Tuning) -> str:
     """Why the defaults are kept although they keep every limit."""
-    at = f"at {number(result.request_rate_rps)} requests/s"
+    at = f"at {result.load}"
     if result.defaults.metrics.get("sla_attainment_percent") == 100.0:
         return f"{at} the defaults serve every request within all targets"
     return f"{at} no settings were found that are notably better than the defaults"
@@ -261,9 +261,7 @@ def _alternative_lines(result: Tuning) -> list[str]:
             )
         return lines
     kept = [option for option in found.siblings if option.feasible]
-    lines.append(
-        f"changes that keep all limits at {number(result.request_rate_rps)} requests/s, simulated:"
-    )
+    lines.append(f"changes that keep all limits at {result.load}, simulated:")
     lines += [
         f"  another policy on engine '{result.engines[0]}': --policies {option.policy}"
         for option in found.policies

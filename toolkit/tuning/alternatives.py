@@ -220,6 +220,7 @@ def try_siblings(
         as_many = kind.model_copy(update={"workers": workers})
         limit, seed = recipe.serve.max_new_tokens, recipe.tune.seed
         world = world_of([as_many], max_new_tokens=limit, seed=seed)
+        world = replace(world, concurrency=runs.world.concurrency)
         outcome = Outcome(policy=spec.policy.name, parameters=spec.policy.parameters, metrics={})
         setup = runs.setup(outcome.policy, world, f"whole trace, {spec.name}")
         if sized and (not server or outcome.policy in BUILT_IN):
@@ -227,7 +228,9 @@ def try_siblings(
             world = setup.world
         price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
         [done] = runs.evaluate([Task.of(setup, outcome)])
-        up_to_rps = rough_rate_rps(setup, done.outcome, runs.evaluate)
+        up_to_rps = None
+        if not world.concurrency:
+            up_to_rps = rough_rate_rps(setup, done.outcome, runs.evaluate)
         found.append(
             Sibling(
                 recipe=spec.name,

@@ -67,6 +67,7 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
     """The simulated machine of a recipe; `others` are a fleet's further kinds of workers."""
     kinds = all_kinds(recipe, fit, others)
     world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+    world = replace(world, concurrency=recipe.tune.concurrency or 0)
     router = router_of(recipe, workers=world.size)
     if router is None:
         return world

@@ -297,6 +297,7 @@ def reported(
             "sla": recipe.sla,
             "workers": inputs.world.size,
             "request_rate_rps": inputs.workload.rate_rps,
+            "concurrency": recipe.tune.concurrency,
             "trace_notes": list(cut.trace.notes),
             "scaling": cut.trace.scaling,
             "window_length": _window_length(inputs.workload),
@@ -347,7 +348,7 @@ def _capacity(
     runs: AlternativeRuns, default: Evaluation, recommended: Evaluation
 ) -> TunedCapacity | None:
     """The capacities of the recipe's settings and of the recommended ones."""
-    if mean_rate(runs.workload.trace) == 0.0:
+    if runs.world.concurrency or mean_rate(runs.workload.trace) == 0.0:
         return None
     own = runs.capacity(default.outcome)
     found = own
@@ -436,7 +437,7 @@ def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str,
     usage, metrics = recommended.usage(limits), recommended.outcome.metrics
     behind = Limit(name=BEHIND, bound="at most", limit=MOST_BEHIND_PERCENT)
     judged = []
-    for limit in [*recipe_limits(inputs.recipe), behind]:
+    for limit in [*recipe_limits(inputs.recipe), *([behind] if BEHIND in usage else [])]:
         share = usage[USAGE_KEYS.get(limit.name, limit.name)]
         ratio = recommended.ratios.get(limit.name)
         value: float | None = metrics.get(limit.name, 0.0)
@@ -453,7 +454,7 @@ def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str,
         "binding_ratio": targets[binding] if binding else None,
         "limits": judged,
         "keeps_limits": not broken(judged),
-        "keeps_up": usage[BEHIND] <= 1.0,
+        "keeps_up": usage.get(BEHIND, 0.0) <= 1.0,
         "usage": usage,
         "keep_defaults": keep,
     }

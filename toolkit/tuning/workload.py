@@ -64,8 +64,17 @@ class Workload:
         return judged_part(self.trace, most_requests(policy))
 
 
-def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
+def make_workload(
+    recipe: Recipe,
+    fit: Fit,
+    trace: Trace,
+    others: Sequence[Kind] = (),
+    *,
+    is_exact: bool = False,
+) -> Workload:
     """The trace with the recipe's lengths, at the recipe's rate or load, or else at its own rate.
+    At a fixed concurrency the times only cut it into windows. A trace that `is_exact` keeps its
+    lengths.
 
     Raises `InputError` for a trace without requests, one with all requests at the same time, one
     that is shorter than the longest target on waiting, and windows without requests;
@@ -74,13 +83,14 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind]
     spec = recipe.tune
     if not len(trace):
         raise InputError(f"{trace.source}: it has no requests", "give another trace with --trace")
-    fitted = prepare(trace, recipe)
+    fitted = trace if is_exact else prepare(trace, recipe)
     rate_rps = spec.request_rate_rps
     if rate_rps is None and spec.load is not None:
         rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
     if rate_rps is not None:
         fitted = scale_rate(fitted, rate_rps)
-    check_length(fitted, recipe)
+    if spec.concurrency is None:
+        check_length(fitted, recipe)
     windows = fit_windows(
         fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed, warm=True
     )
@@ -154,7 +164,9 @@ def whole_setup(
     part = judged_part(trace, most_requests(policy)).trace
     if len(part) < len(trace):
         label += f", its busiest {len(part)} requests"
-    limits = replace(CandidateLimits.of(recipe), max_behind_percent=MOST_BEHIND_PERCENT)
+    limits = CandidateLimits.of(recipe)
+    if not world.concurrency:  # else requests start as others end, and no queue grows
+        limits = replace(limits, max_behind_percent=MOST_BEHIND_PERCENT)
     return EvaluationSetup(world, [part], recipe.sla, label, limits)
 
 
