@@ -340,7 +340,7 @@ class Stage:
         return replace(world, routing=replace(routing, router=made, limits=limits))
 
 
-def open_stage(args: StageOptions, rate: object) -> Stage:
+def open_stage(args: StageOptions, rate: object = None) -> Stage:
     """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
     rests on. `rate` is the command's.
 

@@ -48,7 +48,7 @@ class LengthOptions:
     )
     length_spread: float | None = option(
         None,
-        "With --prompt: draw lengths within this share of them, as vLLM's --random-range-ratio.",
+        "With --prompt: draw lengths within this share of them, as vLLM draws random ones.",
         min=0.0,
     )
 
