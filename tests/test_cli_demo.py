@@ -91,7 +91,10 @@ def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(
         def __init__(self, code: int) -> None:
             self.code = code
 
-        def wait(self) -> int:
+        def wait(self, timeout: float | None = None) -> int:
+            return self.code
+
+        def poll(self) -> int:
             return self.code
 
     def start(line: list[str], **options: object) -> Ended:
