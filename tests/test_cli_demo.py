@@ -97,6 +97,9 @@ def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(
         def poll(self) -> int:
             return self.code
 
+        def terminate(self) -> None:
+            """Nothing is left to end."""
+
     def start(line: list[str], **options: object) -> Ended:
         ran.append(line)
         return Ended(LimitsBrokenError.exit_code)
