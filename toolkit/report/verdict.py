@@ -65,6 +65,11 @@ def _judged_lines(result: Tuning) -> list[str]:
         state = "missed" if result.binding_ratio > 1 else "met"
         binds = f"{result.binding_sla}, {state}, {share_used(result.binding_ratio)}"
         lines.append(f"the limit that binds: {binds}")
+    length = result.window_length
+    if length is not None:
+        count = len(result.search_windows) + len(result.held_out_windows)
+        share = f"{number(length.covered_percent)} % of its requests, the busiest among them"
+        lines.append(f"  windows ({count}) hold {share}")
     if result.further:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"  {further}, since the search's best broke a limit there")
