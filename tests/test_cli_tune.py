@@ -381,3 +381,54 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
     assert "the difference is less than 0.1 %: no gain in goodput" in said
     assert "beats the defaults" not in said
     assert "gain over the defaults" not in said
+
+
+@pytest.mark.slow
+def test_a_fixed_concurrency_is_tuned_and_simulated_alike(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune("--concurrency", "8", "--trials", "3", "--draws", "0") in (0, 5)
+    made = read_file(Tuning, "tuning.json")
+    assert made.concurrency == 8
+    assert made.capacity is None
+    assert "behind_percent" not in {limit.name for limit in made.limits}
+    capsys.readouterr()
+    words = ("--fit", "fit.json", "--trace", "trace.jsonl", "--tuning", "tuning.json", "--json")
+    assert llmctl("simulate", *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["concurrency"] == 8
+    for name in ("throughput_rps", "e2e_mean_s"):
+        assert found[name] == made.recommended.metrics[name]
+
+
+@pytest.mark.slow
+def test_lengths_by_numbers_are_tuned_for(files: Path) -> None:
+    words = ("--prompt", "100", "--output", "20", "--rate", "10", "--requests", "300")
+    command = ("tune", "recipe.yaml", "--fit", "fit.json", "--trials", "2", "--draws", "0")
+    assert llmctl(*command, *words) in (0, 5)
+    made = read_file(Tuning, "tuning.json")
+    assert (made.judged.requests, made.scaling) == (300, None)
+    assert "trace" not in made.inputs
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--concurrency", "8", "--rate", "5"),
+        ("--concurrency", "8", "--load", "0.5"),
+        ("--rate", "5", "--load", "0.5"),
+        ("--prompt", "100", "--output", "20"),
+        ("--prompt", "100", "--rate", "5"),
+        ("--prompt", "100000", "--output", "20", "--rate", "5"),
+        ("--rate", "0"),
+        ("--rate", "1e9"),
+        ("--concurrency", "0"),
+    ],
+)
+def test_contradicting_words_about_the_load_are_refused(
+    files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    given = () if "--prompt" in words else ("--trace", "trace.jsonl")
+    assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *given, *words) == 2
+    assert not Path("tuning.json").exists()
+    assert "error: " in capsys.readouterr().err

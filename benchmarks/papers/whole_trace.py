@@ -120,7 +120,8 @@ def _recipe(recipe: str) -> list[str]:
 
 
 def _name(path: str) -> str:
-    return Path(path.partition("=")[0]).stem
+    name = Path(path.partition("=")[0]).name
+    return name.removesuffix(".csv").removesuffix(".jsonl")
 
 
 def _line(cells: Sequence[object]) -> str:
