@@ -59,13 +59,16 @@ class DueRequests:
         self._look()
         return number
 
-    def ended(self, number: int, end_s: float, delay_s: float, known_s: float = 0.0) -> None:
-        """A request ends at `end_s`, and its client sees that `delay_s` later.
+    def ended(
+        self, numbers: Sequence[int], end_s: float, delay_s: float, known_s: float = 0.0
+    ) -> None:
+        """Requests end together at `end_s`, and their clients see that `delay_s` later.
 
         No turn that follows comes before `known_s`, when the scheduler knows of the end.
         """
-        for later, think_s in self._turns.get(number, ()):
-            heappush(self._later, (max(end_s + (delay_s + think_s), known_s), later))
+        for number in numbers:
+            for later, think_s in self._turns.get(number, ()):
+                heappush(self._later, (max(end_s + (delay_s + think_s), known_s), later))
         self._look()
 
     def _look(self) -> None:
@@ -106,8 +109,15 @@ class FixedConcurrency(DueRequests):
         self._look()
         return number
 
-    def ended(self, number: int, end_s: float, delay_s: float, known_s: float = 0.0) -> None:
-        heappush(self._places, end_s + delay_s)
+    def ended(
+        self, numbers: Sequence[int], end_s: float, delay_s: float, known_s: float = 0.0
+    ) -> None:
+        """The front passes on the ends of one pass, and the requests that follow, one after the
+        other: evenly, and on average `delay_s` later. Otherwise requests of one length that began
+        together would all begin together for ever.
+        """
+        for place in range(len(numbers)):
+            heappush(self._places, end_s + delay_s * (2 * place + 1) / len(numbers))
         self._look()
 
     def _look(self) -> None:

@@ -92,26 +92,27 @@ class Clients:
         """A batch runs until `end_s`. A static worker knows already which rows will have ended, and
         when: perhaps long before that.
         """
-        if batch.keep_cache:
-            return
-        for job in batch.jobs:
-            if self._outcomes[job.number].ok:
-                self._saw_end(job.number, end_s)
+        if not batch.keep_cache:
+            ended = [job.number for job in batch.jobs if self._outcomes[job.number].ok]
+            self._saw_ends(ended, end_s)
 
     def completed(self, result: BatchResult | RoundResult, now_s: float) -> None:
         """A batch has ended, and with a round some of its rows."""
         if isinstance(result, RoundResult):
-            for request_id in result.ended:
-                self._saw_end(self._numbers[request_id], now_s)
+            self._saw_ends([self._numbers[request_id] for request_id in result.ended], now_s)
 
     def refused(self, refusal: Refusal, now_s: float) -> None:
         """A client learns that its request is not served."""
-        self.arrivals.ended(self._numbers[refusal.request_id], now_s, 0.0, now_s)
+        self.arrivals.ended([self._numbers[refusal.request_id]], now_s, 0.0, now_s)
 
-    def _saw_end(self, number: int, known_s: float) -> None:
-        outcome = self._outcomes[number]
-        last_s = max(outcome.last_token_s, outcome.first_token_s)
-        self.arrivals.ended(number, last_s, self._delay_s, known_s)
+    def _saw_ends(self, ended: Sequence[int], known_s: float) -> None:
+        by_time: dict[float, list[int]] = {}
+        for number in ended:
+            outcome = self._outcomes[number]
+            last_s = max(outcome.last_token_s, outcome.first_token_s)
+            by_time.setdefault(last_s, []).append(number)
+        for last_s, together in by_time.items():
+            self.arrivals.ended(together, last_s, self._delay_s, known_s)
 
 
 @contextmanager

@@ -508,8 +508,9 @@ def _drive(
         else:
             run.work(drain=drain or left > 0, follow=arrivals.follow, until_s=came_s)
         if run.ends:
-            for end_s, number, running in run.ends:
-                arrivals.ended(number, end_s, (front or engine.front(running)).last_s)
+            end_s, _, running = run.ends[0]  # they ended with one pass
+            numbers = [number for _, number, _ in run.ends]
+            arrivals.ended(numbers, end_s, (front or engine.front(running)).last_s)
             run.ends.clear()
             run.first_tokens.clear()
     run.close()

@@ -253,7 +253,7 @@ class RoutedRun:
                     refused = self._route(subject, now_s)
                 if refused is not None:
                     refusals.append(refused)
-                    arrivals.ended(subject, now_s, self._kinds[0].seen_after(0).last_s)
+                    arrivals.ended([subject], now_s, self._kinds[0].seen_after(0).last_s)
             elif generated < 0:
                 self._balancer.first_token(self._requests[subject].request_id, now_s)
             else:
@@ -348,7 +348,10 @@ class RoutedRun:
             front = kind.seen_after(rows)
             output = self._ledger.output_tokens[number]
             heappush(events, (end_s + front.last_s, LEARN, number, output))
-            self._arrivals.ended(number, end_s, front.last_s)
+        if replica.ends:
+            end_s, _, rows = replica.ends[0]  # they ended with one pass
+            numbers = [number for _, number, _ in replica.ends]
+            self._arrivals.ended(numbers, end_s, kind.seen_after(rows).last_s)
         replica.first_tokens.clear()
         replica.ends.clear()
 
