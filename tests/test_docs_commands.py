@@ -4,7 +4,8 @@ The package is built as a wheel and installed, without its dependencies, into a 
 Each page's commands then run in order in an empty folder that has what the page supposes of a
 reader: a measured profile, a trace, a plan. What needs a GPU gets the shipped (analytic) profile in
 place of a measurement and a stand-in for vLLM's server. A command that serves is left running for
-those after it. What cannot run here is listed with the reason.
+those after it. What cannot run here is listed with the reason. What the pages in `FIGURES` show of
+a command's output is compared with what it prints.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +31,7 @@ from filelock import FileLock
 from test_traces_from_metrics import EARLY, LATE
 from test_traces_from_metrics import page as metrics_page
 
-from toolkit.errors import LimitsBrokenError
+from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.io import processor
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,10 @@ SHORTER = {
     ),
 }
 FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
+# Pages with output that every machine prints alike: their fits ship.
+FIGURES = ("docs/how-to/capacity.md", "docs/tutorials/reading-a-verdict.md")
 VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
+CAPACITY = f"llmctl capacity {GPU_RECIPE} --trace chat-small"
 METRICS = "needs a server of vLLM with traffic; tests/test_traces_from_metrics.py has one"
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
@@ -87,6 +91,23 @@ def commands(page: Path) -> list[str]:
     return [part for part in parts if part.startswith("llmctl ")]
 
 
+def shown_output(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each line of output among a page's code lines, after the last command before it."""
+    command = ""
+    for line in lines:
+        if line.startswith("llmctl "):
+            command = line
+        elif command and line:
+            yield command, line
+
+
+def is_printed(line: str, output: str) -> bool:
+    """Whether `output` has this line. Spaces count as one, and `...` stands for any text."""
+    parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
+    pattern = re.compile(r"\s?.*\s?".join(parts))
+    return any(pattern.fullmatch(" ".join(each.split())) for each in output.splitlines())
+
+
 def named_files(page: Path) -> dict[str, str]:
     """The YAML files that the page shows, by the name in their first line."""
     blocks = re.findall(
@@ -115,8 +136,8 @@ class Folder:
     environment: dict[str, str] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=lambda: dict(WORDS))
 
-    def run(self, command: str, code: int = 0) -> None:
-        """One command, to its end."""
+    def run(self, command: str, code: int = 0) -> str:
+        """What one command prints until its end, on both streams."""
         done = subprocess.run(
             self._words(command),
             cwd=self.path,
@@ -126,6 +147,7 @@ class Folder:
             timeout=TIMEOUT_S,
         )
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        return f"{done.stdout}\n{done.stderr}"
 
     def serve(self, command: str) -> None:
         """A command that goes on until it is stopped; returns when it says that it is ready."""
@@ -398,6 +420,7 @@ SCRIPTS = RESULTS | {
     "docs/tutorials/reading-a-verdict.md": Script(
         codes={f"{VERDICT} --rate 60": LimitsBrokenError.exit_code}
     ),
+    "docs/how-to/capacity.md": Script(codes={f"{CAPACITY} --tp 2": InputError.exit_code}),
     "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
     "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "docs/how-to/record-a-trace.md": Script(
@@ -443,21 +466,48 @@ def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folde
     for name, text in named_files(page).items():
         (folder.path / name).write_text(text)
     script.prepare(folder)
-    for command in commands(page):
-        run(command, script, folder)
+    printed = {command: run(command, script, folder) for command in commands(page)}
+    if named(page) in FIGURES:
+        shown = list(shown_output(code_lines(page)))
+        assert {command for command, _ in shown} & set(printed)
+        assert [line for command, line in shown if not is_printed(line, printed[command])] == [], (
+            printed
+        )
 
 
-def run(command: str, script: Script, folder: Folder) -> None:
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("goodput  31.8", True),
+        ("goodput  1.8", False),  # a part of a figure is none
+        ("goodput 31.8 +73.2 %", False),
+        ("warning: it is late; ...", True),
+        ("warning: ... today", True),
+        ("warning: ... tomorrow", False),
+    ],
+)
+def test_a_line_of_output_is_printed_as_a_whole(line: str, found: bool) -> None:
+    assert is_printed(line, "  goodput   31.8  \nwarning: it is late; so late today\n") is found
+
+
+def test_a_line_of_output_belongs_to_the_last_command_before_it() -> None:
+    lines = ["pip install", "text", "llmctl a", "one", "", "llmctl b", "two"]
+    assert list(shown_output(lines)) == [("llmctl a", "one"), ("llmctl b", "two")]
+
+
+def run(command: str, script: Script, folder: Folder) -> str:
+    """What the command printed; nothing where it serves, or something else was done."""
     if of(command, script.elsewhere):
-        return
+        return ""
     if step := of(command, script.before):
         step(folder)
     if step := of(command, script.instead):
         step(folder)
-    elif command.startswith(("llmctl serve ", "llmctl trace record ")):
+        return ""
+    if command.startswith(("llmctl serve ", "llmctl trace record ")):
         folder.serve(command)
-    else:
-        folder.run(command, of(command, script.codes) or 0)
+        return ""
+    return folder.run(command, of(command, script.codes) or 0)
 
 
 class AcceptedError(Exception):
