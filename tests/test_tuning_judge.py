@@ -156,7 +156,9 @@ DEFAULT = evaluation(10.0)
         # what keeps the limits is better, at any goodput
         (evaluation(5.0), evaluation(10.0, used=1.1), True),
         (evaluation(20.0, used=1.1), DEFAULT, False),
-        (evaluation(10.2, used=1.3), evaluation(10.0, used=1.2), True),
+        # where both break limits, no limit may be broken by more
+        (evaluation(10.2, used=1.3), evaluation(10.0, used=1.2), False),
+        (evaluation(10.2, used=1.2), evaluation(10.0, used=1.2), True),
     ],
 )
 def test_other_settings_are_better_where_a_change_is_worth_it(

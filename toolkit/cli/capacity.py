@@ -21,7 +21,15 @@ from toolkit.cli.arguments import (
     option,
     parse_sla,
 )
-from toolkit.cli.basis import note_bases, note_rest, note_scaling, plain, read_fit, read_tuning
+from toolkit.cli.basis import (
+    note_bases,
+    note_other_count,
+    note_rest,
+    note_scaling,
+    plain,
+    read_fit,
+    read_tuning,
+)
 from toolkit.cli.output import (
     WIDTH,
     FigurePanel,
@@ -34,6 +42,7 @@ from toolkit.cli.output import (
     table,
 )
 from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
@@ -162,6 +171,7 @@ def command(args: CapacityOptions) -> None:
     )
     emit(args.as_json, result, lambda: _show(result))
     note_bases({path: fit for _, _, fit, path in pairs})
+    _note_counts(found)
     if args.png:
         draw(_panels(result), args.png)
         note(f"wrote {args.png}")
@@ -173,6 +183,19 @@ def command(args: CapacityOptions) -> None:
     if all(one.capacity_rps is None for one in result.capacities):
         first = found[0]
         raise _none_keeps(first)
+
+
+def _note_counts(found: Sequence[Measured]) -> None:
+    """Print where workers of one machine were measured in another number: they slow each other."""
+    for one in found:
+        deployment = one.deployment
+        if traits_of(deployment.recipe.engine.name).server:
+            continue
+        counts = [deployment.recipe.workers]
+        counts += [one.needed.recipe.workers] if one.needed else []
+        for count in dict.fromkeys(counts):
+            if count != deployment.fit.workers:
+                note_other_count(f"{deployment.recipe.name} was measured", deployment.fit, count)
 
 
 def _names(listed: str | None) -> list[str]:
@@ -204,26 +227,28 @@ def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
                 f"recipe '{recipe.name}' has no shipped fit",
                 "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
             )
-        fit = read_fit(path, file, force=args.force)
-        _check_parallel(recipe, _names(args.tp))
-        found.append((file, recipe, fit, path))
-    wanted = set(_names(args.tp))
-    return [one for one in found if not wanted or _parallel(one[1]) in wanted]
+        found.append((file, recipe, read_fit(path, file, force=args.force), path))
+    return _of_parallelism(found, _names(args.tp))
 
 
-def _parallel(recipe: Recipe) -> str:
-    return str(recipe.engine.tensor_parallel_size)
+def _of_parallelism(
+    recipes: list[tuple[Path, Recipe, Fit, Path]], wanted: Sequence[str]
+) -> list[tuple[Path, Recipe, Fit, Path]]:
+    """The recipes with a wanted tensor parallelism; all without a wish.
 
-
-def _check_parallel(recipe: Recipe, wanted: Sequence[str]) -> None:
-    """`InputError` for a tensor parallelism that was not measured: its laws are not known."""
-    unknown = [size for size in wanted if size != _parallel(recipe)]
-    if unknown:
-        raise InputError(
-            f"--tp {unknown[0]}: recipe '{recipe.name}' was measured with "
-            f"{_parallel(recipe)}, and laws for another tensor parallelism do not follow from it",
-            f"profile a recipe with engine.tensor_parallel_size: {unknown[0]}, and name it too",
-        )
+    `InputError` for one that none of them was measured with: its laws are not known.
+    """
+    if not wanted:
+        return recipes
+    measured = [str(recipe.engine.tensor_parallel_size) for _, recipe, _, _ in recipes]
+    for size in wanted:
+        if size not in measured:
+            raise InputError(
+                f"--tp {size}: the recipes were measured with {', '.join(measured)}, and laws for "
+                "another tensor parallelism do not follow from that",
+                f"profile a recipe with engine.tensor_parallel_size: {size}, and name it too",
+            )
+    return [one for one, size in zip(recipes, measured, strict=True) if size in wanted]
 
 
 def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -> Recipe:

@@ -114,18 +114,19 @@ def _add(result: JudgedCandidates, evaluations: list[Evaluation]) -> None:
 def is_better(best: Evaluation, default: Evaluation, limits: CandidateLimits) -> bool:
     """Whether `best` is worth a change of the recipe's settings.
 
-    It keeps limits that they break, or has notably more goodput. Or it has no less goodput, a
-    notably lower mean E2E latency, and the limit that binds is no nearer.
+    It is if it keeps limits that they break. If both keep all, it is with notably more goodput, or
+    with no less goodput and a notably lower mean E2E latency, if the limit that binds is no nearer.
+    If both break limits, it is with notably more goodput and no limit that is broken by more.
     """
     if best.feasible(limits) != default.feasible(limits):
         return best.feasible(limits)
+    before = max(default.usage(limits).values(), default=0.0)
+    after = max(best.usage(limits).values(), default=0.0)
+    no_nearer = after <= NOTABLE_GAIN * before
     if best.goodput_rps > NOTABLE_GAIN * default.goodput_rps:
-        return True
+        return best.feasible(limits) or no_nearer
     if best.goodput_rps < NO_LOSS * default.goodput_rps:
         return False
-    after_s = best.outcome.metrics.get("e2e_mean_s", 0.0)
     before_s = default.outcome.metrics.get("e2e_mean_s", 0.0)
-    if before_s <= NOTABLE_GAIN * after_s:
-        return False
-    nearest = max(best.usage(limits).values(), default=0.0)
-    return nearest <= NOTABLE_GAIN * max(default.usage(limits).values(), default=0.0)
+    after_s = best.outcome.metrics.get("e2e_mean_s", 0.0)
+    return no_nearer and before_s > NOTABLE_GAIN * after_s
