@@ -74,7 +74,7 @@ class CapacityOptions(LengthOptions):
     )
     fit: list[Path] | None = option(
         None,
-        "The fit of a recipe that has no shipped one, or in its place; repeatable.",
+        "The fit of a recipe; repeatable. Default: fit.json in this folder, or the shipped one.",
         callback=lambda fits: [arguments.resolve_fit(fit) for fit in fits or []],
         autocompletion=arguments.fits,
     )
@@ -205,8 +205,9 @@ def _names(listed: str | None) -> list[str]:
 def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
     """Each recipe with its file, its fit and the fit's file.
 
-    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Raises
-    `InputError` for a recipe without a fit.
+    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Without
+    one it is fit.json in the current folder, or the shipped one. Raises `InputError` for a recipe
+    without a fit.
     """
     given = list(args.fit or [])
     files = [recipe_path(name) for name in args.recipes]
@@ -221,7 +222,7 @@ def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
         path = by_name.get(recipe.name)
         if path is None and len(files) == 1 and given:
             path = given[0]
-        path = path or shipped_fit(file.stem)
+        path = path or _fit_here(recipe) or shipped_fit(file.stem)
         if path is None:
             raise InputError(
                 f"recipe '{recipe.name}' has no shipped fit",
@@ -229,6 +230,15 @@ def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
             )
         found.append((file, recipe, read_fit(path, file, force=args.force), path))
     return _of_parallelism(found, _names(args.tp))
+
+
+def _fit_here(recipe: Recipe) -> Path | None:
+    """fit.json in the current folder, if it is a fit of this recipe."""
+    here = Path("fit.json")
+    if not here.is_file() or read_file(Fit, here).recipe_name != recipe.name:
+        return None
+    note(f"{recipe.name}: by fit.json of this folder")
+    return here
 
 
 def _of_parallelism(
