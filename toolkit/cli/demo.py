@@ -229,7 +229,8 @@ class Stages:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
         words = ["serve", "--plan", plan, "--port", port, "--allow-end-after", *options]
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
+        url = f"http://127.0.0.1:{port}"
+        end = time.monotonic() + START_TIMEOUT_S
         with self._start(words, " &") as server:
             try:
                 while look(url).state != "ready":

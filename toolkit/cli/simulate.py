@@ -258,7 +258,8 @@ class Stage:
         found = []
         for name in names:
             built_in = name in BUILT_IN
-            settings, flags = of_world if built_in else of_others, of_policy[name]
+            settings = of_world if built_in else of_others
+            flags = of_policy[name]
             world = self._world(settings, flags if built_in else {}, failures)
             check_capacity(settings, world, self.trace)
             found.append(Contender(self._policy(name, flags), world))
@@ -402,7 +403,8 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     if tuning and tuning.concurrency and rate is None and not traffic.concurrency:
         traffic = replace(traffic, concurrency=tuning.concurrency)
     recipe_says: list[str] = []
-    workers, seed = args.workers or 0, args.seed or 0
+    workers = args.workers or 0
+    seed = args.seed or 0
     own: OwnSettings | None = None
     if tuning:
         own = OwnSettings.of_tuning(tuning)
@@ -580,7 +582,8 @@ def command(args: SimulateOptions) -> None:
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
     [contender] = stage.contenders([policy], args.replica_failures)
-    chosen, world = contender.policy, contender.world
+    chosen = contender.policy
+    world = contender.world
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
