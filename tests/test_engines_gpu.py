@@ -22,6 +22,7 @@ from rounds import (
     step_logits,
 )
 
+from toolkit.engines.attention import FlashRows, GatheredRows, choose_rows
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
@@ -112,6 +113,55 @@ def test_decode_steps_are_captured_as_graphs() -> None:
     engine.run_round(Round(steps=30, enter=rows, numbers=(0, 1, 2)), go_on)
     assert fixed.captures
     assert fixed.graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 8, 64), (4, 2, 16)])
+def test_flash_attention_reads_each_row_s_own_tokens(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    """All other places hold what is no number. A captured step reads the lengths of its replay."""
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    shape = torch.Size([1, kv_heads, 1, dim])
+    assert choose_rows(like, heads, [(shape, shape)]) is FlashRows
+    keys, values = (like.new_full((4000, kv_heads, dim), torch.nan) for _ in range(2))
+    firsts = torch.tensor([3000, 7, 1500, 0], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([700, 1300, 1], dtype=torch.int32, device="cuda")
+    for first, length in zip(firsts.tolist(), lengths.tolist(), strict=False):
+        for each in (keys, values):
+            each[first : first + length] = torch.randn(length, kv_heads, dim, device="cuda")
+    query = torch.randn(3, heads, dim, device="cuda").to(dtype)
+
+    def attended(kind: type[FlashRows] | type[GatheredRows]) -> torch.Tensor:
+        return kind(firsts, lengths, 1536, dtype).attend(query, keys, values, 0.1)
+
+    attended(FlashRows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attended(FlashRows)
+    for shorter in (0, 300):
+        lengths[:2] -= shorter
+        graph.replay()
+        expected = attended(GatheredRows)
+        for found in (attended(FlashRows), captured):
+            assert (found - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slices_decode_in_captured_steps(dtype: str) -> None:
+    """In float32 the tokens are the CPU's; in half precision rounding may turn one."""
+    spec, engine = tiny.model_spec("qwen3", dtype=dtype), tiny.engine_spec()
+    cpu = TransformersEngine(spec, engine, tiny.CPU)
+    gpu = TransformersEngine(spec, engine, GPU)
+    gpu._model.load_state_dict(cpu._model.state_dict())
+    assert gpu._fixed is not None
+    for _ in range(3):
+        for size in (1, 5, 18):
+            found, expected = (each.run_slice(ROWS[:size], 30, go_on) for each in (gpu, cpu))
+            assert dtype != "float32" or found == expected
+    assert gpu._fixed.captures
+    assert gpu._fixed.graphs
+    assert gpu._fixed._rows_kind is (FlashRows if dtype == "bfloat16" else GatheredRows)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
