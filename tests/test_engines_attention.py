@@ -74,7 +74,7 @@ def test_a_step_of_fixed_shape_reads_the_bound_of_its_rows_and_not_the_whole_cac
     assert len(read) == 10 * layers
     dims = 8
     for (query, keys, mask), longest in zip(
-        read, [64] * 2 * layers + [96] * 8 * layers, strict=True
+        read, [64] * 3 * layers + [96] * 7 * layers, strict=True
     ):
         assert query == (3, 2, 2, dims)
         assert keys == (3, 2, longest, dims)

@@ -22,7 +22,7 @@ from rounds import (
     step_logits,
 )
 
-from toolkit.engines.attention import FlashRows, GatheredRows, choose_rows
+from toolkit.engines.attention import FlashRows, GatheredRows, TokenRows, choose_rows
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
@@ -82,10 +82,10 @@ def large_spec() -> ModelSpec:
 @pytest.mark.parametrize(
     ("chunk_tokens", "changes"),
     [
-        (0, {}),
+        (0, {"cuda_graphs": True}),
         (0, {"cuda_graphs": False}),
         (0, {"joining": "shape"}),
-        (9, {}),
+        (9, {"cuda_graphs": True}),
         (0, {"kv_layout": "rows"}),
     ],
     ids=["embed", "no graphs", "shape", "chunks", "rows"],
@@ -106,7 +106,7 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
 
 
 def test_decode_steps_are_captured_as_graphs() -> None:
-    engine = on_gpu(rebatch_engine())
+    engine = RebatchEngine(tiny.model_spec(dtype="bfloat16"), tiny.engine_spec("rebatch"), GPU)
     fixed = engine._batch.fixed
     assert fixed is not None
     rows = tuple(free_row(length, 60) for length in (3, 20, 9))
@@ -132,7 +132,7 @@ def test_flash_attention_reads_each_row_s_own_tokens(
             each[first : first + length] = torch.randn(length, kv_heads, dim, device="cuda")
     query = torch.randn(3, heads, dim, device="cuda").to(dtype)
 
-    def attended(kind: type[FlashRows] | type[GatheredRows]) -> torch.Tensor:
+    def attended(kind: type[TokenRows]) -> torch.Tensor:
         return kind(firsts, lengths, 1536, dtype).attend(query, keys, values, 0.1)
 
     attended(FlashRows)
@@ -150,9 +150,10 @@ def test_flash_attention_reads_each_row_s_own_tokens(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slices_decode_in_captured_steps(dtype: str) -> None:
     """In float32 the tokens are the CPU's; in half precision rounding may turn one."""
-    spec, engine = tiny.model_spec("qwen3", dtype=dtype), tiny.engine_spec()
-    cpu = TransformersEngine(spec, engine, tiny.CPU)
-    gpu = TransformersEngine(spec, engine, GPU)
+    spec = tiny.model_spec("qwen3", dtype=dtype)
+    cpu = TransformersEngine(spec, tiny.engine_spec(), tiny.CPU)
+    wanted = True if dtype == "float32" else None  # where FlashAttention serves it is the default
+    gpu = TransformersEngine(spec, tiny.engine_spec(cuda_graphs=wanted), GPU)
     gpu._model.load_state_dict(cpu._model.state_dict())
     assert gpu._fixed is not None
     for _ in range(3):

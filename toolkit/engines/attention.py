@@ -9,13 +9,14 @@ functions, so the model itself is unchanged. What a cache returns for a layer's 
                                            one tensor [T, kv_heads, head_dim] (`fixed_step`)
 
 Query heads that share a key become more queries of one head, so that keys are never repeated for a
-decode step: some versions of transformers repeat them, several times the traffic of the step. SDPA's
-`enable_gqa` does not help: with a mask, CUDA then falls back to its slowest kernel.
+decode step: some versions of transformers repeat them, several times the traffic of the step. With
+SDPA's `enable_gqa` and a mask, CUDA falls back to its slowest kernel.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +39,32 @@ _logger = logging.getLogger(__name__)
 Views = tuple[torch.Tensor, ...]  # one per row
 
 
-class GatheredRows:
-    """Attention over a copy of each row's tokens, on any device.
+class TokenRows(ABC):
+    """The tokens that each row of a decode step attends to, the same for all layers.
 
     Args:
-        firsts: [R + 1] the place of each row's first token; the last one means nothing.
-        lengths: [R] the tokens that it attends to.
+        firsts: [R + 1] int32, the place of each row's first token; the last one means nothing.
+        lengths: [R] int32, how many tokens from there on.
         longest: no length is above this.
-        dtype: of the mask.
+        dtype: of queries, keys and values.
     """
+
+    @abstractmethod
+    def __init__(
+        self, firsts: torch.Tensor, lengths: torch.Tensor, longest: int, dtype: torch.dtype
+    ) -> None: ...
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """[R, heads, head_dim] for queries [R, heads, head_dim]; keys and values are
+        [T, kv_heads, head_dim].
+        """
+
+
+class GatheredRows(TokenRows):
+    """Attention over a copy of each row's tokens, up to `longest`: on any device."""
 
     def __init__(
         self, firsts: torch.Tensor, lengths: torch.Tensor, longest: int, dtype: torch.dtype
@@ -60,24 +78,22 @@ class GatheredRows:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """[R, heads, head_dim] for queries [R, heads, head_dim]; keys and values are
-        [T, kv_heads, head_dim].
-        """
-        own_keys, own_values = (each[self._places].transpose(1, 2) for each in (keys, values))
+        own_keys = keys[self._places].transpose(1, 2)
+        own_values = values[self._places].transpose(1, 2)
         return _packed(query[:, :, None], own_keys, own_values, self._mask, scale)[:, 0]
 
 
-class FlashRows:
-    """Attention that reads each row's tokens where they are, and no others: PyTorch's
-    FlashAttention, for half precision on CUDA. Without a mask and without a copy.
-
-    Arguments and `attend` are those of `GatheredRows`; places and lengths are int32.
+class FlashRows(TokenRows):
+    """PyTorch's FlashAttention, for half precision on CUDA: it reads each row's tokens where they
+    are, and no others.
     """
 
     def __init__(
         self, firsts: torch.Tensor, lengths: torch.Tensor, longest: int, dtype: torch.dtype
     ) -> None:
-        self._firsts, self._lengths, self._longest = firsts, lengths, longest
+        self._firsts = firsts
+        self._lengths = lengths
+        self._longest = longest
         self._queries = torch.arange(len(firsts), dtype=torch.int32, device=firsts.device)
 
     def attend(
@@ -92,7 +108,7 @@ class FlashRows:
             self._firsts,
             1,
             self._longest,
-            0.0,
+            0.0,  # no dropout
             False,  # one query attends to all keys of its row
             False,
             scale=scale,
@@ -101,12 +117,7 @@ class FlashRows:
         return output
 
 
-TokenRows = GatheredRows | FlashRows
-
-
-def choose_rows(
-    like: torch.Tensor, heads: int, shapes: Sequence[KVShape]
-) -> type[GatheredRows] | type[FlashRows]:
+def choose_rows(like: torch.Tensor, heads: int, shapes: Sequence[KVShape]) -> type[TokenRows]:
     """How a model with so many query heads, and caches of these `shapes`, attends in steps of fixed
     shapes on the device and in the dtype of `like`.
 
@@ -125,7 +136,7 @@ def choose_rows(
     firsts = torch.tensor([21, 3, 0], dtype=torch.int32, device=like.device)
     lengths = torch.tensor([17, 1], dtype=torch.int32, device=like.device)
 
-    def attended(kind: type[GatheredRows] | type[FlashRows]) -> torch.Tensor:
+    def attended(kind: type[TokenRows]) -> torch.Tensor:
         return kind(firsts, lengths, 64, like.dtype).attend(query, keys, values, None)
 
     expected = attended(GatheredRows)

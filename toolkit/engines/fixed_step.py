@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from toolkit.engines.attention import FlashRows, GatheredRows, RowTokens, TokenRows
+from toolkit.engines.attention import RowTokens, TokenRows
 from toolkit.engines.memory import is_out_of_memory
 
 EAGER_RUNS = 2
@@ -125,7 +125,7 @@ class FixedSteps:
         cache: Places,
         dtype: torch.dtype,
         last_position: int,
-        rows_kind: type[GatheredRows] | type[FlashRows],
+        rows_kind: type[TokenRows],
         *,
         capture: bool,
     ) -> None:

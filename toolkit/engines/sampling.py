@@ -100,13 +100,14 @@ class Sampler:
     def _sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         scores = self._filter.apply(logits.float() / self._temperature)
         cumulative = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        if step // AHEAD * AHEAD != self._first:
-            self._first = step // AHEAD * AHEAD
+        first = step // AHEAD * AHEAD
+        if first != self._first:
             seeds = torch.tensor([_signed(row.sampling.seed) for row in self._rows])
-            first = torch.tensor([_signed(start + self._first) for start in self._starts])
-            points = uniforms(seeds[:, None], first[:, None] + torch.arange(AHEAD))
+            positions = torch.tensor([start + first for start in self._starts])
+            points = uniforms(seeds[:, None], positions[:, None] + torch.arange(AHEAD))
             self._points = points.to(self._device)
-        shares = self._points[:, step - self._first, None]
+            self._first = first
+        shares = self._points[:, step - first, None]
         targets = shares * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 

@@ -91,7 +91,7 @@ class SlabCache(Cache):  # type: ignore[misc]
     """`layers` slabs of `columns` tokens: those in `slabs`, or its own."""
 
     def __init__(self, layers: int, columns: int, slabs: Sequence[Slabs] | None = None) -> None:
-        given = slabs or [None] * layers
+        given: Sequence[Slabs | None] = slabs or [None] * layers
         super().__init__(layers=[SlabLayer(columns, each) for each in given])
 
     def kv_shapes(self) -> list[KVShape]:
@@ -178,8 +178,8 @@ class Arena:
         tokens = slice(first, first + rows * columns)
         return [
             (
-                keys[tokens].unflatten(0, (rows, columns)).transpose(1, 2),
-                values[tokens].unflatten(0, (rows, columns)).transpose(1, 2),
+                keys[tokens].view(rows, columns, *keys.shape[1:]).transpose(1, 2),
+                values[tokens].view(rows, columns, *values.shape[1:]).transpose(1, 2),
             )
             for keys, values in self._flat
         ]

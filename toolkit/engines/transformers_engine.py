@@ -20,7 +20,13 @@ import torch
 import transformers
 from transformers.cache_utils import Cache
 
-from toolkit.engines.attention import OUR_ATTENTION, choose_rows, use_our_attention
+from toolkit.engines.attention import (
+    OUR_ATTENTION,
+    FlashRows,
+    TokenRows,
+    choose_rows,
+    use_our_attention,
+)
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.fixed_step import FixedSteps, Places
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
@@ -290,14 +296,16 @@ class TransformersEngine:
         )
 
     def _wants_fixed_shapes(self, engine: EngineSpec, why_not: str = "") -> bool:
-        """Whether decode steps are to have fixed shapes: by default on a GPU, where possible.
+        """Whether decode steps are to have fixed shapes: by default on a GPU with FlashAttention,
+        without which a step copies the tokens that it reads.
 
         `why_not` says why they cannot. Raises `InputError` if the recipe wants them all the same.
         """
         wanted = engine.cuda_graphs
         if wanted is None:
             # In a process that shares a model, a capture would have to fail in all or in none.
-            wanted = self._like.is_cuda and self.ledger.alone
+            able = self._like.is_cuda and self.ledger.alone and not why_not
+            wanted = able and self._choose_rows() is FlashRows
         if wanted and not why_not and not use_our_attention(self._model):
             why_not = f"the model attends by '{self._model.config._attn_implementation}'"
         if engine.cuda_graphs and why_not:
@@ -306,6 +314,9 @@ class TransformersEngine:
             )
         return bool(wanted and not why_not)
 
+    def _choose_rows(self) -> type[TokenRows]:
+        return choose_rows(self._like, self._shape.heads, self._kv_shapes)
+
     def _fixed_steps(self, cache: Places) -> FixedSteps:
         fuse_norms(self._model)
         return FixedSteps(
@@ -313,7 +324,7 @@ class TransformersEngine:
             cache,
             self._dtype,
             self._last_position,
-            choose_rows(self._like, self._shape.heads, self._kv_shapes),
+            self._choose_rows(),
             capture=self._like.is_cuda,
         )
 
