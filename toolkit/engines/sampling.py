@@ -15,7 +15,7 @@ import torch
 from toolkit.engines.protocol import Row, stop_tokens
 
 GREEDY_BELOW = 1e-5  # temperature
-AHEAD = 64  # draws whose random numbers go to the device together
+AHEAD = 64  # so many draws have their random numbers made at once
 
 
 class Sampler:
