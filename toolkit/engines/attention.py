@@ -146,7 +146,7 @@ def choose_rows(like: torch.Tensor, heads: int, shapes: Sequence[KVShape]) -> ty
     except (RuntimeError, TypeError) as error:
         why = str(error).splitlines()[0]
     if why:
-        _logger.warning("decode steps attend without FlashAttention: %s", why)
+        _logger.warning("FlashAttention does not work for decode steps of fixed shapes: %s", why)
         return GatheredRows
     return FlashRows
 
