@@ -160,9 +160,10 @@ def test_what_one_slice_captured_serves_the_next_of_another_length(
     steps.captures = True
     for rows in ([free_row(30, 20), free_row(12, 20)], [free_row(21, 30), free_row(2, 30)]):
         assert engine.run_slice(rows, 30, go_on) == plain.run_slice(rows, 30, go_on)
-    assert captured == [FixedShape(2, 64)]
-    engine.run_slice([free_row(60, 30), free_row(2, 30)], 30, go_on)
-    assert captured == [FixedShape(2, 64), FixedShape(2, 96)]
+    assert captured == [FixedShape(2, 128)]
+    rows = [free_row(90, 6), free_row(3, 90)]  # the first stays in the batch when it has ended
+    assert engine.run_slice(rows, 90, go_on) == plain.run_slice(rows, 90, go_on)
+    assert captured == [FixedShape(2, 128), FixedShape(2, 256)]
 
 
 def test_timed_steps_are_captured_before_they_are_timed(captured: list[FixedShape]) -> None:
@@ -175,8 +176,8 @@ def test_timed_steps_are_captured_before_they_are_timed(captured: list[FixedShap
         during.append(len(captured))
         return 0.0
 
-    engine.time_decode(4, 64, clock)
-    assert during == [2, 2]  # up to 64 tokens, and more
+    engine.time_decode(4, 128, clock)
+    assert during == [2, 2]  # up to 128 tokens, and more
 
 
 def test_by_default_a_cpu_s_slices_take_their_own_memory() -> None:

@@ -86,15 +86,15 @@ def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) 
     assert sum(graph.replays for graph in graphs) > 20
 
 
-def test_a_shape_is_captured_when_it_has_run_twice_and_serves_many_steps(
+def test_a_shape_is_captured_when_it_has_run_once_and_serves_many_steps(
     graphs: list[Replay],
 ) -> None:
     engine = capturing(fixed_engine())
     driver = RoundDriver(engine, [free_row(3, 40), free_row(9, 40)])
-    driver.run(2, enter=(0, 1))
+    driver.run(1, enter=(0, 1))
     assert not graphs
     driver.run(20)
-    assert [graph.shape for graph in graphs] == [FixedShape(2, 64)]
+    assert [graph.shape for graph in graphs] == [FixedShape(2, 128)]
     assert graphs[0].replays == 20
 
 
@@ -175,11 +175,11 @@ def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) ->
 @pytest.mark.parametrize(
     ("rows", "width", "expected"),
     [
-        (1, 30, FixedShape(1, 64)),
-        (5, 63, FixedShape(6, 64)),
-        (5, 64, FixedShape(6, 96)),
-        (5, 1500, FixedShape(6, 1536)),
-        (9, 1536, FixedShape(10, 2048)),  # as many rows as the cache has
+        (1, 30, FixedShape(1, 128)),
+        (5, 127, FixedShape(6, 128)),
+        (5, 128, FixedShape(6, 256)),
+        (5, 1500, FixedShape(6, 2048)),
+        (9, 2048, FixedShape(10, 4096)),  # as many rows as the cache has
     ],
 )
 def test_shapes_have_room_for_the_rows_and_little_more(

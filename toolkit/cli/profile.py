@@ -306,7 +306,12 @@ def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
         error = percent(point.error_percent)
         named.append(f"N={point.batch_size} L={point.length}: {error} ({samples})")
     lines = [f"{name}: the held-out median error is {off:.0f} %; worst: {', '.join(named)}"]
-    if law.spread_percent is None:
+    if law.flat_percent is not None and law.flat_percent <= off / 2:
+        lines.append(
+            f"{name}: small ones take the same time, as launches on a GPU do; a law that is flat "
+            f"and then linear would be {law.flat_percent:.0f} % off, and prefills have none"
+        )
+    elif law.spread_percent is None:
         lines.append(f"{name}: no point has two samples, so how noisy they are is unknown")
     elif law.spread_percent >= off / 2:
         why = "profile on a quieter machine, or with more repeats"

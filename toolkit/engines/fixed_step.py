@@ -15,9 +15,10 @@ fixed shape is the same for many steps, and a graph of it is one launch.
 So what a step reads and writes are numbers in its inputs, and it reads no other tokens, whatever
 the shape of the cache. Rows above N are one token long, in the last place of all.
 
-Shapes are rounded, so that few are needed. A shape is run eagerly the first `EAGER_RUNS` times,
-which also initialises the libraries, and then captured. If a capture fails, that is logged once,
-and all steps are launched kernel by kernel from then on.
+Shapes are rounded, so that few are needed: one that is new costs a capture, and FlashAttention
+reads no more for a larger bound. A shape is run eagerly the first `EAGER_RUNS` times, which also
+initialises the libraries, and then captured. If a capture fails, that is logged once, and all steps
+are launched kernel by kernel from then on.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from toolkit.engines.attention import RowTokens, TokenRows
 from toolkit.engines.memory import is_out_of_memory
 
-EAGER_RUNS = 2
+EAGER_RUNS = 1
 GRAPHS_MAX = 64  # the shape that was used least recently is dropped first
-# What rows and lengths are rounded up to: powers of two and the halves between them.
-SIZES = tuple(sorted({1, 2} | {size for k in range(1, 20) for size in (1 << k, 3 << (k - 1))}))
-LONGEST_MIN = 64
+# Rows of a shape: powers of two and the halves between them.
+ROWS = tuple(sorted({1, 2} | {size for k in range(1, 20) for size in (1 << k, 3 << (k - 1))}))
+LONGEST_MIN = 128  # the bound of the longest row is a power of two
 ROOM_MIN = 32  # rows that the inputs have room for at first
 
 _logger = logging.getLogger(__name__)
@@ -96,12 +97,9 @@ class Places(Protocol):
 
 def shape_for(rows: int, width: int, row_capacity: int) -> FixedShape:
     """The smallest shape for a step of `rows` rows, the longest of `width` tokens before it."""
-    longest = max(width + 1, LONGEST_MIN)
-    return FixedShape(min(_rounded(rows), row_capacity), _rounded(longest))
-
-
-def _rounded(size: int) -> int:
-    return SIZES[bisect_left(SIZES, size)]
+    most_rows = ROWS[bisect_left(ROWS, rows)]
+    longest = 1 << width.bit_length()  # above the width
+    return FixedShape(min(most_rows, row_capacity), max(longest, LONGEST_MIN))
 
 
 class FixedSteps:

@@ -100,6 +100,10 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     law = SegmentedLaw(
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
+    prefill = replace(
+        prefill,
+        fit=prefill.fit.model_copy(update={"flat_percent": _flat_percent(prefill.points, seed)}),
+    )
     return FittedProfile(
         with_worst_points(prefill, profile.prefill),
         with_worst_points(decode, profile.decode),
@@ -155,6 +159,14 @@ def with_worst_points(law: FittedLaw, measured: Sequence[PrefillPoint | DecodePo
     typical_spread = float(np.median(known)) if known else None
     update = {"worst_points": worst, "spread_percent": typical_spread}
     return replace(law, fit=law.fit.model_copy(update=update))
+
+
+def _flat_percent(points: Points, seed: int) -> float | None:
+    """The median held-out error, in percent, of a flat and then linear form."""
+    if not forms.may_be_flat(points):
+        return None
+    predicted = _held_out(forms.FlatForm(), points, seed)
+    return forms.percent_error(predicted, points.seconds).median_percent
 
 
 def _spread_percent(samples: Sequence[float]) -> float | None:

@@ -73,6 +73,10 @@ class LatencyFit(Strict):
     spread_percent: float | None = optional(
         "the median spread of a point's samples; none: no point has two samples"
     )
+    flat_percent: float | None = optional(
+        "of prefills: the median error if the law could be flat and then linear, as launches on a "
+        "GPU are; none: too few points"
+    )
 
 
 class OverheadFit(Strict):
