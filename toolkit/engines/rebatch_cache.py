@@ -177,12 +177,13 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """Keys and values [rows * columns, kv_heads, head_dim] of each layer: views of slabs that
         stay and are flat.
         """
+        places = self.row_capacity * self.columns
         return [
             (
-                layer.key_slab.transpose(1, 2).flatten(0, 1),
-                layer.value_slab.transpose(1, 2).flatten(0, 1),
+                layer.key_slab.transpose(1, 2).view(places, keys[1], keys[3]),
+                layer.value_slab.transpose(1, 2).view(places, values[1], values[3]),
             )
-            for layer in self.layers
+            for layer, (keys, values) in zip(self.layers, self._shapes, strict=True)
         ]
 
     def make_room(self, rows: int, width: int, ahead: int) -> None:
