@@ -3,23 +3,27 @@
 Flash attention needs a GPU: test_engines_gpu.py holds it beside what is tested here.
 """
 
+import random
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from rounds import RoundDriver, free_row, random_rows, rebatch_engine
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.engines import attention
+from toolkit.engines import attention, transformers_engine
 from toolkit.engines.attention import (
     OUR_ATTENTION,
+    FlashRows,
     GatheredRows,
     attend,
     choose_rows,
     use_our_attention,
 )
 from toolkit.engines.slab import additive
+from toolkit.engines.transformers_engine import TransformersEngine
 
 Shapes = list[tuple[torch.Size, torch.Size, torch.Size | None]]
 
@@ -77,6 +81,73 @@ def test_a_step_of_fixed_shape_reads_the_bound_of_its_rows_and_not_the_whole_cac
         assert query == (3, 2, 2, dim)
         assert keys == (3, 2, bound, dim)
         assert mask == (3, 1, 1, bound)
+
+
+def test_flash_attention_is_called_as_pytorch_declares_it() -> None:
+    """On the device "meta" operators only check their arguments and infer shapes."""
+    query = torch.empty(3, 8, 64, device="meta", dtype=torch.bfloat16)
+    keys, values = (torch.empty(900, 2, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    firsts = torch.empty(4, device="meta", dtype=torch.int32)
+    lengths = torch.empty(3, device="meta", dtype=torch.int32)
+    rows = FlashRows(firsts, lengths, 512, torch.bfloat16)
+    assert rows.attend(query, keys, values, 0.1).shape == (3, 8, 64)
+
+
+def plain_flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries_from: torch.Tensor,
+    keys_from: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float | None,
+    seqused_k: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What FlashAttention computes for one query per row, and what it demands of its arguments."""
+    assert (most_queries, dropout, causal, debug) == (1, 0.0, False, False)
+    assert queries_from.tolist() == list(range(len(query) + 1))
+    assert len(keys_from) == len(query) + 1 == len(seqused_k) + 1
+    for numbers in (queries_from, keys_from, seqused_k):
+        assert numbers.dtype == torch.int32
+        assert numbers.is_contiguous()
+    for each in (query, keys, values):
+        assert each.ndim == 3
+        assert each.stride(-1) == 1
+    assert 0 < int(seqused_k.min()) <= int(seqused_k.max()) <= most_keys
+    assert int((keys_from[:-1] + seqused_k).max()) <= len(keys)
+    rows = GatheredRows(keys_from, seqused_k, most_keys, query.dtype)
+    return (rows.attend(query, keys, values, scale),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_rounds_and_slices_keep_their_tokens_with_flash_attention(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def noted(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(len(arguments[0]))
+        return plain_flash(*arguments, **named)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", noted)
+    monkeypatch.setattr(transformers_engine, "choose_rows", lambda *_: FlashRows)
+    rows = random_rows(4, 14)
+    plain = rebatch_engine(kind)
+    expected = [plain.run_slice([row], 1000, lambda _: True).tokens[0] for row in rows]
+    driver = RoundDriver(rebatch_engine(kind, cuda_graphs=True), rows)
+    for _ in range(15):
+        driver.at_random(random.Random(5))
+    assert driver.finish() == expected
+    spec = tiny.engine_spec(kind, cuda_graphs=True)
+    slices = TransformersEngine(tiny.model_spec(kind), spec, tiny.CPU)
+    assert list(slices.run_slice(rows, 1000, lambda _: True).tokens) == expected
+    assert max(calls) == 16  # rows of a slice, rounded
 
 
 def test_the_device_decides_how_rows_attend() -> None:
