@@ -55,6 +55,7 @@ def test_tokens_are_those_of_steps_that_keep_their_own_shapes(
         assert fixed.run_slice(batch, steps, go_on) == plain.run_slice(batch, steps, go_on)
 
 
+@pytest.mark.slow
 def test_rows_that_have_ended_may_pass_the_model_s_last_position() -> None:
     rows = [free_row(90, 6), free_row(3, 90)]
     for kind in ("llama", "gpt2"):
@@ -76,6 +77,7 @@ def test_slices_lie_in_memory_that_is_taken_once() -> None:
     assert ledger.peak_bytes <= engine.facts.kv_budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "steps"), [(60, 1), (60, 36), (8, 88), (95, 1)])
 def test_a_slice_fits_if_its_tokens_do_whatever_its_prefill_needs(length: int, steps: int) -> None:
     engine = fixed_engine(budget_mib=1.0)
@@ -112,6 +114,7 @@ def test_a_prefill_has_as_many_passes_as_the_rest_of_the_budget_needs(
     assert together == plain_engine().run_slice(rows, 8, go_on)
 
 
+@pytest.mark.slow
 def test_the_law_of_memory_that_probes_show_has_no_workspace() -> None:
     engine = fixed_engine(budget_mib=1.0)
     bench = LocalTimedEngine(engine, "wall")
@@ -151,6 +154,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[FixedShape]:
     return shapes
 
 
+@pytest.mark.slow
 def test_what_one_slice_captured_serves_the_next_of_another_length(
     captured: list[FixedShape],
 ) -> None:
