@@ -1,5 +1,7 @@
 """The law of a forward pass that mixes chunks of prompts with decodes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ shapes = st.builds(
     prefill_tokens=st.integers(0, 8192),
     prefill_attended=st.floats(0, 1e8),
 )
-coefficients = st.lists(st.floats(0, 1e-2), min_size=8, max_size=8)
+coefficients = st.lists(st.floats(0, 1e-2), min_size=9, max_size=9)
 
 
 def test_decodes_pay_base_rows_tokens_and_what_they_read():
@@ -29,6 +31,16 @@ def test_decodes_pay_base_rows_tokens_and_what_they_read():
         LAW.forward_s(StepShape(decodes=8, decode_cached=100))
         == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
     )
+
+
+def test_decodes_beside_a_chunk_read_their_caches_at_a_cost_of_its_own():
+    law = replace(LAW, beside_s=0.75)
+    alone = StepShape(8, 100)
+    mixed = StepShape(8, 100, prefills=1, prefill_tokens=2)
+    assert law.forward_s(alone) == LAW.forward_s(alone)
+    assert law.forward_s(mixed) == LAW.forward_s(mixed) + 100 * (0.75 - 0.25)
+    assert StepLaw.of(law.coefficients, law.knots, law.host_s, law.host_row_s) == law
+    assert law.times(2.0).forward_s(mixed) == 2.0 * law.forward_s(mixed)
 
 
 def test_a_chunk_pays_for_its_tokens_by_the_slopes_between_knots_and_for_what_it_attends_to():
@@ -98,7 +110,7 @@ def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds):
 
 
 def test_steps_before_is_the_limit_for_a_law_without_cost():
-    assert StepLaw.of([0.0] * 7).steps_before(StepShape(1, 1), 1.0, 50) == 50
+    assert StepLaw.of([0.0] * 8).steps_before(StepShape(1, 1), 1.0, 50) == 50
 
 
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))

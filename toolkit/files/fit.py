@@ -155,6 +155,9 @@ class StepsFit(Strict):
     behind_s: float = Field(
         0.0, description="per cached token before a chunk; 0 in fits of older profiles"
     )
+    beside_s: float | None = optional(
+        "per cached token of decodes in a pass with chunks; none: as in passes of decodes alone"
+    )
     token_s: list[float]
     knots: list[int]
     host_s: float

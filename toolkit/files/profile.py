@@ -108,7 +108,8 @@ class RoundsProfile(Strict):
 class StepPoint(Strict):
     """Forward passes of one composition, with a shape as in `estimators.steps.StepShape`.
 
-    A point of decodes only describes consecutive passes by their mean.
+    A point of decodes only describes consecutive passes by their mean. The points of a profile are
+    in the order of their passes: where passes overlap, a pass's time depends on its neighbours.
     """
 
     decodes: int
@@ -120,6 +121,12 @@ class StepPoint(Strict):
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one"
+    )
+    idle: bool = Field(
+        False, description="no pass was under way when the first of these was scheduled"
+    )
+    launch_s: list[float] = Field(
+        [], description="from scheduling a pass to its last kernel launched; empty: not known"
     )
 
 
@@ -141,6 +148,13 @@ class StepsProfile(Strict):
     blocks: int = Field(description="usable by requests")
     max_num_batched_tokens: int = Field(description="during the measurement")
     async_scheduling: bool
+    graph_sizes: list[int] = Field(
+        [], description="the tokens of each CUDA graph, ascending; empty: none, or not known"
+    )
+    graph_mode: str = Field("", description="vLLM's cudagraph_mode; empty: not known")
+    executor: str = Field(
+        "", description="uni: the scheduler's thread launches passes; empty: not known"
+    )
     points: list[StepPoint]
     front: list[FrontPoint]
 

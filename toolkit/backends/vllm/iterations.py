@@ -19,6 +19,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -38,13 +39,25 @@ from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
 
 
+@dataclass(slots=True)
+class ScheduledPass:
+    """A pass that was scheduled and has not ended."""
+
+    start_s: float
+    rows: list[LoggedRow]
+    preempted: list[str]
+    waiting: int
+    free_blocks: int
+    launched_s: float = 0.0
+    settled_before: bool = False  # a pass before it has ended since it was scheduled
+
+
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
     """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # of each pass: its start, rows, preempted requests, waiting requests, free blocks
-        self._under_way: deque[tuple[float, list[LoggedRow], list[str], int, int]] = deque()
+        self._under_way: deque[ScheduledPass] = deque()
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
 
@@ -61,31 +74,46 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._under_way.append((start_s, rows, self._preempted, waiting, free))
+        self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
         self._preempted = []
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        # vLLM asks for it directly after `execute_model` has returned (core.py, `step` and
+        # `step_with_batch_queue`), so when all kernels but the sampler's are launched. Where
+        # sampling waits for the tokens of the pass before, it asks only after those: then the end
+        # of the launch is not known.
+        launched = self._under_way[-1] if self._under_way else None
+        if launched is not None and not launched.settled_before:
+            launched.launched_s = time.monotonic()
+        return super().get_grammar_bitmask(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
+        ready_s = time.monotonic()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        start_s, rows, preempted, waiting, free = self._under_way.popleft()
+        done = self._under_way.popleft()
+        for later in self._under_way:
+            later.settled_before = True
         ended = [
             output.request_id
             for client in outputs.values()
             for output in client.outputs
             if output.finish_reason is not None
         ]
-        if rows or preempted or ended or self._gone:
+        if done.rows or done.preempted or ended or self._gone:
             logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
-                start_s=start_s,
+                start_s=done.start_s,
                 end_s=time.monotonic(),
-                rows=rows,
-                preempted=preempted,
+                rows=done.rows,
+                preempted=done.preempted,
                 ended=[*self._gone, *ended],
-                waiting=waiting,
-                free_blocks=free,
+                waiting=done.waiting,
+                free_blocks=done.free_blocks,
+                launched_s=done.launched_s,
+                ready_s=ready_s,
             )
             self._gone = []
             self._passed(logged)
@@ -146,6 +174,9 @@ class Logged(PassLoggingMixin):
             max_model_len=self.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
             kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
+            graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
+            graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
+            executor=str(config.parallel_config.distributed_executor_backend or ""),
         )
 
 

@@ -14,7 +14,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -36,12 +36,20 @@ from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, 
 
 @dataclass(slots=True, frozen=True)
 class TimedPass:
-    """A pass that computed something. `host_s`: the gap to the next pass, None if nothing waits."""
+    """A pass that computed something.
+
+    Attributes:
+        host_s: the gap to the next pass; None if nothing waits.
+        idle: no pass was under way when it was scheduled.
+        launch_s: from its scheduling to the end of its launch; None: not known.
+    """
 
     shape: StepShape
     start_s: float
     end_s: float
     host_s: float | None
+    idle: bool
+    launch_s: float | None
 
     @property
     def seconds(self) -> float:
@@ -56,29 +64,39 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
     end_s = -1.0
     for one, following in pairwise([*[one for one in passes if one.rows], None]):
         assert one is not None
+        idle = one.start_s >= end_s
+        launch_s = one.launched_s - one.start_s if one.launched_s else None
         start_s, end_s = max(one.start_s, end_s), one.end_s
         busy = following is not None and (
             one.waiting or {row.request_id for row in one.rows} - set(one.ended)
         )
         host_s = max(following.start_s - end_s, 0.0) if busy and following else None
-        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s))
+        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s, idle, launch_s))
     return times
 
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
     """One point for each pass with chunks, and one for each stretch of equally many decodes."""
     stretches: list[list[TimedPass]] = []
-    for chunked, group in groupby(passes, key=lambda one: one.shape.prefills > 0):
-        if chunked:
-            stretches += [[one] for one in group]
+    for one in passes:
+        if stretches and _continues(stretches[-1][-1], one):
+            stretches[-1].append(one)
         else:
-            equal = groupby(group, key=lambda one: one.shape.decodes)
-            stretches += [list(stretch) for _, stretch in equal]
+            stretches.append([one])
     return [_point(stretch) for stretch in stretches]
+
+
+def _continues(before: TimedPass, one: TimedPass) -> bool:
+    """Whether both passes decode the same number of rows, without a rest between them."""
+    if before.shape.prefills or one.shape.prefills:
+        return False
+    rested = one.idle and before.host_s is None
+    return before.shape.decodes == one.shape.decodes and not rested
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     shape = stretch[0].shape
+    launches = [one.launch_s for one in stretch if one.launch_s is not None]
     return StepPoint(
         decodes=shape.decodes,
         decode_cached=fmean(one.shape.decode_cached for one in stretch),
@@ -88,6 +106,8 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         prefill_cached=shape.prefill_cached,
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
+        idle=stretch[0].idle,
+        launch_s=launches if len(launches) == len(stretch) else [],
     )
 
 
@@ -120,6 +140,9 @@ class VllmBench(ServerBench):
             blocks=header.blocks,
             max_num_batched_tokens=header.max_num_batched_tokens,
             async_scheduling=header.async_scheduling,
+            graph_sizes=header.graph_sizes,
+            graph_mode=header.graph_mode,
+            executor=header.executor,
             points=[],
             front=[],
         )
