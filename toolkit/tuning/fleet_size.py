@@ -29,6 +29,7 @@ from toolkit.files.fleet import CountRange
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.tuning import Outcome, SizedKind, Sizing, SizingRow, Tuning, share_used
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.flight import EngineLaw
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import flags_of, reflagged
 from toolkit.traces.types import Trace
@@ -468,7 +469,7 @@ class LeastWork:
         self, engine: PagedEngine, flags: VllmPolicy, shares: tuple[float, float, float]
     ) -> Floats:
         """The least seconds that each request adds to the passes of such a server."""
-        law, prompt, output = engine.steps, self._prompt, self._output
+        law, prompt, output = _least_law(engine.steps), self._prompt, self._output
         to_rows, to_tokens, to_memory = (share * law.base_s for share in shares)
         row_s = law.row_s + to_rows / flags.max_num_seqs
         token_s = _token_s(law, to_tokens, flags.max_num_batched_tokens)
@@ -485,6 +486,20 @@ class LeastWork:
         else:
             work += token_s * (prompt + steps) + law.attended_s * prompt**2 / 2.0
         return work
+
+
+def _least_law(law: EngineLaw) -> StepLaw:
+    """A law that no pass is shorter than. Where passes overlap, it has their time on the GPU:
+    there they overlap with launches, but not with each other.
+    """
+    if isinstance(law, StepLaw):
+        if law.beside_s is None or law.beside_s >= law.cached_s:
+            return law
+        return replace(law, cached_s=law.beside_s)
+    base_s = min(law.decode_s, law.floor_s)
+    cached_s = min(law.cached_s, law.beside_s)
+    token_s = min(law.row_s, law.floor_token_s)
+    return StepLaw(base_s, 0.0, 0.0, cached_s, law.attended_s, (token_s,))
 
 
 def _token_s(law: StepLaw, base_s: float, most: int) -> float:
