@@ -1,5 +1,5 @@
-"""Passes under way: a plain form of vLLM's loop, today's results where launches cost nothing, leaps,
-outages, reports and replicas.
+"""Passes under way: a plain form of vLLM's loop, today's results where launches cost nothing,
+leaps, outages, reports and replicas.
 """
 
 from dataclasses import replace
