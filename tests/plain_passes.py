@@ -19,7 +19,7 @@ from toolkit.sim.paged import PagedScheduler
 
 @dataclass
 class Running:
-    """A pass in the queue: when the GPU has computed it, and who gets a token from it."""
+    """A pass in the queue: when the GPU has computed it, and which requests get a token."""
 
     ready_s: float
     has_rows: bool = True

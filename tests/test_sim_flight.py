@@ -95,7 +95,7 @@ def spaced(rows):
     ]
 
 
-def engine_of(law, depth: int = 2, blocks: int = 25) -> PagedEngine:
+def engine_of(law, depth: int = 2, blocks: int = 30) -> PagedEngine:
     return PagedEngine(law, blocks, 4, ahead=depth > 1)
 
 
@@ -107,7 +107,7 @@ def test_every_token_comes_when_vllm_s_loop_hands_it_out(rows, policy, law, dept
     and unknown, preemption, and requests that come within a launch.
     """
     rows = spaced(rows)
-    times = serve(rows, policy, law, 25, 4, depth)
+    times = serve(rows, policy, law, 30, 4, depth)
     result = simulate(trace_of(rows), policy, world(engine_of(law, depth)))
     served = result.served
     assert served.ok.all()
@@ -134,12 +134,10 @@ def test_leaps_change_nothing(rows, policy, law) -> None:
         np.testing.assert_allclose(
             getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
         )
-    # percentiles of gaps are of stretches, not of single gaps
-    one, other = (
-        {name: value for name, value in result.counters.items() if "itl_p" not in name}
-        for result in (leaping, stepping)
-    )
-    assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
+    # others are not the same: percentiles are of stretches of gaps, memory is a mean over a leap
+    for name in ("evicted_percent", "rounds", "itl_mean_s", "utilisation_percent"):
+        one, other = leaping.counters.get(name), stepping.counters.get(name)
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -262,29 +260,28 @@ def test_drawn_launches_come_in_turn() -> None:
 @pytest.mark.parametrize("spread", [(), (0.5, 1.5)])
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("at_s", [0.0501, 0.1234, 0.2501])
-def test_a_replica_that_dies_within_a_leap_has_given_the_tokens_until_then(
-    spread, mode, apart, at_s
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("at_s", [0.0613, 0.1237, 0.2503])
+def test_a_request_whose_replica_dies_within_a_leap_goes_on_from_its_tokens_until_then(
+    spread, mode, apart, depth, at_s
 ) -> None:
-    """The request goes on at the other replica with what it lacks. Stepping from pass to pass gives
-    the same.
+    """It has the tokens that the plain loop has given it by then, and the other replica computes
+    it as a request of so many more tokens.
     """
     law = replace(LAW, graphs=GraphSettings(mode, (1, 2, 4) if mode != "NONE" else (), apart))
     law = replace(law, spread=spread)
-    outages = (Outage(0, at_s, at_s + 0.05),)
-    rows = [(0.0, 10, 60, 0), (0.0, 12, 50, 0), (0.001, 9, 70, 0)]
-    there = world(engine_of(law, blocks=90), 2, routing=Routing(outages=outages))
-    leaping = simulate(trace_of(rows), FLAGS, there)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
-        stepping = simulate(trace_of(rows), FLAGS, there)
-    assert leaping.served.ok.all()
-    assert leaping.counters["moved_requests"] == 2
-    for name in ("first_token_s", "finish_s", "max_gap_s"):
-        np.testing.assert_allclose(
-            getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
-        )
-    assert leaping.counters["recomputed_tokens"] == stepping.counters["recomputed_tokens"]
+    (times,) = serve([(0.0, 10, 60, 0)], FLAGS, law, 90, 4, depth)
+    given = sum(time_s <= at_s for time_s in times)
+    (more,) = serve([(at_s, 10 + given, 60 - given, 0)], FLAGS, law, 90, 4, depth)
+    there = world(engine_of(law, depth, 90), 2, routing=Routing(outages=(Outage(0, at_s),)))
+    result = simulate(trace_of([(0.0, 10, 60, 0)]), FLAGS, there)
+    assert 1 < given < 60
+    assert result.counters["recomputed_tokens"] == 10 + given
+    assert result.served.first_token_s[0] == pytest.approx(times[0], abs=1e-9)
+    assert result.served.finish_s[0] == pytest.approx(more[-1], abs=1e-9)
+    every = [*times[:given], *more]
+    gap_s = max(after - before for before, after in pairwise(every))
+    assert result.served.max_gap_s[0] == pytest.approx(gap_s, abs=1e-9)
 
 
 def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far() -> None:
@@ -313,7 +310,7 @@ def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far() -> None:
     assert len(leaping) == len(stepping) > 10
     assert max(stepping) > 0.5
     # the share of a leap is by time, and steps become longer
-    np.testing.assert_allclose(leaping, stepping, rtol=0, atol=5 / 90)
+    np.testing.assert_allclose(leaping, stepping, rtol=0, atol=0.07)
 
 
 def test_an_engine_by_twice_as_slow_a_law_takes_twice_as_long() -> None:

@@ -308,7 +308,7 @@ class PagedRun:
             if tokens is not None:
                 self._give(tokens, launched_s)
         if plan is None:
-            self._plan_s = now_s
+            self._plan_s = max(self._done_s, now_s)
             self.next_s = math.inf
             return
         for row in plan.preempted:
@@ -316,13 +316,13 @@ class PagedRun:
                 self._close(row, self._last_s)
         if shape is not None:
             self._begin(plan, now_s, until_s)
-        elif self._under_way:  # no other row can run before these have left
+            return
+        self._plan_s = max(self._done_s, now_s)
+        self.next_s = math.inf
+        if self._under_way:  # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
-            self._plan_s = self.next_s = max(self._done_s, now_s)
-        else:
-            self._plan_s = now_s
-            self.next_s = math.inf
+            self.next_s = self._plan_s
 
     def die(self, now_s: float) -> list[PagedRequest]:
         """The engine dies and comes back empty; its requests in order, with what they lack as
@@ -401,7 +401,6 @@ class PagedRun:
         if plan.chunks:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
-            ledger.rows += len(joined)
         ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
         if used > ledger.peak_tokens:
             ledger.peak_tokens = float(used)
