@@ -198,8 +198,8 @@ class StepLaw:
         decodes, prefills = shape.decodes, shape.prefills
         rows, tokens = decodes + prefills, decodes + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
-        seconds += self.read_s(shape) * shape.decode_cached
-        seconds += self.attended_s * shape.prefill_attended
+        read_s = self.read_s(shape)
+        seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
         if self.behind_s:
             seconds += self.behind_s * shape.prefill_cached
         for slope, start, end in self._slopes:
