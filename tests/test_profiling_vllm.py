@@ -10,7 +10,8 @@ from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, timed
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
 from toolkit.sched.iterations import LoggedPass, LoggedRow

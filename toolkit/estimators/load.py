@@ -12,7 +12,9 @@ from toolkit.estimators.laws import (
     swap_from_fit,
 )
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
-from toolkit.files.fit import Fit, MemoryFit
+from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+from toolkit.estimators.steps import StepLaw
+from toolkit.files.fit import Fit, MemoryFit, PipelineFit, StepsFit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
 
@@ -66,6 +68,46 @@ def laws_from_fit(fit: Fit) -> Laws:
         front_s=front_s,
         rounds=rounds,
         round_memory=round_memory,
+    )
+
+
+def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
+    """The law of an engine's passes."""
+    if fit.pipeline is not None:
+        return _law_of_pipeline(fit.pipeline)
+    return StepLaw(
+        fit.base_s,
+        fit.row_s,
+        fit.prefill_s,
+        fit.cached_s,
+        fit.attended_s,
+        tuple(fit.token_s),
+        tuple(fit.knots),
+        fit.host_s,
+        fit.host_row_s,
+        fit.behind_s,
+        fit.beside_s,
+    )
+
+
+def _law_of_pipeline(fit: PipelineFit) -> PipelineLaw:
+    return PipelineLaw(
+        GraphSettings(fit.graph_mode, tuple(fit.graph_sizes), fit.apart),
+        fit.decode_s,
+        fit.row_s,
+        fit.cached_s,
+        fit.floor_s,
+        fit.floor_token_s,
+        fit.token_s,
+        fit.attended_s,
+        fit.beside_s,
+        fit.graph_s,
+        fit.graph_row_s,
+        fit.piece_s,
+        fit.piece_row_s,
+        fit.eager_s,
+        fit.eager_chunk_s,
+        tuple(fit.spread),
     )
 
 

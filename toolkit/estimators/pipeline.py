@@ -158,6 +158,10 @@ class PipelineLaw:
         """Seconds per cached token of a decode in such a pass."""
         return self.beside_s if shape.prefills else self.cached_s
 
+    def prompt_token_s(self, attended: float) -> float:
+        """Seconds that a token of a long chunk adds, which attends to so many tokens."""
+        return self.token_s + self.attended_s * attended
+
     def launch_s(self, shape: StepShape) -> float:
         """Seconds on the CPU from scheduling the pass to its last kernel launched, on average."""
         launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
@@ -176,9 +180,7 @@ class PipelineLaw:
 
     def waits_for_launch(self, shape: StepShape) -> bool:
         """Whether the GPU can begin the pass only when its launch has ended."""
-        return (
-            self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens) == GRAPH
-        )
+        return self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens) == GRAPH
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of a pass that nothing overlaps: from its scheduling to its tokens."""
@@ -211,9 +213,7 @@ class PipelineLaw:
 
 
 _OTHERS: Final = ("graphs", "spread")
-COEFFICIENTS: Final = tuple(
-    each.name for each in fields(PipelineLaw) if each.name not in _OTHERS
-)
+COEFFICIENTS: Final = tuple(each.name for each in fields(PipelineLaw) if each.name not in _OTHERS)
 LAUNCH_COEFFICIENTS: Final = (
     "graph_s",
     "graph_row_s",
@@ -222,6 +222,4 @@ LAUNCH_COEFFICIENTS: Final = (
     "eager_s",
     "eager_chunk_s",
 )
-GPU_COEFFICIENTS: Final = tuple(
-    name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS
-)
+GPU_COEFFICIENTS: Final = tuple(name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS)

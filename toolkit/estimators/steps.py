@@ -33,9 +33,7 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
-
 
 FIXED = 7  # coefficients of `StepLaw` before those of new tokens
 
@@ -207,6 +205,10 @@ class StepLaw:
             seconds += slope * ((end if tokens > end else tokens) - start)
         return seconds
 
+    def prompt_token_s(self, attended: float) -> float:
+        """Seconds that a token of a long chunk adds, which attends to so many tokens."""
+        return self.token_s[-1] + self.attended_s * attended
+
     def after_s(self, rows: int) -> float:
         """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
         return self.host_s + self.host_row_s * rows
@@ -257,14 +259,6 @@ class PassTimes:
     ) -> float:
         shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
         return self._law.step_s(shape)
-
-
-def law_of_steps(fit: StepsFit) -> StepLaw:
-    """The law with the coefficients of `fit`."""
-    coefficients = (fit.base_s, fit.row_s, fit.prefill_s, fit.cached_s, fit.attended_s)
-    host = fit.host_s, fit.host_row_s
-    more = fit.behind_s, fit.beside_s
-    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), *host, *more)
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from toolkit.compiled import Reduced, reduced
-from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport

@@ -33,7 +33,8 @@ from toolkit.backends.vllm.command import POLICY
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepLaw, law_of_steps, shape_of_rows
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
