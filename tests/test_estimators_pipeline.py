@@ -8,6 +8,7 @@ import pytest
 from tests.overlapping_server import chunk, decodes, ends_of, grid, profile_of
 from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
+from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, resampled_steps
 from toolkit.estimators.pipeline import (
@@ -16,9 +17,11 @@ from toolkit.estimators.pipeline import (
     GRAPH,
     PIECEWISE,
     GraphSettings,
+    OverlappingRounds,
     PipelineLaw,
 )
 from toolkit.estimators.steps import StepShape
+from toolkit.files.fit import Segment
 
 SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 FULL = GraphSettings("FULL_DECODE_ONLY", SIZES)
@@ -189,3 +192,30 @@ def test_a_coefficient_below_zero_is_refused():
     with pytest.raises(InputError, match="eager_s"):
         replace(LAW, eager_s=-1.0)
     assert "eager_s" in COEFFICIENTS
+
+
+SLICES = SegmentedLaw(
+    (Segment(batch_size_min=1, nl=2e-5, n=0.0, l=0.0, const=1e-2),),
+    (Segment(batch_size_min=1, nl=1e-7, n=0.0, l=0.0, const=5e-3),),
+    prefill_emits_token=True,
+)
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 1024, 4096, 8064])
+def test_what_policies_believe_of_a_chunk_is_what_it_costs_decodes(tokens):
+    """Both gaps around the chunk, less the step that one of them would have been anyway."""
+    run = [*decodes(8, 500, 4), chunk(tokens, 8, 504), *decodes(8, 505, 4)]
+    ends = [end for _, end in ends_of(LAW, run, [LAW.launch_s(shape) for shape in run])]
+    lost_s = ends[4] - ends[2]
+    step_s = ends[2] - ends[1]
+    believed = OverlappingRounds(LAW, SLICES)
+    assert believed.prefill_s(1, tokens) == pytest.approx(lost_s - step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 200])
+def test_steps_take_what_their_passes_take_one_after_another(rows):
+    believed = OverlappingRounds(LAW, SLICES)
+    each = [LAW.period_s(StepShape(rows, rows * (300 + k))) for k in range(1, 401)]
+    assert believed.decode_s(rows, 300, 400) == pytest.approx(sum(each))
+    assert believed.decode_s(rows, 300, 1) == pytest.approx(each[0])
+    assert believed.decode_s(rows, 300, 0) == 0.0

@@ -308,7 +308,7 @@ COEFFICIENTS = (  # of overlapping passes: what it is, its field, per so many
     ("", "floor_token_s", 1000, "1,000 tokens"),
     ("GPU, with chunks", "token_s", 1000, "1,000 tokens"),
     ("", "attended_s", 10**6, "1,000 x 1,000 attended"),
-    ("", "beside_s", 1000, "1,000 cached tokens of decodes"),
+    ("", "beside_s", 1000, "1,000 cached tokens"),
     ("launch of a graph", "graph_s", 1, "pass"),
     ("", "graph_row_s", 1, "row"),
     ("launch in pieces", "piece_s", 1, "pass"),

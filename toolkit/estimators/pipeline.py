@@ -42,8 +42,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
+from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.steps import StepShape
 
 GRAPH: Final = 0
@@ -223,3 +227,67 @@ LAUNCH_COEFFICIENTS: Final = (
     "eager_chunk_s",
 )
 GPU_COEFFICIENTS: Final = tuple(name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappingRounds:
+    """What a policy inside such an engine believes of its passes: a `LatencyLaw`.
+
+    A chunk between decodes costs the decodes two gaps. With d a pass of decodes alone, e and g the
+    launch and the GPU's time of the chunk, and c the next launch, both gaps together last
+    max(d + g, e + c). So a chunk takes that long, less the d that a step takes anyway.
+
+    Attributes:
+        law: of the passes.
+        slices: of static batches, which such an engine does not run; `serve_table` is its.
+    """
+
+    law: PipelineLaw
+    slices: SegmentedLaw
+    prefill_emits_token: bool = True
+    padded: bool = False
+    round_s: float = 0.0
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
+        """Seconds that prompts of `input_length` tokens take, [batch_size] at once."""
+        return self.pass_s(batch_size, 0.0, input_length)
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Seconds of chunks from `start` to `end` tokens, [batch_size] at once."""
+        new = end - start
+        attended = batch_size * new * (start + new / 2)
+        shape = StepShape(0, 0, batch_size, round(batch_size * new), attended)
+        alone = StepShape(1, 0)
+        decodes_s = self.law.gpu_s(alone)
+        gpu_s = decodes_s + self.law.gpu_s(shape)
+        launches_s = self.law.launch_s(shape) + self.law.launch_s(alone)
+        return max(gpu_s, launches_s) - decodes_s
+
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        """Seconds of `steps` decode steps of rows that have `input_length` tokens before them."""
+        if steps <= 0:
+            return 0.0
+        cached = batch_size * (input_length + 1)
+        first = StepShape(batch_size, round(cached))
+        first_s = self.law.gpu_s(first)
+        growth_s = self.law.cached_s * batch_size  # of each step over the one before
+        launch_s = self.law.launch_s(first)
+        by_launch = 0  # steps that take as long as their launch
+        if first_s < launch_s:
+            by_launch = steps
+            if growth_s > 0.0:
+                by_launch = min(math.ceil((launch_s - first_s) / growth_s), steps)
+        by_gpu = steps - by_launch
+        gpu_s = first_s + growth_s * (by_launch + 0.5 * (by_gpu - 1))
+        return by_launch * launch_s + by_gpu * gpu_s
+
+    def leave_s(self, length: float) -> float:
+        """0: a row that leaves costs nothing."""
+        return 0.0
+
+    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+        """Of static batches."""
+        return self.slices.serve_table(max_batch_size, steps)
