@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -217,42 +218,43 @@ class StepLaw:
         """Seconds from the start of a pass to the start of the next."""
         return self.forward_s(shape) + self.after_s(shape.rows)
 
-    def stretch_s(self, shape: StepShape, steps: int) -> float:
-        """Seconds of `steps` consecutive passes, of which the first has `shape`: the sum of step_s
-        over decode_cached + i * decodes, i = 0..steps - 1. Chunks do not change.
-        """
-        growth_s = self.read_s(shape) * shape.decodes
-        return steps * (self.step_s(shape) + growth_s * 0.5 * (steps - 1))
+    def gpu_s(self, shape: StepShape) -> float:
+        """As `forward_s`: all of a pass, where nothing is known of launches."""
+        return self.forward_s(shape)
+
+    def launch_s(self, shape: StepShape) -> float:
+        """Zero: launches are part of `forward_s`."""
+        return 0.0
+
+    def drawn_launch_s(self, shape: StepShape, number: int) -> float:
+        """As `launch_s`."""
+        return 0.0
+
+    def waits_for_launch(self, shape: StepShape) -> bool:
+        """Whether the pass begins when its launch has ended, which here takes no time."""
+        return True
 
     def times(self, factor: float) -> StepLaw:
         """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
 
-    def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
-        """The number of passes of such a stretch that begin less than `seconds` after its start, at
-        most `limit`: the least k with stretch_s(shape, k) >= seconds. The engine sees a request
-        that arrives at `seconds` after k passes.
-        """
-        if not 0.0 < seconds < math.inf:
-            return limit if seconds > 0.0 else 0
-        first_s = self.step_s(shape)
-        half_s = self.read_s(shape) * shape.decodes * 0.5
-        guess = _root(half_s, first_s - half_s, seconds)
-        k = limit if guess >= limit else int(guess)
-        while k > 0 and (k - 1) * (first_s + half_s * (k - 2)) >= seconds:
-            k -= 1
-        while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
-            k += 1
-        return k
+
+class PassLaw(Protocol):
+    """A law of passes: `StepLaw` or `PipelineLaw`."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds from the start of a pass to the start of the next."""
+        ...
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PassTimes:
     """The law of an engine's passes, for a router that asks for averages."""
 
-    def __init__(self, law: StepLaw) -> None:
-        self._law, self.behind_s = law, law.behind_s
+    def __init__(self, law: PassLaw) -> None:
+        self._law = law
+        self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
@@ -292,12 +294,3 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
 def chunk_attended(cached: int, new: int) -> float:
     """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
-
-
-def _root(square: float, slope: float, value: float) -> float:
-    """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
-    if not square:
-        return value / slope if slope else math.inf
-    root = math.sqrt(slope * slope + 4.0 * square * value)
-    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
-    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)

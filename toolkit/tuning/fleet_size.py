@@ -472,6 +472,8 @@ class LeastWork:
         law, prompt, output = engine.steps, self._prompt, self._output
         if isinstance(law, PipelineLaw):
             return self._overlapping_s(law, flags)
+        if law.beside_s is not None and law.beside_s < law.cached_s:
+            law = replace(law, cached_s=law.beside_s)
         to_rows, to_tokens, to_memory = (share * law.base_s for share in shares)
         row_s = law.row_s + to_rows / flags.max_num_seqs
         token_s = _token_s(law, to_tokens, flags.max_num_batched_tokens)
