@@ -6,8 +6,10 @@
 Takes eight minutes for a recipe, and four more where it has to be profiled. Needs an otherwise idle
 machine, and for recipes of engine `vllm` an environment with vLLM that LLMCTL_VLLM_PYTHON names.
 
-The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace.
-Its server then gets the trace at five rates around that, each for some seconds after a warm-up.
+The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace by
+the fit alone, and again by the speed that the server shows beside the load generator: at the rate
+predicted so far, `--calibrations` times (`llmctl capacity --bench`). Its server then gets the trace
+at five rates around the last prediction, each for some seconds after a warm-up.
 The measured capacity lies between the highest rate that keeps all targets and the lowest one that
 does not, where the binding target crosses its limit: by the logarithms of rates and of used shares.
 """
@@ -39,13 +41,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", default="chat-small")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--warmup", type=float, default=20.0, help="seconds before each rate")
+    parser.add_argument("--calibrations", type=int, default=2)
     given = parser.parse_args(args)
     given.work.mkdir(parents=True, exist_ok=True)
     fit = given.fit or fitted(given.recipe, given.work)
     words = [given.recipe, "--fit", str(fit), "--trace", given.trace, "--no-at-once", "--json"]
-    [told] = json.loads(llmctl("capacity", *words))["capacities"]
-    capacity_rps = float(told["capacity_rps"])
-    print(f"{given.recipe}: {capacity_rps:.1f} requests/s predicted, then {told['binding']}")
+    capacity_rps, binding = predicted(words)
+    print(f"{given.recipe}: {capacity_rps:.1f} requests/s by the fit alone, then {binding}")
     plan = given.work / "plan.json"
     llmctl("render", given.recipe, "--fit", str(fit), "--out", str(plan))
     port = free_port()
@@ -55,6 +57,16 @@ def main(args: Sequence[str] | None = None) -> None:
     points = []
     try:
         wait_for(f"http://127.0.0.1:{port}", server)
+        for number in range(1, given.calibrations + 1):
+            bench = given.work / f"calibration-{number}.json"
+            replay(given, plan, port, capacity_rps, bench)
+            capacity_rps, binding = predicted([*words, "--bench", str(bench)])
+            slower = json.loads(bench.read_text(encoding="utf-8"))["replay_slowdown"]
+            print(
+                f"beside the load generator batches take {slower:.2f} times as long: "
+                f"{capacity_rps:.1f} requests/s predicted, then {binding}",
+                flush=True,
+            )
         print("| requests/s | predicted | measured | kept | limit that binds |")
         print("|---|---|---|---|---|")
         points += [measured(given, plan, port, share * capacity_rps) for share in SHARES]
@@ -85,12 +97,23 @@ def fitted(recipe: str, work: Path) -> Path:
     return fit
 
 
-def measured(given: Any, plan: Path, port: int, rate: float) -> tuple[float, float]:
-    """Replay the trace at this rate: the rate, and the greatest used share of a target."""
-    out = given.work / f"bench-{rate:.3f}.json"
+def predicted(words: Sequence[str]) -> tuple[float, str]:
+    """The capacity and the limit that breaks above it."""
+    [told] = json.loads(llmctl("capacity", *words))["capacities"]
+    return float(told["capacity_rps"]), str(told["binding"])
+
+
+def replay(given: Any, plan: Path, port: int, rate: float, out: Path) -> None:
+    """Replay the trace at this rate."""
     words = ["--url", f"http://127.0.0.1:{port}", "--plan", str(plan), "--trace", given.trace]
     words += ["--rate", f"{rate:.6g}", "--duration", f"{given.seconds:g}"]
     llmctl("bench", *words, "--warmup", f"{given.warmup:g}", "--out", str(out))
+
+
+def measured(given: Any, plan: Path, port: int, rate: float) -> tuple[float, float]:
+    """Replay the trace at this rate: the rate, and the greatest used share of a target."""
+    out = given.work / f"bench-{rate:.3f}.json"
+    replay(given, plan, port, rate, out)
     report = json.loads(out.read_text(encoding="utf-8"))
     shares = {one["target"]: one["measured_s"] / one["limit_s"] for one in report["targets"]}
     said = {
