@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import make_parser
+from toolkit.engine_traits import traits_of
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
 
 SHARES = (0.8, 0.9, 1.0, 1.1, 1.25)  # of the predicted capacity
 START_S = 180.0
@@ -52,8 +55,10 @@ def main(args: Sequence[str] | None = None) -> None:
     llmctl("render", given.recipe, "--fit", str(fit), "--out", str(plan))
     port = free_port()
     command = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", str(port)]
+    if not traits_of(read_file(Plan, plan).recipe.engine.name).server:
+        command.append("--allow-end-after")  # outputs have the lengths of the trace
     with (given.work / "serve.log").open("w") as log:
-        server = subprocess.Popen([*command, "--allow-end-after"], stdout=log, stderr=log)
+        server = subprocess.Popen(command, stdout=log, stderr=log)
     points = []
     try:
         wait_for(f"http://127.0.0.1:{port}", server)
