@@ -12,6 +12,8 @@ predicted so far, `--calibrations` times (`llmctl capacity --bench`). Its server
 at five rates around the last prediction, each for some seconds after a warm-up.
 The measured capacity lies between the highest rate that keeps all targets and the lowest one that
 does not, where the binding target crosses its limit: by the logarithms of rates and of used shares.
+A shared machine changes its speed within minutes, so the capacity by the speed that the two nearest
+runs themselves had is printed, too.
 """
 
 from __future__ import annotations
@@ -84,6 +86,14 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     error = 100.0 * (capacity_rps / found - 1.0)
     print(f"measured: {found:.1f} requests/s; the prediction is {error:+.1f} % off")
+    nearest = sorted(points, key=lambda point: abs(math.log(point[0] / found)))[:2]
+    files = [given.work / f"bench-{rate:.3f}.json" for rate, _ in nearest]
+    later = [predicted([*words, "--bench", str(file)])[0] for file in files]
+    hindsight_rps = math.sqrt(math.prod(later))
+    error = 100.0 * (hindsight_rps / found - 1.0)
+    print(
+        f"by the speed of the two nearest runs: {hindsight_rps:.1f} requests/s, {error:+.1f} % off"
+    )
 
 
 def free_port() -> int:
