@@ -7,8 +7,8 @@ Takes about 15 minutes on a quiet machine with two cores. Needs an environment w
 A Llama of 1.7 million random weights on one core; the clients have the other. First `llmctl
 profile`, `fit` and `render`. Then, for each concurrency, `llmctl bench --concurrency` warms the
 server up, predicts (as fitted, and at the speed that the warm-up shows) and measures with our
-client; then vLLM's own client measures the same: its random dataset, 128 + 64 tokens, --ignore-eos. The
-server sends 16 tokens in an event (--stream-interval), so that the clients' core is not full.
+client; then vLLM's own client measures the same: its random dataset, 128 + 64 tokens, --ignore-eos.
+The server sends 16 tokens in an event (--stream-interval), so that the clients' core is not full.
 Both predictions exist before a measurement begins. All concurrencies in turn, then all again
 (`--repeats`); the table has the medians.
 
