@@ -88,7 +88,9 @@ def predicted(
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = fleet([_slowed(kind, conditions) for kind in world.under(policy).kinds])
+    if not isinstance(policy, VllmPolicy):  # which has a law of its own, and a front
+        world = world.under(policy)
+    world = fleet([_slowed(kind, conditions) for kind in world.kinds])
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front)
     if load is not None:

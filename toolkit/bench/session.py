@@ -8,6 +8,7 @@ just before it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,6 +105,13 @@ class RequestSettings:
     concurrency: int = 0
     ramp_s: float = 0.0
     scaled: bool = True  # whether lengths are scaled to what the server accepts
+
+
+def unused_seed() -> int:
+    """A seed that no earlier run drew prompts from: a server's prefix cache may still hold those,
+    and would find them where the trace shares nothing.
+    """
+    return time.time_ns()
 
 
 @dataclass(slots=True, frozen=True)

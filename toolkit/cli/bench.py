@@ -88,7 +88,12 @@ class BenchOptions(TrafficOptions):
     model: ModelOption = None
     api_key: ApiKeyOption = ""
     timeout: float = option(600.0, "Give up a request after this many seconds.", min=0.001)
-    seed: int = option(0, "Draw the prompts from this seed.", min=0)
+    seed: int | None = option(
+        None,
+        "Draw the prompts from this seed; default: other prompts in each run, so that a prefix "
+        "cache holds none of them.",
+        min=0,
+    )
     loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
@@ -105,7 +110,7 @@ def bench(args: BenchOptions) -> None:
     """
     from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, RequestSettings, hold
+    from toolkit.bench.session import Measurement, RequestSettings, hold, unused_seed
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
@@ -113,7 +118,7 @@ def bench(args: BenchOptions) -> None:
         check_writable(file)
     planned = read_file(Plan, args.plan) if args.plan else None
     targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
-    traffic = read_traffic(args, args.rate, seed=args.seed)
+    traffic = read_traffic(args, args.rate, seed=args.seed or 0)
     if traffic.concurrency:
         refuse_useless({"--loop": args.loop}, "--concurrency is a closed loop of its own")
     of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
@@ -121,7 +126,7 @@ def bench(args: BenchOptions) -> None:
         args.rate,
         *of_prompts,
         args.timeout,
-        args.seed,
+        unused_seed() if args.seed is None else args.seed,
         args.loop,
         concurrency=traffic.concurrency,
         ramp_s=traffic.ramp_s,
@@ -289,7 +294,12 @@ class ValidateOptions:
     )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    seed: int = option(0, "Draw the windows' positions and the prompts from this seed.", min=0)
+    seed: int = option(
+        0,
+        "Draw the windows' positions from this seed. The prompts are others in each run, so that a "
+        "prefix cache holds none of them.",
+        min=0,
+    )
     save_requests: Path | None = option(
         None,
         "Write every request, also of warm-ups, as measured and as predicted to this file (JSONL).",
@@ -307,7 +317,7 @@ def validate(args: ValidateOptions) -> None:
     is now. The result is written beside the plan; `tune` and `render` show it if it is about their
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
-    from toolkit.bench.session import RequestSettings, Session, hold
+    from toolkit.bench.session import RequestSettings, Session, hold, unused_seed
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
@@ -319,7 +329,7 @@ def validate(args: ValidateOptions) -> None:
     path = trace_path(args.trace)
     tuned = read_tuning(args.tuning, {"trace": path})
     rate = tuned.request_rate_rps if tuned else args.rate
-    settings = RequestSettings(rate, seed=args.seed, loop=args.loop)
+    settings = RequestSettings(rate, seed=unused_seed(), loop=args.loop)
     traffic = Traffic(read_trace(path)[0], path=path)
     subject = _look_at_server(args, traffic, planned, settings)
     if tuned:

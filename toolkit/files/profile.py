@@ -120,7 +120,8 @@ class StepPoint(Strict):
     prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
-        description="from the tokens to scheduling the next pass, where there was work for one"
+        description="from the tokens to scheduling the next pass, where there was work for one; "
+        "empty where the next one was under way already"
     )
     idle: bool = Field(
         False, description="no pass was under way when the first of these was scheduled"

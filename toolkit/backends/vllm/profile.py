@@ -39,7 +39,8 @@ class TimedPass:
     """A pass that computed something.
 
     Attributes:
-        host_s: the gap to the next pass; None if nothing waits.
+        host_s: the gap to the next pass; None if nothing waits, or the next pass was scheduled
+            before this one ended, so that there is no gap.
         idle: no pass was under way when it was scheduled.
         launch_s: from its scheduling to the end of its launch; None: not known.
     """
@@ -70,7 +71,8 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
         busy = following is not None and (
             one.waiting or {row.request_id for row in one.rows} - set(one.ended)
         )
-        host_s = max(following.start_s - end_s, 0.0) if busy and following else None
+        apart = following is not None and following.start_s >= end_s
+        host_s = following.start_s - end_s if busy and apart and following else None
         times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s, idle, launch_s))
     return times
 
