@@ -21,13 +21,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.results_file import keep
 from toolkit.bench.predict import ServerConditions
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles
-from toolkit.metrics import Served
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.sim.conditions import in_conditions
@@ -142,7 +140,9 @@ def main(args: Sequence[str] | None = None) -> None:
     print("|---" * (len(SHOWN) + 2) + "|")
     for row in rows:
         cells = [f"{row['error'][name]:+.1f} %" for name in SHOWN]
-        print(f"| {row['rate_rps']:g} | {row['conditions'] or 'the fit alone'} | {' | '.join(cells)} |")
+        print(
+            f"| {row['rate_rps']:g} | {row['conditions'] or 'the fit alone'} | {' | '.join(cells)} |"
+        )
 
 
 if __name__ == "__main__":

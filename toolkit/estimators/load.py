@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from toolkit.engine_traits import traits_of
 from toolkit.estimators.laws import (
     LinearSwap,
     SegmentedLaw,
@@ -30,7 +31,8 @@ class Laws:
     host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
     joining: Joining | None  # of rows to a running batch that is a padded slab; None: paged memory
     slots: int  # the most rows that run at once
-    front_s: float  # of a server's time to first token that delay no other request, in rounds
+    # of a server's time to first token that delay no other request, in rounds: HTTP and text
+    front_s: float
     # of a worker that keeps its rows; without measured rounds those of batches
     rounds: LatencyLaw
     round_memory: MemoryLaw
@@ -50,7 +52,11 @@ def laws_from_fit(fit: Fit) -> Laws:
     rounds: LatencyLaw = latency
     round_memory: MemoryLaw = memory
     front_s = 0.0
-    if fit.engine.is_server:
+    if traits_of(fit.engine.engine).timed_by_pass:
+        # The engine itself timed its passes, and its front was measured apart from them.
+        rounds = in_rounds
+        front_s = fit.steps.front_s if fit.steps else 0.0
+    elif fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.
         rounds, front_s = without_front(in_rounds)

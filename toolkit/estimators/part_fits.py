@@ -30,6 +30,7 @@ from scipy.special import ndtr  # of scipy.stats, which takes long to import, on
 from toolkit.errors import InputError
 from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
+from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import COEFFICIENTS, PipelineLaw
@@ -48,7 +49,6 @@ from toolkit.files.fit import (
 )
 from toolkit.files.profile import (
     EngineFacts,
-    FrontPoint,
     MemoryPoint,
     Profile,
     RoundPoint,
@@ -458,7 +458,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         error = forms.percent_error(pipeline_fit.held_out_s(passes, seed), means)
         candidates.append(Candidate(form=OVERLAPPING, error=error))
     host_s, host_row_s = _fit_host(points)
-    front_s, front_row_s = _fit_front(measured.front)
+    front = fit_front(measured)
     return StepsFit(
         **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
         error=error,
@@ -468,8 +468,8 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
             tokens_max=tokens_max,
             cached_max=max(shape.decode_cached for shape in shapes),
         ),
-        front_s=front_s,
-        front_row_s=front_row_s,
+        front_s=front.constant_s,
+        front_row_s=front.row_s,
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
@@ -566,20 +566,6 @@ def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
         [point.decodes + point.prefills for point in points],
         [forms.typical(point.host_s) for point in points],
     )
-
-
-def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
-    """Seconds that the front adds to the first token of a request alone, and to the response for
-    each other row.
-    """
-    alone = [point.seconds for point in points if point.rows == 1]
-    several = [point for point in points if point.rows > 1]
-    if not alone or not several:
-        return (forms.typical(alone) if alone else 0.0), 0.0
-    _, row_s = _line_in_rows(
-        [point.rows for point in several], [point.seconds for point in several]
-    )
-    return forms.typical(alone), row_s
 
 
 def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -194,7 +194,9 @@ class StepsFit(Strict):
     )
     token_s: list[float]
     knots: list[int]
-    host_s: float
+    host_s: float = Field(
+        description="between passes; 0 where passes overlap, which have nothing between them"
+    )
     host_row_s: float
     error: HeldOutError = Field(description="of forward passes")
     candidates: list[Candidate] = Field(

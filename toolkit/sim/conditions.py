@@ -17,16 +17,18 @@ from toolkit.sim.world import World, fleet
 class ServerConditions:
     """What a warm-up shows of a running server.
 
-    Every batch takes `slowdown` times the time that the scheduler believes. Clients see tokens
-    later by the delay of the `front` (None: that of the fit). `finished` are the output lengths of
-    earlier requests: Past-Future admits by them. Each arriving request adds `arrival_cost_s` to
-    every static batch that runs then.
+    Every batch takes `slowdown` times the time that the scheduler believes. Where passes overlap
+    their launches take `launch_slowdown` times as long (None: as all else), and `slowdown` is the
+    GPU's. Clients see tokens later by the delay of the `front` (None: that of the fit). `finished`
+    are the output lengths of earlier requests: Past-Future admits by them. Each arriving request
+    adds `arrival_cost_s` to every static batch that runs then.
     """
 
     slowdown: float = 1.0
     front: FrontDelay | None = None
     finished: tuple[int, ...] = ()
     arrival_cost_s: float = 0.0
+    launch_slowdown: float | None = None
 
 
 AS_FITTED = ServerConditions()
@@ -43,7 +45,10 @@ def in_conditions(world: World, conditions: ServerConditions) -> World:
 def _slowed(world: World, conditions: ServerConditions) -> World:
     """One kind of workers. Static batches and rounds are slower by the same factor."""
     front = world.front
+    paged = world.paged
     rounds = world.rounds
+    if paged is not None:
+        paged = paged.slowed(conditions.slowdown, conditions.launch_slowdown)
     if rounds is not None:
         slow = WithOverhead(rounds.latency, 0.0, conditions.slowdown)
         rounds = replace(rounds, latency=slow, believed=rounds.latency)
@@ -57,5 +62,5 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
         rounds=rounds,
         front=front,
         arrival_cost_s=conditions.arrival_cost_s,
-        paged=world.paged.slowed(conditions.slowdown) if world.paged else None,
+        paged=paged,
     )
