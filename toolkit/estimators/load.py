@@ -13,7 +13,7 @@ from toolkit.estimators.laws import (
     swap_from_fit,
 )
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
-from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+from toolkit.estimators.pipeline import GraphSettings, OverlappingRounds, PipelineLaw
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.fit import Fit, MemoryFit, PipelineFit, StepsFit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
@@ -55,7 +55,11 @@ def laws_from_fit(fit: Fit) -> Laws:
     if traits_of(fit.engine.engine).timed_by_pass:
         # The engine itself timed its passes, and its front was measured apart from them.
         rounds = in_rounds
-        front_s = fit.steps.front_s if fit.steps else 0.0
+        if fit.steps is not None:
+            front_s = fit.steps.front_s
+            law = law_of_steps(fit.steps)
+            if isinstance(law, PipelineLaw):
+                rounds = OverlappingRounds(law, in_rounds)
     elif fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.
