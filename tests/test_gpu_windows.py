@@ -1,8 +1,8 @@
 """What vLLM served on an H200, predicted by the fit that ships."""
 
 import pytest
-from benchmarks.engines.gpu_windows import NAME, errors_of
 
+from benchmarks.engines.gpu_windows import NAME, errors_of
 from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file

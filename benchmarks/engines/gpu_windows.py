@@ -52,7 +52,7 @@ def trace_of(rows: Sequence[Sequence[float]], before: Sequence[Sequence[float]])
 
 
 def shared_prompts(prompts: np.ndarray, first: int) -> SharedBlocks:
-    """The blocks of prompts, where request k of each window has the k-th stream of random tokens."""
+    """The blocks of prompts: request k of each window has the k-th stream of random tokens."""
     size = 16
     numbers = [*range(first), *range(len(prompts) - first)]
     blocks: list[int] = []
@@ -75,7 +75,7 @@ def conditions_of(said: dict[str, float] | None) -> ServerConditions:
 def predicted(
     fit: Fit, recipe: Recipe, windows: Sequence[dict[str, Any]], place: int, conditions: str | None
 ) -> dict[str, float]:
-    """The window's metrics by the fit, under its `conditions`: "warmup", "hindsight" or as fitted."""
+    """Its metrics by the fit, under its `conditions`: "warmup", "hindsight" or as fitted."""
     window = windows[place]
     before = windows[window["after"]]["requests"] if window["after"] is not None else []
     trace = trace_of(window["requests"], before)
@@ -140,9 +140,8 @@ def main(args: Sequence[str] | None = None) -> None:
     print("|---" * (len(SHOWN) + 2) + "|")
     for row in rows:
         cells = [f"{row['error'][name]:+.1f} %" for name in SHOWN]
-        print(
-            f"| {row['rate_rps']:g} | {row['conditions'] or 'the fit alone'} | {' | '.join(cells)} |"
-        )
+        known = row["conditions"] or "the fit alone"
+        print(f"| {row['rate_rps']:g} | {known} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
