@@ -1,4 +1,4 @@
-"""A server whose passes overlap, with known times: what vLLM's loop does, pass by pass.
+"""A server with overlapping passes of known times: what vLLM's loop does, pass by pass.
 
 Written from vLLM's `step_with_batch_queue`, not from the equations of the law, to check them.
 """

@@ -109,7 +109,7 @@ def test_a_chunk_beside_decodes_delays_the_pass_before_it():
 )
 def test_the_recursion_is_what_the_loop_does(law):
     measured = profile_of(law, grid(SIZES), stamps=False)
-    passes = pipeline_fit.Passes.of(measured.points, law.graphs)
+    passes = pipeline_fit.PassColumns.of(measured.points, law.graphs)
     assert pipeline_fit.predicted_s(passes, law) == pytest.approx(passes.seconds, abs=2e-6)
 
 

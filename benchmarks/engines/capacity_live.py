@@ -8,8 +8,9 @@ machine, and for recipes of engine `vllm` an environment with vLLM that LLMCTL_V
 
 The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace by
 the fit alone, and again by the speed that the server shows beside the load generator: at the rate
-predicted so far, `--calibrations` times (`llmctl capacity --bench`). Its server then gets the trace
-at five rates around the last prediction, each for some seconds after a warm-up.
+predicted so far, `--calibrations` times, by the mean of all so far (`llmctl capacity --bench`). Its
+server then gets the trace at five rates around the last prediction, each for some seconds after a
+warm-up.
 The measured capacity lies between the highest rate that keeps all targets and the lowest one that
 does not, where the binding target crosses its limit: by the logarithms of rates and of used shares.
 A shared machine changes its speed within minutes, so the capacity by the speed that the two nearest
@@ -46,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", default="chat-small")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--warmup", type=float, default=20.0, help="seconds before each rate")
-    parser.add_argument("--calibrations", type=int, default=2)
+    parser.add_argument("--calibrations", type=int, default=4)
     given = parser.parse_args(args)
     given.work.mkdir(parents=True, exist_ok=True)
     fit = given.fit or fitted(given.recipe, given.work)
@@ -64,14 +65,16 @@ def main(args: Sequence[str] | None = None) -> None:
     points = []
     try:
         wait_for(f"http://127.0.0.1:{port}", server)
+        seen: list[str] = []
         for number in range(1, given.calibrations + 1):
             bench = given.work / f"calibration-{number}.json"
             replay(given, plan, port, capacity_rps, bench)
-            capacity_rps, binding = predicted([*words, "--bench", str(bench)])
+            seen += ["--bench", str(bench)]
+            capacity_rps, binding = predicted([*words, *seen])
             slower = json.loads(bench.read_text(encoding="utf-8"))["replay_slowdown"]
             print(
-                f"beside the load generator batches take {slower:.2f} times as long: "
-                f"{capacity_rps:.1f} requests/s predicted, then {binding}",
+                f"beside the load generator batches take {slower:.2f} times as long: by the mean "
+                f"so far {capacity_rps:.1f} requests/s predicted, then {binding}",
                 flush=True,
             )
         print("| requests/s | predicted | measured | kept | limit that binds |")

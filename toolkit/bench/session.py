@@ -34,7 +34,6 @@ from toolkit.bench.client import (
 from toolkit.bench.passes import PassLogs
 from toolkit.bench.predict import (
     SEEDS,
-    ServerConditions,
     ServerTimes,
     check_server,
     counts_or_none,

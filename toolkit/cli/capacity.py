@@ -111,9 +111,10 @@ class CapacityOptions(LengthOptions):
         "USD an hour of one GPU of this name, such as H200=3.60; repeatable; default: recipes'.",
         metavar="GPU=USD",
     )
-    bench: Path | None = option(
+    bench: list[Path] | None = option(
         None,
-        "By the speed that this bench.json found on a server of the recipe; default: the fit's.",
+        "By the speed that this bench.json found on a server of the recipe; repeatable: by their "
+        "mean. Default: the fit's.",
     )
     force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     seed: int | None = option(
@@ -209,18 +210,20 @@ def _note_counts(found: Sequence[Measured]) -> None:
 def _seen(args: CapacityOptions, recipes: Sequence[object]) -> ServerConditions:
     """The conditions of --bench; without it, as fitted."""
     from toolkit.bench.predict import conditions_of
-    from toolkit.files.bench import BenchReport
-    from toolkit.sim.conditions import AS_FITTED
+    from toolkit.files.bench import BenchReport, took_text
+    from toolkit.sim.conditions import AS_FITTED, mean_conditions
 
-    if args.bench is None:
+    if not args.bench:
         return AS_FITTED
     if len(recipes) > 1:
         raise InputError(
             f"--bench: it is of one server, and {len(recipes)} recipes are given",
             "give one recipe with --bench",
         )
-    seen = conditions_of(read_file(BenchReport, args.bench))
-    note(f"by {args.bench}: batches take {seen.slowdown:.2f} times as long as fitted")
+    each = [conditions_of(read_file(BenchReport, path)) for path in args.bench]
+    seen = mean_conditions(each)
+    files = ", ".join(str(path) for path in args.bench)
+    note(f"by {files}: {took_text(seen.slowdown, seen.launch_slowdown, 'take')}")
     return seen
 
 

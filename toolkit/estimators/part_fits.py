@@ -452,7 +452,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     pipeline = None
     graphs = pipeline_fit.graphs_of(measured)
     if graphs is not None:
-        passes = pipeline_fit.Passes.of(points, graphs)
+        passes = pipeline_fit.PassColumns.of(points, graphs)
         pipeline = pipeline_fit.fit_pipeline(passes, seed)
         means = np.array([np.mean(point.seconds) for point in points])
         error = forms.percent_error(pipeline_fit.held_out_s(passes, seed), means)
@@ -528,7 +528,7 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
     if fit.pipeline is not None and graphs is not None:
         law = law_of_steps(fit)
         assert isinstance(law, PipelineLaw)
-        passes = pipeline_fit.Passes.of(points, graphs)
+        passes = pipeline_fit.PassColumns.of(points, graphs)
         return with_step_law(fit, pipeline_fit.drawn_law(passes, law, rng))
     form = StepForm(tuple(fit.knots), beside=fit.beside_s is not None)
     shapes = [shape_of(point) for point in points]

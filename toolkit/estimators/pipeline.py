@@ -8,10 +8,10 @@ launch on the CPU, g its work on the GPU, G its end there and E the time at whic
     E[n] = max(G[n], S[n+1] + c[n+1])
     S[n+1] = E[n-1], and after a pass from idle S[n] + c[n]
 
-P, when the GPU can begin the pass, is S + c for a CUDA graph, whose launch is one call, and S for a
-pass that is launched kernel by kernel. An engine that launches passes in processes of their own
-(tensor parallelism) does not hold back tokens for a launch: there E[n] = G[n], and launches follow
-one another.
+P is the time at which the GPU can begin the pass: S + c for a CUDA graph, which one call launches,
+and S for a pass that is launched kernel by kernel. An engine that launches passes in processes of
+their own (tensor parallelism) does not hold back tokens for a launch: there E[n] = G[n], and
+launches follow one another.
 
 How a pass is launched depends on the server's `cudagraph_mode` and on its tokens:
 
@@ -43,12 +43,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.estimators.laws import SegmentedLaw
-from toolkit.estimators.steps import StepShape
+from toolkit.estimators.steps import StepLaw, StepShape
 
 GRAPH: Final = 0
 PIECEWISE: Final = 1
@@ -227,6 +228,21 @@ LAUNCH_COEFFICIENTS: Final = (
     "eager_chunk_s",
 )
 GPU_COEFFICIENTS: Final = tuple(name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PassTimes:
+    """The law of an engine's passes, for a router that asks for averages."""
+
+    def __init__(self, law: StepLaw | PipelineLaw) -> None:
+        self._law = law
+        self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
+
+    def pass_s(
+        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
+    ) -> float:
+        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        return self._law.step_s(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,7 @@ LAUNCH_NAMES = (
 )
 
 # Where the alternation begins. Any guess of this order of magnitude leads to the same law.
-FIRST_GUESS = {
+FIRST_GUESS: dict[str, Any] = {
     "decode_s": 5e-3,
     "row_s": 1e-5,
     "cached_s": 3e-8,
@@ -70,7 +71,7 @@ FIRST_GUESS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassColumns:
     """The passes of a profile in order, as columns [n].
 
     Attributes:
@@ -100,7 +101,7 @@ class Passes:
     root_weight: Floats
 
     @classmethod
-    def of(cls, points: Sequence[StepPoint], graphs: GraphSettings) -> Passes:
+    def of(cls, points: Sequence[StepPoint], graphs: GraphSettings) -> PassColumns:
         """The passes of the points, in order."""
         rows = []
         launches_of = []
@@ -155,7 +156,7 @@ class Passes:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def weighted(self, weights: Floats) -> Passes:
+    def weighted(self, weights: Floats) -> PassColumns:
         """The same passes, each run with one of the `weights` [runs]."""
         return replace(self, root_weight=self.root_weight * np.sqrt(weights[self.run]))
 
@@ -189,7 +190,7 @@ class Waits:
     gpu_s: Floats
 
 
-def waits(passes: Passes, law: PipelineLaw) -> Waits:
+def waits(passes: PassColumns, law: PipelineLaw) -> Waits:
     """What each pass waited for by the law, behind the measured ends of the passes before it."""
     count = len(passes)
     apart = law.graphs.apart
@@ -232,7 +233,7 @@ def waits(passes: Passes, law: PipelineLaw) -> Waits:
     return Waits(for_launch, gpu_s)
 
 
-def predicted_s(passes: Passes, law: PipelineLaw) -> Floats:
+def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
     """Seconds of each pass [n] by the law alone: every run begins from idle, and nothing measured
     comes in but its compositions.
     """
@@ -272,7 +273,7 @@ def predicted_s(passes: Passes, law: PipelineLaw) -> Floats:
 
 
 def fit_law(
-    passes: Passes, seen: Flags | None = None, start: PipelineLaw | None = None
+    passes: PassColumns, seen: Flags | None = None, start: PipelineLaw | None = None
 ) -> PipelineLaw:
     """The law that the passes show, of which the fit may use those that are `seen` [n].
 
@@ -288,11 +289,12 @@ def fit_law(
         law = _with_work(law, passes, found, chosen)
     for launch, names in LAUNCH_NAMES:
         if not (passes.launch == launch).any():
-            law = replace(law, **dict.fromkeys(names, 0.0))
+            no_launch: dict[str, Any] = dict.fromkeys(names, 0.0)
+            law = replace(law, **no_launch)
     return law
 
 
-def _with_launches(law: PipelineLaw, passes: Passes, found: Waits, seen: Flags) -> PipelineLaw:
+def _with_launches(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Flags) -> PipelineLaw:
     """The law with launches from those that are known, or from passes that waited for one."""
     if passes.launches.any():
         of = np.flatnonzero((passes.launches > 0.0) & seen)
@@ -311,7 +313,7 @@ def _with_launches(law: PipelineLaw, passes: Passes, found: Waits, seen: Flags) 
     return law
 
 
-def _with_work(law: PipelineLaw, passes: Passes, found: Waits, seen: Flags) -> PipelineLaw:
+def _with_work(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Flags) -> PipelineLaw:
     """The law with the GPU's times from passes that did not wait for a launch."""
     shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
     root_weight = passes.root_weight
@@ -375,7 +377,7 @@ def graphs_of(measured: StepsProfile) -> GraphSettings | None:
     )
 
 
-def fit_pipeline(passes: Passes, seed: int) -> PipelineFit:
+def fit_pipeline(passes: PassColumns, seed: int) -> PipelineFit:
     """The law of a profile's passes, with the spread of its launches, and the standard deviation of
     its coefficients.
     """
@@ -398,7 +400,7 @@ def fit_of(law: PipelineLaw, deviation: dict[str, float], *, known: bool) -> Pip
     )
 
 
-def held_out_s(passes: Passes, seed: int) -> Floats:
+def held_out_s(passes: PassColumns, seed: int) -> Floats:
     """Seconds of a pass of each point [points], by a law that did not see a fifth of the points,
     this one among them.
     """
@@ -410,7 +412,7 @@ def held_out_s(passes: Passes, seed: int) -> Floats:
     return np.bincount(passes.point, predicted) / np.bincount(passes.point)
 
 
-def drawn_law(passes: Passes, law: PipelineLaw, rng: np.random.Generator) -> PipelineLaw:
+def drawn_law(passes: PassColumns, law: PipelineLaw, rng: np.random.Generator) -> PipelineLaw:
     """The law by runs with random weights (the Bayesian bootstrap): passes of one run share the
     machine's speed, so that runs, not passes, are independent.
     """
@@ -418,14 +420,14 @@ def drawn_law(passes: Passes, law: PipelineLaw, rng: np.random.Generator) -> Pip
     return replace(fit_law(passes.weighted(weights), start=law), spread=law.spread)
 
 
-def _deviations(passes: Passes, law: PipelineLaw, seed: int) -> dict[str, float]:
+def _deviations(passes: PassColumns, law: PipelineLaw, seed: int) -> dict[str, float]:
     """The standard deviation of each coefficient over laws of drawn runs."""
     rng = np.random.default_rng(seed)
     laws = [drawn_law(passes, law, rng) for _ in range(DRAWS)]
     return {name: float(np.std([getattr(one, name) for one in laws])) for name in COEFFICIENTS}
 
 
-def _spread(passes: Passes, law: PipelineLaw) -> tuple[float, ...]:
+def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
     """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
     neighbours differ; empty where too few are known.
     """

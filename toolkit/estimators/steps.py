@@ -28,9 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from mypy_extensions import mypyc_attr
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
@@ -238,29 +235,6 @@ class StepLaw:
         """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
-
-
-class PassLaw(Protocol):
-    """A law of passes: `StepLaw` or `PipelineLaw`."""
-
-    def step_s(self, shape: StepShape) -> float:
-        """Seconds from the start of a pass to the start of the next."""
-        ...
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PassTimes:
-    """The law of an engine's passes, for a router that asks for averages."""
-
-    def __init__(self, law: PassLaw) -> None:
-        self._law = law
-        self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
-
-    def pass_s(
-        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
-    ) -> float:
-        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
-        return self._law.step_s(shape)
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:

@@ -6,7 +6,9 @@ takes time that is in no law. `toolkit.bench.predict` learns both from a warm-up
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, geometric_mean
 
 from toolkit.estimators.laws import WithOverhead
 from toolkit.sim.worker import NO_DELAY, FrontDelay
@@ -32,6 +34,25 @@ class ServerConditions:
 
 
 AS_FITTED = ServerConditions()
+
+
+def mean_conditions(several: Sequence[ServerConditions]) -> ServerConditions:
+    """What several measurements of one server show together: the geometric mean of its speeds, and
+    the mean of what its front and its arrivals cost.
+    """
+    fronts = [each.front for each in several if each.front is not None]
+    front = None
+    if fronts:
+        first_s = fmean(each.first_s for each in fronts)
+        front = FrontDelay(first_s, fmean(each.last_s for each in fronts))
+    launches = [each.launch_slowdown for each in several if each.launch_slowdown is not None]
+    return ServerConditions(
+        geometric_mean(each.slowdown for each in several),
+        front,
+        several[-1].finished,
+        fmean(each.arrival_cost_s for each in several),
+        geometric_mean(launches) if launches else None,
+    )
 
 
 def in_conditions(world: World, conditions: ServerConditions) -> World:
