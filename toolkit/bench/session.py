@@ -66,6 +66,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.interrupts import held
 from toolkit.metrics import Served, summarize
+from toolkit.sim.conditions import ServerConditions
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.traces.write import to_ms
