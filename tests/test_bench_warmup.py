@@ -27,8 +27,11 @@ from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
 from toolkit.files.bench import Front
 from toolkit.files.io import write_file
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.stats import SliceSums
+from toolkit.sim.api import simulate
 from toolkit.sim.worker import NO_DELAY, FrontDelay
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 from toolkit.traces.write import TraceLine, write_lines
 
@@ -272,6 +275,19 @@ def test_the_fronts_delay_is_in_every_predicted_latency():
     )
     assert behind["ttft_mean_s"] == pytest.approx(bare["ttft_mean_s"] + 0.25)
     assert behind["e2e_p99_s"] == pytest.approx(bare["e2e_p99_s"] + 0.5)
+
+
+def test_a_prediction_of_vllm_without_a_warm_up_is_what_simulate_says():
+    """The front is the fitted one, not what clients of any server wait besides its laws."""
+    recipe = samples.recipe(engine={"name": "vllm"}, workers=1, policy={"name": "vllm"})
+    fit = samples.paged_fit()
+    slow = [each.model_copy(update={"const": 0.5}) for each in fit.prefill.segments]
+    fit = fit.model_copy(update={"prefill": fit.prefill.model_copy(update={"segments": slow})})
+    few = Trace(np.arange(4.0), np.full(4, 20), np.full(4, 9), np.zeros(4, dtype=np.int64))
+    plan = make_plan(recipe, fit, None, {})
+    world = world_from_fit(fit, workers=1, max_new_tokens=128)
+    simulated = simulate(few, VllmPolicy(), world).metrics({})
+    assert predict(plan, few, {})["ttft_mean_s"] == simulated["ttft_mean_s"]
 
 
 def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():

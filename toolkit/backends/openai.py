@@ -144,8 +144,10 @@ class Endpoint:
         samples: list[Sample],
         start_s: float | None = None,
         prompts: Sequence[Prompt] | None = None,
+        names: Sequence[str] | None = None,
     ) -> list[Sample]:
         """Send each request at its scheduled time, by default with a random prompt; wait for all.
+        The server gets the `names` of the requests, if there are any.
 
         Times count from `start_s` of the performance counter, by default from when all requests are
         built, before any has a connection, as in a replay. Raises `Unmeasurable` with the first
@@ -153,9 +155,12 @@ class Endpoint:
         """
         dialect, model = self.dialect, self.target.model
         prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
+        names = names or [""] * len(samples)
         requests = [
-            self._connection.request(dialect.request(model, prompt, sample.wanted_tokens))
-            for sample, prompt in zip(samples, prompts, strict=True)
+            self._connection.request(
+                dialect.request(model, prompt, sample.wanted_tokens), name=name
+            )
+            for sample, prompt, name in zip(samples, prompts, names, strict=True)
         ]
         zero_s = time.perf_counter() if start_s is None else start_s
 

@@ -82,6 +82,7 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=times.slowdown if times else None,
+        replay_launch_slowdown=times.launch_slowdown if times else None,
         replay_arrival_cost_s=times.arrivals.cost_s if times else 0.0,
         replay_front=times.front if times else None,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),

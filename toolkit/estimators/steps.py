@@ -28,15 +28,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from mypy_extensions import mypyc_attr
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
-
 
 FIXED = 7  # coefficients of `StepLaw` before those of new tokens
 
@@ -208,6 +203,10 @@ class StepLaw:
             seconds += slope * ((end if tokens > end else tokens) - start)
         return seconds
 
+    def prompt_token_s(self, attended: float) -> float:
+        """Seconds that a token of a long chunk adds, which attends to so many tokens."""
+        return self.token_s[-1] + self.attended_s * attended
+
     def after_s(self, rows: int) -> float:
         """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
         return self.host_s + self.host_row_s * rows
@@ -236,37 +235,6 @@ class StepLaw:
         """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
-
-
-class PassLaw(Protocol):
-    """A law of passes: `StepLaw` or `PipelineLaw`."""
-
-    def step_s(self, shape: StepShape) -> float:
-        """Seconds from the start of a pass to the start of the next."""
-        ...
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PassTimes:
-    """The law of an engine's passes, for a router that asks for averages."""
-
-    def __init__(self, law: PassLaw) -> None:
-        self._law = law
-        self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
-
-    def pass_s(
-        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
-    ) -> float:
-        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
-        return self._law.step_s(shape)
-
-
-def law_of_steps(fit: StepsFit) -> StepLaw:
-    """The law with the coefficients of `fit`."""
-    coefficients = (fit.base_s, fit.row_s, fit.prefill_s, fit.cached_s, fit.attended_s)
-    host = fit.host_s, fit.host_row_s
-    more = fit.behind_s, fit.beside_s
-    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), *host, *more)
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:

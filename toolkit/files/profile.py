@@ -120,7 +120,8 @@ class StepPoint(Strict):
     prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
-        description="from the tokens to scheduling the next pass, where there was work for one"
+        description="from the tokens to scheduling the next pass, where there was work for one; "
+        "empty where the next one was under way already"
     )
     idle: bool = Field(
         False, description="no pass was under way when the first of these was scheduled"
@@ -141,6 +142,24 @@ class FrontPoint(Strict):
     seconds: float
 
 
+class TrafficFront(Strict):
+    """What a request of traffic waited besides passes, on its way in and until its first token.
+
+    The engine looks for requests when it schedules a pass. So `in_s` is right in the mean only:
+    half of the time since the schedule before is taken off.
+    """
+
+    rows: int = Field(description="in the pass of its first token")
+    tokens_per_s: float = Field(description="of all requests, in the second before that")
+    in_s: float = Field(
+        description="from sending it to the schedule of its first pass, less half of `scheduled_s`"
+    )
+    scheduled_s: float = Field(
+        description="between that schedule and the one before; 0: the engine was idle"
+    )
+    out_s: float = Field(description="from the end of its first token's pass to that token")
+
+
 class StepsProfile(Strict):
     """Measurements of a paged engine, pass by pass."""
 
@@ -157,6 +176,9 @@ class StepsProfile(Strict):
     )
     points: list[StepPoint]
     front: list[FrontPoint]
+    front_in_traffic: list[TrafficFront] = Field(
+        [], description="by request; empty in older profiles"
+    )
 
 
 class HitPoint(Strict):

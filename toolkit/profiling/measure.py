@@ -20,27 +20,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from toolkit.errors import InputError
 from toolkit.files.profile import (
     DecodePoint,
     EngineFacts,
     FailedPoint,
-    FrontPoint,
     MemoryPoint,
     PartPoint,
     PrefillPoint,
     RoundSequence,
     SlicePoint,
-    StepPoint,
     differences,
     identity,
 )
 from toolkit.files.recipe import ProfileSpec
 from toolkit.files.strict import Environment, Strict
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, SliceShape, in_rounds
-from toolkit.profiling.process import TimedEngine, Unmeasurable
+from toolkit.profiling.process import Passes, TimedEngine, Unmeasurable
 
 
 class JournalConditions(Strict):
@@ -69,12 +67,10 @@ class JournalConditions(Strict):
         return changed
 
 
-class PointVisit(Strict):
+class PointVisit(Passes):
     """Samples of a visit to a grid point, in seconds, and its passes if the engine reports them."""
 
     seconds: list[float]
-    steps: list[StepPoint] = Field(default=[])
-    front: list[FrontPoint] = Field(default=[])
 
 
 ResultT = TypeVar("ResultT")
@@ -234,8 +230,7 @@ def measure(
             except Unmeasurable as reason:
                 journal.put(point.key, point.failed(str(reason)))
             else:
-                steps, front = bench.take_passes()
-                visit = PointVisit(seconds=seconds, steps=steps, front=front)
+                visit = PointVisit(seconds=seconds, **dict(bench.take_passes()))
                 journal.put(f"{point.key}/{number}", visit)
         advance(str(point))
 

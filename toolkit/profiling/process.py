@@ -25,8 +25,16 @@ import msgspec
 from toolkit import guard
 from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
 from toolkit.errors import EngineError, InputError
-from toolkit.files.profile import EngineFacts, FrontPoint, HitPoint, StepPoint, StepsProfile
+from toolkit.files.profile import (
+    EngineFacts,
+    FrontPoint,
+    HitPoint,
+    StepPoint,
+    StepsProfile,
+    TrafficFront,
+)
 from toolkit.files.recipe import Recipe
+from toolkit.files.strict import Strict
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
@@ -42,6 +50,14 @@ VISIT_SAMPLES = 3
 
 class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a failure of the profile)
     """Why a point could not be measured. The engine, perhaps a new one, is ready for the next."""
+
+
+class Passes(Strict):
+    """The passes of an engine that reports them, in order, and what clients waited besides."""
+
+    steps: list[StepPoint] = []
+    front: list[FrontPoint] = []
+    traffic: list[TrafficFront] = []
 
 
 class TimedEngine(ABC):
@@ -68,9 +84,9 @@ class TimedEngine(ABC):
         """The limits of its passes, without points; None if it reports no passes."""
         return None
 
-    def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
+    def take_passes(self) -> Passes:
         """The passes since the last call."""
-        return [], []
+        return Passes()
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
         """What a prompt of each length takes at first, and again if a prefix cache may hold it."""

@@ -23,7 +23,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from toolkit.compiled import Reduced, reduced
-from toolkit.estimators.steps import StepShape, law_of_steps
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.pipeline import PipelineLaw
+from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
@@ -113,9 +115,14 @@ class PagedEngine:
         """The same engine with passes by another law, while routers believe the one so far."""
         return replace(self, steps=steps, believed=self.believed or self.steps)
 
-    def slowed(self, factor: float) -> PagedEngine:
-        """The same engine with every pass, and every launch, `factor` times as long."""
-        return replace(self, steps=self.steps.times(factor))
+    def slowed(self, factor: float, launch_factor: float | None = None) -> PagedEngine:
+        """The same engine with every pass `factor` times as long, and every launch, where the law
+        has them, `launch_factor` times (None: as all else).
+        """
+        steps = self.steps
+        if isinstance(steps, PipelineLaw):
+            return replace(self, steps=steps.times(factor, launch_factor))
+        return replace(self, steps=steps.times(factor))
 
 
 @dataclass(slots=True, frozen=True)

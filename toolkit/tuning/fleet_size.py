@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError, LimitsBrokenError
+from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.fleet import CountRange
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.tuning import Outcome, SizedKind, Sizing, SizingRow, Tuning, share_used
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.flight import EngineLaw
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import flags_of, reflagged
 from toolkit.traces.types import Trace
@@ -469,7 +469,11 @@ class LeastWork:
         self, engine: PagedEngine, flags: VllmPolicy, shares: tuple[float, float, float]
     ) -> Floats:
         """The least seconds that each request adds to the passes of such a server."""
-        law, prompt, output = _least_law(engine.steps), self._prompt, self._output
+        law, prompt, output = engine.steps, self._prompt, self._output
+        if isinstance(law, PipelineLaw):
+            return self._overlapping_s(law, flags)
+        if law.beside_s is not None and law.beside_s < law.cached_s:
+            law = replace(law, cached_s=law.beside_s)
         to_rows, to_tokens, to_memory = (share * law.base_s for share in shares)
         row_s = law.row_s + to_rows / flags.max_num_seqs
         token_s = _token_s(law, to_tokens, flags.max_num_batched_tokens)
@@ -487,19 +491,18 @@ class LeastWork:
             work += token_s * (prompt + steps) + law.attended_s * prompt**2 / 2.0
         return work
 
-
-def _least_law(law: EngineLaw) -> StepLaw:
-    """A law that no pass is shorter than. Where passes overlap, it has their time on the GPU:
-    there they overlap with launches, but not with each other.
-    """
-    if isinstance(law, StepLaw):
-        if law.beside_s is None or law.beside_s >= law.cached_s:
-            return law
-        return replace(law, cached_s=law.beside_s)
-    base_s = min(law.decode_s, law.floor_s)
-    cached_s = min(law.cached_s, law.beside_s)
-    token_s = min(law.row_s, law.floor_token_s)
-    return StepLaw(base_s, 0.0, 0.0, cached_s, law.attended_s, (token_s,))
+    def _overlapping_s(self, law: PipelineLaw, flags: VllmPolicy) -> Floats:
+        """The same where passes overlap: the least seconds of the GPU, which runs one at a time. A
+        decode runs in a pass of decodes alone, or beside a chunk.
+        """
+        decode_s = min(law.row_s + law.decode_s / flags.max_num_seqs, law.token_s)
+        read_s = min(law.cached_s, law.beside_s)
+        steps = self._output - 1.0
+        cached = steps * self._prompt + steps * (steps - 1.0) / 2.0
+        work: Floats = decode_s * steps + read_s * cached
+        if not self._finds:
+            work += law.token_s * self._prompt + law.attended_s * self._prompt**2 / 2.0
+        return work
 
 
 def _token_s(law: StepLaw, base_s: float, most: int) -> float:

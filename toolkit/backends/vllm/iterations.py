@@ -7,7 +7,8 @@ vLLM's own /metrics.
 --scheduler-cls toolkit.backends.vllm.iterations.counted_scheduler
     vLLM's scheduler, or ours inside it, with sums of the passes' times and of the times that the
     laws of LLMCTL_VLLM_PLAN predict; /metrics shows the sums if PROMETHEUS_MULTIPROC_DIR names an
-    empty folder, through which vLLM's processes share their metrics
+    empty folder, through which vLLM's processes share their metrics; with LLMCTL_VLLM_ITERATIONS
+    it writes the same log, too
 
 `PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
 them from the passes, and `Counted` feeds it from inside a scheduler.
@@ -30,13 +31,40 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
 from toolkit.backends.vllm.command import POLICY
+from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepLaw, law_of_steps, shape_of_rows
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.pipeline import PipelineLaw
+from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+
+MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
+
+
+def _not_modelled(config: Any, groups: Any) -> list[str]:
+    """What this server does that llmctl's laws and its model of vLLM's scheduler do not know."""
+    found = []
+    if len(groups) > 1:
+        found.append(f"{len(groups)} groups of KV caches (sliding windows or hybrid layers)")
+    for group in groups:
+        spec = group.kv_cache_spec
+        name = type(spec).__name__
+        if name not in MODELLED_CACHES:
+            found.append(f"a KV cache of kind {name}")
+        elif getattr(spec, "sliding_window", None):
+            found.append(f"a sliding window of {spec.sliding_window} tokens")
+    if config.speculative_config is not None:
+        found.append("speculative decoding")
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        found.append(f"data_parallel_size {parallel.data_parallel_size}")
+    if parallel.pipeline_parallel_size > 1:
+        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
+    return found
 
 
 @dataclass(slots=True)
@@ -63,6 +91,40 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
 
     def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
+
+    def _following(self) -> Following | None:
+        """The pass that is under way and computes something, if there is one."""
+        for one in self._under_way:
+            if one.rows:
+                return Following(one.start_s, one.rows, one.launched_s)
+        return None
+
+    def _header(self) -> IterationLogHeader:
+        config, cache = self.vllm_config, self.cache_config
+        groups = self.kv_cache_config.kv_cache_groups
+        spec = groups[0].kv_cache_spec
+        layers = sum(len(group.layer_names) for group in groups)
+        return IterationLogHeader(
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            block_tokens=self.block_size,
+            blocks=cache.num_gpu_blocks - 1,
+            enable_chunked_prefill=bool(self.scheduler_config.enable_chunked_prefill),
+            prefix_caching=bool(cache.enable_prefix_caching),
+            async_scheduling=bool(self.scheduler_config.async_scheduling),
+            policy=str(self.scheduler_config.policy),
+            version=vllm.__version__,
+            model_type=config.model_config.hf_config.model_type,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            device=str(config.device_config.device_type),
+            max_model_len=self.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
+            graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
+            graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
+            executor=str(config.parallel_config.distributed_executor_backend or ""),
+            not_modelled=_not_modelled(config, groups),
+        )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
@@ -133,51 +195,38 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         super()._preempt_request(request, timestamp, drop_stale_output)
 
 
+class PassLog:
+    """The log of passes. Raises `InputError` if it is not named or not writable."""
+
+    def __init__(self, header: IterationLogHeader) -> None:
+        with one_line():
+            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            try:
+                self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        self._file.write(to_line(header))
+
+    def write(self, logged: LoggedPass) -> None:
+        self._file.write(to_line(logged))
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Logged(PassLoggingMixin):
     """Writes the passes to the log. Raises `InputError` if the log is not named or not writable."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        with one_line():
-            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
-            try:
-                self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
-            except OSError as error:
-                raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-        self._log.write(to_line(self._header()))
+        self._log = PassLog(self._header())
 
     def shutdown(self) -> None:
         self._log.close()
         super().shutdown()
 
     def _passed(self, logged: LoggedPass) -> None:
-        self._log.write(to_line(logged))
-
-    def _header(self) -> IterationLogHeader:
-        config, cache = self.vllm_config, self.cache_config
-        groups = self.kv_cache_config.kv_cache_groups
-        spec = groups[0].kv_cache_spec
-        layers = sum(len(group.layer_names) for group in groups)
-        return IterationLogHeader(
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-            block_tokens=self.block_size,
-            blocks=cache.num_gpu_blocks - 1,
-            enable_chunked_prefill=bool(self.scheduler_config.enable_chunked_prefill),
-            prefix_caching=bool(cache.enable_prefix_caching),
-            async_scheduling=bool(self.scheduler_config.async_scheduling),
-            policy=str(self.scheduler_config.policy),
-            version=vllm.__version__,
-            model_type=config.model_config.hf_config.model_type,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            device=str(config.device_config.device_type),
-            max_model_len=self.max_model_len,
-            vocab_size=config.model_config.get_vocab_size(),
-            kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
-            graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
-            graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
-            executor=str(config.parallel_config.distributed_executor_backend or ""),
-        )
+        self._log.write(logged)
 
 
 class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
@@ -193,7 +242,8 @@ def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
 
 class PassSeries:
     """The sums as Prometheus series, in seconds. They have the names of llmctl's own server, so a
-    dashboard or an alert for one server works for the other.
+    dashboard or an alert for one server works for the other. Passes that overlap have sums of
+    their launches and of their work on the GPU, too.
     """
 
     def __init__(self) -> None:
@@ -203,13 +253,26 @@ class PassSeries:
         )
         self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
         self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
+        self.launches = Counter(
+            "llmctl_launch_seconds", "Time of launches, of passes that overlap."
+        )
+        self.predicted_launches = Counter(
+            "llmctl_predicted_launch_seconds", "Time of the same launches as the law predicts it."
+        )
+        self.gpu = Counter(
+            "llmctl_gpu_seconds", "Time on the GPU, of passes that overlap and waited for it."
+        )
+        self.predicted_gpu = Counter(
+            "llmctl_predicted_gpu_seconds", "Time of the same work as the law predicts it."
+        )
 
 
 class PassCounts:
     """Computes the sums from what a scheduler sees. All times are seconds of one clock.
 
     A pass counts from its start to its end, plus the gap since the previous pass if requests were
-    there during all of that gap.
+    there during all of that gap. Where passes overlap it counts from the end of the previous pass
+    (`toolkit.backends.vllm.overlap`).
 
     The engine sees a request that arrives during a pass only after that pass. Its arrival is then
     the time at which the front made it, plus the mean time from the front to an idle engine. (The
@@ -217,8 +280,9 @@ class PassCounts:
     tokenizing before that, and all after the end of a pass, belong to the front and do not count.
     """
 
-    def __init__(self, law: StepLaw, series: PassSeries) -> None:
+    def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
         self._law, self._series = law, series
+        self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
         self._arrived_s: dict[str, float] = {}  # requests that have not ended
         self._without_token: set[str] = set()  # a subset of them
         # The last time the engine looked for requests, and the end of the last pass. None if no
@@ -251,9 +315,11 @@ class PassCounts:
         if self._arrived_s.pop(request_id, None) is not None:
             self._reset_if_idle()
 
-    def passed(self, logged: LoggedPass) -> None:
-        """A pass has ended, and its tokens exist."""
-        if logged.rows:
+    def passed(self, logged: LoggedPass, following: Following | None = None) -> None:
+        """A pass has ended, and its tokens exist; `following` was scheduled behind it meanwhile."""
+        if logged.rows and self._overlapping is not None:
+            self._count_overlapping(self._overlapping.ended(logged, following))
+        elif logged.rows:
             shape = shape_of_rows(logged.rows)
             start_s, predicted_s = logged.start_s, self._law.forward_s(shape)
             if self._ended_s is not None:
@@ -273,16 +339,28 @@ class PassCounts:
                 self._series.e2e.observe(logged.end_s - arrived_s)
         self._reset_if_idle()
 
+    def _count_overlapping(self, ended: EndedPass) -> None:
+        series = self._series
+        series.took.inc(ended.pass_s)
+        series.predicted.inc(ended.predicted_s)
+        series.launches.inc(ended.launch_s)
+        series.predicted_launches.inc(ended.predicted_launch_s)
+        series.gpu.inc(ended.gpu_s)
+        series.predicted_gpu.inc(ended.predicted_gpu_s)
+
     def _reset_if_idle(self) -> None:
         if not self._arrived_s:
             self._looked_s = self._ended_s = None
 
 
 class Counted(PassLoggingMixin):
-    """Counts passes, of vLLM's schedulers or ours. `InputError` if the plan has no such law."""
+    """Counts passes, of vLLM's schedulers or ours, and logs them where a log is named. `InputError`
+    if the plan has no such law.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
         with one_line():
             fit = _plan().fit.steps
             if fit is None:
@@ -310,9 +388,16 @@ class Counted(PassLoggingMixin):
             self._counts.gone(request.request_id)
         return finished
 
+    def shutdown(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        super().shutdown()
+
     def _passed(self, logged: LoggedPass) -> None:
         super()._passed(logged)
-        self._counts.passed(logged)
+        if self._log is not None:
+            self._log.write(logged)
+        self._counts.passed(logged, self._following())
 
 
 class CountedAsyncScheduler(Counted, AsyncScheduler):  # type: ignore[misc]

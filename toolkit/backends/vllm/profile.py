@@ -23,14 +23,17 @@ from typing import IO
 from toolkit.backends.openai import STEPS, TRIES, Endpoint, ServerBench, prompt_around
 from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
+from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
 from toolkit.engines.loading import saved_model
+from toolkit.errors import InputError
+from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
-from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
+from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import MIX_STEPS, GridPoint, log_uniform
-from toolkit.profiling.process import VISIT_SAMPLES, Unmeasurable
+from toolkit.profiling.process import VISIT_SAMPLES, Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 
 
@@ -39,7 +42,8 @@ class TimedPass:
     """A pass that computed something.
 
     Attributes:
-        host_s: the gap to the next pass; None if nothing waits.
+        host_s: the gap to the next pass; None if nothing waits, or the next pass was scheduled
+            before this one ended, so that there is no gap.
         idle: no pass was under way when it was scheduled.
         launch_s: from its scheduling to the end of its launch; None: not known.
     """
@@ -70,7 +74,8 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
         busy = following is not None and (
             one.waiting or {row.request_id for row in one.rows} - set(one.ended)
         )
-        host_s = max(following.start_s - end_s, 0.0) if busy and following else None
+        apart = following is not None and following.start_s >= end_s
+        host_s = following.start_s - end_s if busy and apart and following else None
         times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s, idle, launch_s))
     return times
 
@@ -111,6 +116,18 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     )
 
 
+def refuse_not_modelled(header: IterationLogHeader) -> None:
+    """`InputError` for a server that does what no law or simulation knows."""
+    found = list(header.not_modelled)
+    if header.async_scheduling and header.graph_mode and header.graph_mode not in LAUNCHES:
+        found.append(f"cudagraph_mode {header.graph_mode}")
+    if found:
+        raise InputError(
+            f"this vLLM server has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
+            "profile it without that, or as engine openai, from outside",
+        )
+
+
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
 HITS = 4  # prompts that begin like the one before them, in one run of such a point
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
@@ -123,6 +140,7 @@ class VllmBench(ServerBench):
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server, self._log = server, log
         self._header: IterationLogHeader = header_of(log.readline())
+        refuse_not_modelled(self._header)
         self.facts = facts_of(recipe, self._header)
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
@@ -130,6 +148,7 @@ class VllmBench(ServerBench):
         self._step_s = 0.0  # of a decode step, roughly
         self._steps: list[StepPoint] = []
         self._front: list[FrontPoint] = []
+        self._traffic: list[TrafficFront] = []
         self._log.readlines()
 
     @property
@@ -147,9 +166,9 @@ class VllmBench(ServerBench):
             front=[],
         )
 
-    def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
-        passes = self._steps, self._front
-        self._steps, self._front = [], []
+    def take_passes(self) -> Passes:
+        passes = Passes(steps=self._steps, front=self._front, traffic=self._traffic)
+        self._steps, self._front, self._traffic = [], [], []
         return passes
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
@@ -182,15 +201,21 @@ class VllmBench(ServerBench):
     def _measure_once(self, point: GridPoint) -> float:
         if point.kind == "hit":
             return self._measure_hits(point)
+        requests = self._requests(point)
+        names = names_of(requests)
         start_s = perf_counter()
-        samples = self._runner.run(self._endpoint.at_times(self._requests(point), start_s))
-        passes = timed(passes_of(self._log.readlines()))
+        sent = self._endpoint.at_times(requests, start_s, names=names)
+        samples = self._runner.run(sent)
+        logged = passes_of(self._log.readlines())
+        passes = timed(logged)
         if not passes:
             raise Unmeasurable("no pass was logged")
         steps = [one for one in passes if not one.shape.prefills]
         self._step_s = fmean(one.seconds for one in steps) if steps else self._step_s
         self._steps += points(passes)
-        if point.kind != "traffic":  # its last request may end long after the others
+        if point.kind == "traffic":
+            self._traffic += seen_in_traffic(samples, names, logged, start_s)
+        else:
             self._front.append(_front(samples, passes, start_s))
         if point.kind != "decode":
             return passes[-1].end_s - passes[0].start_s
