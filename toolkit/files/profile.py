@@ -151,8 +151,9 @@ class TrafficFront(Strict):
 
     rows: int = Field(description="in the pass of its first token")
     tokens_per_s: float = Field(description="of all requests, in the second before that")
-    in_s: float = Field(description="from sending it to the schedule of its first pass, less half "
-                        "of `scheduled_s`")
+    in_s: float = Field(
+        description="from sending it to the schedule of its first pass, less half of `scheduled_s`"
+    )
     scheduled_s: float = Field(
         description="between that schedule and the one before; 0: the engine was idle"
     )
@@ -200,6 +201,9 @@ class FailedPoint(Strict):
         "mix",
         "traffic",
         "hit",
+        "lone",
+        "burst",
+        "load",
         "slice",
         "memory",
         "rounds",
