@@ -25,7 +25,7 @@ def served(rng: np.random.Generator, count: int = 200, start_s: float = 50.0):
             sample, name = waiting.pop(0)
             left[name] = [sample, 0]
         rows = [busy]
-        for name, (sample, tokens) in left.items():
+        for name, (_, tokens) in left.items():
             request_id = f"cmpl-{name}-0-abc"
             computed, new = (0, 8) if not tokens else (7 + tokens, 1)
             rows.append(LoggedRow(request_id, computed, new, 8))

@@ -1,9 +1,10 @@
-"""Passes that overlap, counted beside their law: launches and the GPU apart, from a simulated engine
-whose times follow the law of such passes.
+"""Passes that overlap, counted beside their law: launches and the GPU apart, from an engine with
+the times of the law.
 """
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import fake_vllm
 import pytest
@@ -120,7 +121,7 @@ def test_each_pass_is_predicted_behind_what_was_measured_before_it():
         moved.append((one, behind))
     moved = [
         (one, Following(later.start_s, later.rows, later.launched_s))
-        for (one, _), (later, _) in zip(moved, moved[1:], strict=False)
+        for (one, _), (later, _) in pairwise(moved)
     ]
     follower = OverlappingPasses(LAW)
     errors = []

@@ -16,10 +16,11 @@ from toolkit.estimators.fitting import POINTS_MIN, fit_profile
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.files.profile import StepsProfile
+from toolkit.files.recipe import PolicySpec
 from toolkit.profiling import overlapping
 from toolkit.profiling.grid import APART, STEPS, GridPoint
 from toolkit.profiling.overlapping import chunk_tokens, grid, in_rounds, other_points, visits_of
-from toolkit.profiling.pace import Pace, Remaining
+from toolkit.profiling.pace import Remaining, ServerPace
 
 SPEC = samples.recipe().profile
 
@@ -51,10 +52,9 @@ def test_a_synchronous_engine_keeps_its_grid():
 def test_prompts_lie_around_the_sizes_of_graphs_and_decodes_go_beyond_them():
     lengths = [16, 64, 120, 136, 248, 264, 504, 520, 1024, 2048, 4096, 8064]
     assert chunk_tokens(steps()) == lengths
-    points, skipped = grid(facts(), steps())
+    points = grid(facts(), steps())
     rows = {point.batch_size for point in points if point.kind == "decode"}
     assert rows == {1, 8, 32, 96, 256, 520}
-    assert not skipped
     lone = {point for point in other_points(facts(), steps()) if point.kind == "lone"}
     assert {point.length for point in lone} == set(lengths)
     assert {point.batch_size for point in lone} == {0, 1, 32, 128}
@@ -67,7 +67,7 @@ def test_prompts_lie_around_the_sizes_of_graphs_and_decodes_go_beyond_them():
         (2048, 256, 20_000, 2048, 512),
         (512, 64, 8_192, 512, 64),
         (128, 8, 4_096, 2048, 64),
-        (4096, 4, 4_096, 256, 512),
+        (4096, 4, 8_192, 256, 512),
         (1024, None, 10_000, 1024, 16),
     ],
 )
@@ -75,14 +75,18 @@ def test_all_points_fit_the_engine_and_are_enough_for_the_laws(
     context: int, rows: int | None, capacity: int, budget: int, largest: int
 ):
     engine, limits = facts(context, rows, capacity), steps(budget, largest)
-    points, _ = grid(engine, limits)
+    points = grid(engine, limits)
     for kind in ("prefill", "decode"):
         its = [point for point in points if point.kind == kind]
         assert len(its) >= POINTS_MIN
         assert len({point.batch_size for point in its}) > 1
         assert len({point.length for point in its}) > 1
+        for point in its:
+            assert point.batch_size * (point.length + 1) <= capacity
+            assert point.length < context
     others = other_points(engine, limits)
-    assert {"lone", "burst", "load"} <= {point.kind for point in others}
+    kinds = {"lone", "load"} | ({"burst"} if rows != 4 else set())
+    assert kinds <= {point.kind for point in others}
     for point in others:
         at_once = point.batch_size + (point.others if point.kind in ("lone", "burst") else 0)
         assert at_once <= (rows or at_once)
@@ -94,7 +98,7 @@ def test_all_points_fit_the_engine_and_are_enough_for_the_laws(
 
 
 def test_visits_to_a_point_are_apart_and_a_long_run_is_visited_once():
-    points = [*grid(facts(), steps())[0], *other_points(facts(), steps())]
+    points = [*grid(facts(), steps()), *other_points(facts(), steps())]
     visits = list(in_rounds(points, SPEC))
     assert Counter(point for _, point in visits) == {one: visits_of(one) for one in points}
     long = GridPoint("decode", 520, 1024)
@@ -103,7 +107,7 @@ def test_visits_to_a_point_are_apart_and_a_long_run_is_visited_once():
     assert min(np.diff(short)) > len(points) / 20
 
 
-H200 = Pace(
+H200 = ServerPace(
     step_s=5.0e-3,
     row_s=2.2e-5,
     chunk_s=1.0e-2,
@@ -116,7 +120,7 @@ H200 = Pace(
 
 
 def test_the_whole_profile_of_a_fast_gpu_takes_about_three_minutes():
-    points = [*grid(facts(), steps())[0], *other_points(facts(), steps())]
+    points = [*grid(facts(), steps()), *other_points(facts(), steps())]
     seconds = sum(H200.visit_s(point, 0) for _, point in in_rounds(points, SPEC))
     assert 100.0 < seconds < 200.0
 
@@ -154,16 +158,14 @@ def test_the_announced_time_is_corrected_by_what_has_passed():
 
 
 @pytest.mark.slow
-def test_a_server_whose_passes_overlap_is_profiled_by_this_grid(
+def test_a_server_with_passes_that_overlap_is_profiled_by_this_grid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("toolkit.backends.vllm.profile.LOAD_S", 0.5)
     monkeypatch.setattr("toolkit.profiling.overlapping.visits_of", lambda point: 1)
     recipe = recipe_for(fake_vllm_server.install(tmp_path), "overlaps")
-    parameters = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
-    recipe = recipe.model_copy(update={"policy": {"name": "vllm", "parameters": parameters}})
-    recipe = type(recipe).model_validate(recipe.model_dump(mode="json", exclude_unset=True))
-    found = profiled(recipe, tmp_path)
+    flags = PolicySpec(name="vllm", parameters={"max_num_seqs": 16, "max_num_batched_tokens": 512})
+    found = profiled(recipe.model_copy(update={"policy": flags}), tmp_path)
     assert not found.failed
     measured = found.steps
     assert measured is not None

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +129,7 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
 def _slowed_engine(engine: PagedEngine, conditions: ServerConditions) -> PagedEngine:
     """The engine with passes, or their launches and their work on the GPU, that take longer."""
     steps: StepLaw | PipelineLaw = engine.steps
+    slowed: Any
     if isinstance(steps, PipelineLaw):
         slowed = steps.times(conditions.slowdown, conditions.launch_slowdown)
     else:
@@ -248,7 +249,7 @@ def other_requests(trace: Trace, after_s: float, count: int, rate_rps: float = 0
     # Time continues where the trace starts again.
     alone = replace(trace, sessions=None)
     others = replace(alone.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
-    own_rps = mean_rate(others)
+    own_rps = mean_rate(others) if count > 1 else 0.0
     if not rate_rps or not own_rps:
         return others
     return replace(others, arrival_s=others.arrival_s * own_rps / rate_rps)

@@ -267,10 +267,11 @@ def progress(
             total: int | None = None,
             about_s: float | None = None,
         ) -> None:
-            fields = {} if text is None else {"text": text}
+            if text is not None:
+                bar.update(task, text=text)
             if about_s is not None:
-                fields["about"] = _clock(about_s)
-            bar.update(task, advance=steps, total=total, **fields)
+                bar.update(task, about=_clock(about_s))
+            bar.update(task, advance=steps, total=total)
 
         yield advance
 

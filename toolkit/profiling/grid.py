@@ -83,12 +83,12 @@ def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[F
         for length in sorted(set(lengths[kind]))
         for batch_size in sorted(set(spec.batch_sizes))
     ]
-    reasons = {point: too_large(point, facts) for point in wanted}
+    reasons = {point: _too_large(point, facts) for point in wanted}
     skipped = [point.failed(reason) for point, reason in reasons.items() if reason]
     return [point for point, reason in reasons.items() if not reason], skipped
 
 
-def too_large(point: GridPoint, facts: EngineFacts) -> str:
+def _too_large(point: GridPoint, facts: EngineFacts) -> str:
     """Why the point cannot be measured, or ''. Each point generates one token."""
     if point.length + 1 > facts.max_model_len:
         return f"longer than the model's {facts.max_model_len} tokens"

@@ -279,7 +279,7 @@ def _measured(
 ) -> Iterator[tuple[GridPoint, list[float]]]:
     """Points that were measured and never failed, with all their samples."""
     for point in points:
-        visits = []
+        visits: list[PointVisit] = []
         while isinstance(visit := results.get(f"{point.key}/{len(visits)}"), PointVisit):
             visits.append(visit)
         seconds = [second for visit in visits for second in visit.seconds]

@@ -1,4 +1,4 @@
-"""The points of a profile of an engine whose passes overlap, as vLLM's on a GPU do.
+"""The points of a profile where passes overlap, as vLLM's on a GPU do.
 
 There a pass may end with the launch of the next one, and how it is launched depends on its tokens:
 as a CUDA graph up to the largest size that was captured. So these points differ from those of other
@@ -16,13 +16,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from toolkit.files.profile import EngineFacts, FailedPoint, StepsProfile
+from toolkit.files.profile import EngineFacts, StepsProfile
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.grid import BESIDE_STEPS, MIX_STEPS, GridPoint, too_large
+from toolkit.profiling.grid import BESIDE_STEPS, MIX_STEPS, STEPS, GridPoint
 
 DECODE_ROWS = (1, 8, 32, 96, 256)
 CACHED = (256, 1024)
 PREFILL_ROWS = (1, 2, 4, 16)
+LEAST_ROWS = 4  # different numbers of rows, for a law in them
 PREFILLS = (64, 256, 1024, 2048)
 BESIDE = (0, 1, 32, 128)  # rows that decode while prompts come one at a time
 BURST_BESIDE = (1, 32)
@@ -43,21 +44,33 @@ def overlaps(steps: StepsProfile | None) -> bool:
     return steps is not None and steps.async_scheduling
 
 
-def grid(facts: EngineFacts, steps: StepsProfile) -> tuple[list[GridPoint], list[FailedPoint]]:
-    """Prefills and decode steps that fit the engine, and those that do not, with the reason."""
-    most = facts.max_rows or ROWS_MAX
+def grid(facts: EngineFacts, steps: StepsProfile) -> list[GridPoint]:
+    """Prefills and decode steps, of as many rows as the engine takes at once."""
     context = facts.max_model_len
-    sizes = {min(rows, most) for rows in (*DECODE_ROWS, _largest(steps) + BESIDE_SIZE)}
-    if len(sizes) < len(PREFILL_ROWS):
-        sizes |= {max(most // share, 1) for share in PREFILL_ROWS}
-    cached = {min(CACHED[0], context // 4), min(CACHED[1], context // 2)}
-    wanted = [GridPoint("decode", rows, each) for each in sorted(cached) for rows in sorted(sizes)]
-    lengths = sorted({min(length, context - 1) for length in PREFILLS})
-    prefill_rows = sorted({min(rows, most) for rows in PREFILL_ROWS})
-    wanted += [GridPoint("prefill", rows, length) for length in lengths for rows in prefill_rows]
-    reasons = {point: too_large(point, facts) for point in wanted}
-    skipped = [point.failed(reason) for point, reason in reasons.items() if reason]
-    return [point for point, reason in reasons.items() if not reason], skipped
+    past = _largest(steps) + BESIDE_SIZE
+    cached = sorted({min(CACHED[0], context // 4), min(CACHED[1], context // 2)})
+    points = [
+        GridPoint("decode", rows, length)
+        for length in cached
+        for rows in _rows((*DECODE_ROWS, past), length + STEPS, facts)
+    ]
+    points += [
+        GridPoint("prefill", rows, length)
+        for length in sorted({min(length, context - 1) for length in PREFILLS})
+        for rows in _rows(PREFILL_ROWS, length + 1, facts)
+    ]
+    return points
+
+
+def _rows(wanted: Sequence[int], tokens: int, facts: EngineFacts) -> list[int]:
+    """Numbers of rows, of so many tokens each: those that are wanted and run at once, and the most
+    of these. They are at least four where as many run at once.
+    """
+    most = min(facts.max_rows or ROWS_MAX, facts.capacity_tokens // tokens, max(wanted))
+    rows = {number for number in wanted if number < most} | {most}
+    if len(rows) < LEAST_ROWS:
+        rows |= {max(most * part // LEAST_ROWS, 1) for part in range(1, LEAST_ROWS)}
+    return sorted(rows - {0})
 
 
 def other_points(facts: EngineFacts, steps: StepsProfile) -> list[GridPoint]:
@@ -75,8 +88,9 @@ def other_points(facts: EngineFacts, steps: StepsProfile) -> list[GridPoint]:
         for rows in BURST_BESIDE
     ]
     points += [GridPoint("hit", 1, length, new) for length in (512, 4096) for new in (64, 512)]
-    rows = min(LOAD_ROWS, (facts.max_rows or ROWS_MAX) // 2)
-    points += [GridPoint("load", rows, min(LOAD_LENGTH, context // 4), load) for load in LOADS]
+    length = min(LOAD_LENGTH, context // 4)
+    rows = min(LOAD_ROWS, (facts.max_rows or ROWS_MAX) // 2, facts.capacity_tokens // (3 * length))
+    points += [GridPoint("load", rows, length, load) for load in LOADS]
     return [point for point in points if _fits(point, facts)]
 
 
@@ -107,7 +121,7 @@ def _fits(point: GridPoint, facts: EngineFacts) -> bool:
     if point.kind == "hit":
         return point.tokens < min(facts.max_model_len, facts.capacity_tokens)
     if point.kind == "load":
-        return rows > 1 and rows * 2 * point.length <= facts.capacity_tokens
+        return rows > 1
     if point.length >= facts.max_model_len or rows + point.others > most:
         return False
     cached = rows * (MIX_STEPS + BESIDE_STEPS) + point.others * (point.length + 1)

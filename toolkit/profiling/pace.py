@@ -29,7 +29,7 @@ SURE_SHARE = 0.1  # of the estimate must have passed before the runs correct it
 
 
 @dataclass(slots=True, frozen=True)
-class Pace:
+class ServerPace:
     """Seconds of a server's runs, roughly.
 
     Attributes:

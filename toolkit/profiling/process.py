@@ -37,7 +37,7 @@ from toolkit.files.profile import (
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Strict
 from toolkit.profiling.grid import GridPoint, SliceShape
-from toolkit.profiling.pace import VISIT_SAMPLES, Pace
+from toolkit.profiling.pace import VISIT_SAMPLES, ServerPace
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
 
@@ -95,7 +95,7 @@ class TimedEngine(ABC):
         """The passes since the last call."""
         return Passes()
 
-    def pace(self, points: Sequence[GridPoint]) -> Pace | None:
+    def pace(self, points: Sequence[GridPoint]) -> ServerPace | None:
         """How long its runs take, by some quick ones of the `points`; None: it does not know."""
         return None
 
@@ -143,7 +143,12 @@ class LocalTimedEngine(TimedEngine):
                 return self._engine.time_prefill(rows, length, clock)
             if kind == "decode":
                 return self._engine.time_decode(rows, length, clock)
-            assert kind not in ("mix", "traffic", "hit", "lone", "burst", "load")
+            assert kind != "mix"
+            assert kind != "traffic"
+            assert kind != "hit"
+            assert kind != "lone"
+            assert kind != "burst"
+            assert kind != "load"
             engine = cast(RoundEngine, self._engine)
             return engine.time_part(kind, rows, length, point.others, clock)
 

@@ -60,7 +60,7 @@ from toolkit.profiling.measure import (
     visits_left,
     warmups,
 )
-from toolkit.profiling.pace import VISIT_SAMPLES, Pace, Remaining
+from toolkit.profiling.pace import VISIT_SAMPLES, Remaining, ServerPace
 from toolkit.profiling.process import (
     VISIT_S,
     ProfileBench,
@@ -248,13 +248,14 @@ class _Session:
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps = bench.steps
-        self._pace: Pace | None = None
+        self._pace: ServerPace | None = None
         self._remaining: Remaining | None = None
         self._hits: list[HitPoint] = []
         if self._steps is not None and overlapping.overlaps(self._steps):
             # All shapes run before the first timing, so no point needs a run of its own for that.
             self._spec = self._spec.model_copy(update={"warmups": 0})
-            self._points, self._skipped = overlapping.grid(facts, self._steps)
+            self._points = overlapping.grid(facts, self._steps)
+            self._skipped: list[FailedPoint] = []
             points = [*self._points, *overlapping.other_points(facts, self._steps)]
             visits = overlapping.in_rounds(points, self._spec)
         else:
@@ -313,7 +314,7 @@ class _Session:
             set_aside=self._journal.set_aside,
         )
 
-    def _visit_s(self, pace: Pace, number: int, point: GridPoint) -> float:
+    def _visit_s(self, pace: ServerPace, number: int, point: GridPoint) -> float:
         return pace.visit_s(point, warmups(number, self._spec))
 
     def _visited(self, number: int, point: GridPoint) -> None:

@@ -44,7 +44,7 @@ from toolkit.profiling.grid import (
     log_uniform,
     log_uniform_mean,
 )
-from toolkit.profiling.pace import Pace, samples_of, warm_runs
+from toolkit.profiling.pace import ServerPace, samples_of, warm_runs
 from toolkit.profiling.process import Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 
@@ -148,7 +148,7 @@ class VllmBench(ServerBench):
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
         self._step_s = 0.0  # of a decode step, roughly
-        self._pace: Pace | None = None
+        self._pace: ServerPace | None = None
         self._took_s = 0.0  # the last run, with all of its requests
         self._passes: list[TimedPass] = []  # of the last run
         self._steps: list[StepPoint] = []
@@ -183,7 +183,7 @@ class VllmBench(ServerBench):
         self._sampler_s = None
         return passes
 
-    def pace(self, points: Sequence[GridPoint]) -> Pace | None:
+    def pace(self, points: Sequence[GridPoint]) -> ServerPace | None:
         """See `TimedEngine.pace`. Where passes overlap, every length of a lone prompt runs once,
         too, so that what an engine compiles or allocates at first is in no timing.
 
@@ -391,7 +391,7 @@ def pace_of(
     run: Callable[[GridPoint], tuple[float, list[TimedPass]]],
     header: IterationLogHeader,
     longest: int,
-) -> Pace:
+) -> ServerPace:
     """The pace of a server by four runs: prompts of few and of many tokens, decode steps of few and
     of more rows. `run` gives the seconds of a point's run, and its passes.
     """
@@ -420,7 +420,7 @@ def pace_of(
         inside_s = passes[-1].end_s - passes[0].start_s if passes else 0.0
         besides_s.append(max(took_s - inside_s, 0.0))
     more_rows = max(several[-1].batch_size - several[0].batch_size, 1)
-    return Pace(
+    return ServerPace(
         step_s=steps_s[0],
         row_s=max(steps_s[1] - steps_s[0], 0.0) / more_rows,
         chunk_s=chunk_s,
