@@ -103,7 +103,7 @@ def test_the_front_of_many_rows_is_not_taken_for_a_disturbance():
     front = [FrontPoint(rows=rows, prompt_tokens=8, seconds=taken) for rows, taken in times_s]
     found = fit_front(measured(1).model_copy(update={"front": front}))
     assert found.constant_s == pytest.approx(0.004)
-    assert found.row_s == pytest.approx(2e-4, rel=0.02)
+    assert found.row_s == pytest.approx(2e-4, rel=0.05)
 
 
 def test_disturbed_passes_count_little():

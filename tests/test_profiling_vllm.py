@@ -45,6 +45,9 @@ class Watch:
     def advanced(self, text):
         pass
 
+    def expects(self, about_s):
+        self.about_s = about_s
+
 
 def profiled(recipe, folder: Path):
     source = folder / "recipe.yaml"

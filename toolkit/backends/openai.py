@@ -37,7 +37,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
 from toolkit.interrupts import cancelling
-from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.grid import STEPS, GridPoint, SliceShape
 from toolkit.profiling.process import ProfileBench, Unmeasurable, visit
 from toolkit.units import MIB
 from toolkit.workers.protocol import (
@@ -55,8 +55,6 @@ from toolkit.workers.protocol import (
 
 Asked = TypeVar("Asked")
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
-# Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
-STEPS = 48
 # A request that gets its first token early is sent with this many times the tokens of its lead.
 LEAD_MARGIN = 1.25
 EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended

@@ -201,7 +201,7 @@ def other_requests(trace: Trace, after_s: float, count: int, rate_rps: float = 0
     # Time continues where the trace starts again.
     alone = replace(trace, sessions=None)
     others = replace(alone.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
-    own_rps = mean_rate(others)
+    own_rps = mean_rate(others) if count > 1 else 0.0
     if not rate_rps or not own_rps:
         return others
     return replace(others, arrival_s=others.arrival_s * own_rps / rate_rps)

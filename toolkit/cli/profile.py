@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from toolkit.profiling.run import ProfileEstimate
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
+TOLD_AGAIN = 0.25  # a time that differs by this share from the announced one is announced again
 LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
 
 
@@ -179,10 +180,17 @@ class TerminalWatch:
             f"{_points(plan.points)}, {plan.steps} measurements to go,"
             f" about {seconds(plan.about_s)}{resumed}"
         )
+        self._told_s = plan.about_s
         self._advance = self._stack.enter_context(progress("measuring", plan.steps, plan.about_s))
 
     def advanced(self, text: str) -> None:
         self._advance(text=text)
+
+    def expects(self, about_s: float) -> None:
+        self._advance(steps=0, about_s=about_s)
+        if abs(about_s / self._told_s - 1.0) > TOLD_AGAIN:
+            note(f"the measurements take about {seconds(about_s)} in all")
+            self._told_s = about_s
 
 
 def _points(count: int) -> str:

@@ -38,7 +38,7 @@ def seen_in_traffic(
     """What each request waited besides `passes`, which served no others.
 
     The times of `samples` count from `start_s` of the clock of the passes. A request that may have
-    waited for room is left out, as is one whose passes are not all there.
+    waited for room is left out, as is one without all of its passes.
     """
     passes = [one for one in passes if one.rows]
     ends_s = [one.end_s for one in passes]

@@ -254,7 +254,7 @@ class PassSeries:
         self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
         self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
         self.launches = Counter(
-            "llmctl_launch_seconds", "Time of launches, of passes that overlap."
+            "llmctl_launch_seconds", "Time of the launches of passes that overlap."
         )
         self.predicted_launches = Counter(
             "llmctl_predicted_launch_seconds", "Time of the same launches as the law predicts it."
