@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.gpu_windows [--fit FILE] [--json FILE]
 
-Takes some seconds. The windows' requests and what clients measured are in
+Takes some seconds. Needs nothing else: the windows' requests and what clients measured are in
 docs/results/data/h200-windows.json; the profile and the fit are those that ship as
 llama-3.1-8b-h200-measured. Nothing is adjusted to the windows but where a row says *in hindsight*.
 
