@@ -12,8 +12,9 @@ prompts share by the tokens of the workload file, vLLM's flags and blocks of met
 those at the engine, where the run's were taken. A run that cannot be predicted is refused by name.
 
 Each run is predicted with two costs per cached token (decodes alone, decodes beside chunks) and
-with one, and by an engine that plans ahead (`async_scheduling`) and by one that does not. The mode
-of the run is in its meta.json; without it, it is the default of vLLM 0.19, which plans ahead.
+with one; from attention at decodes of equal lengths, and of unequal ones; and by an engine that
+plans ahead (`async_scheduling`) and by one that does not. The mode of the run is in its meta.json;
+without it, it is the default of vLLM 0.19, which plans ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from toolkit.estimators.operators import (
     pass_times,
 )
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
-from toolkit.metrics import Floats, Served, latencies
+from toolkit.metrics import Served, latencies
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
@@ -55,6 +56,15 @@ BYTES = 2  # of a number in bf16
 REDUCES = 2  # of a layer under tensor parallelism: after attention, after the MLP
 RANKS_MAX = 2  # of tensor parallelism
 US = 1e-6
+HEAD = """\
+| run | | measured | predicted | two costs, equal | one, equal | two, unequal | one, unequal \
+| two, unequal, other mode | two, unequal, nothing shared |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
+LAW_HEAD = f"""\
+| law | costs | pass, ms | row, us | new token, us, from {", ".join(map(str, KNOTS))} \
+| cached, ns | beside chunks, ns | attended, ns | before a chunk, ns \
+| error without chunks, % (worst) | with, % (worst) |
+|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"""
 
 
 @dataclass(frozen=True)
@@ -180,8 +190,8 @@ def read_operators(data: Path, case: Case) -> list[Operator]:
     profile's description of the architecture.
     """
     tables = tables_of(data, case)
-    about = yaml.safe_load((tables.parent / "meta.yaml").read_text(encoding="utf-8"))
-    described = data / "profiler" / "models" / f"{about['architecture']}.yaml"
+    architecture = profiled(tables)["architecture"]
+    described = data / "profiler" / "models" / f"{architecture}.yaml"
     sequence = yaml.safe_load(described.read_text(encoding="utf-8"))["sequence"]
     layers = layers_of(data, case)
     times: dict[str, int] = defaultdict(int)
@@ -213,8 +223,14 @@ def read_operators(data: Path, case: Case) -> list[Operator]:
 
 def tables_of(data: Path, case: Case) -> Path:
     """The folder of the profile's tables."""
-    profile = data / "profiler" / "perf" / case.gpu / case.meta["model"] / "bf16"
-    return profile / f"tp{case.ranks}"
+    model = str(case.meta["model"])
+    return data / "profiler" / "perf" / case.gpu / model / "bf16" / f"tp{case.ranks}"
+
+
+def profiled(tables: Path) -> dict[str, Any]:
+    """What the profile says of itself."""
+    about: dict[str, Any] = yaml.safe_load((tables.parent / "meta.yaml").read_text("utf-8"))
+    return about
 
 
 def model_of(data: Path, case: Case) -> dict[str, Any]:
@@ -242,28 +258,43 @@ def all_reduce(data: Path, case: Case) -> Operator:
     return Operator("all-reduce", "tokens", REDUCES * layers_of(data, case), sizes, seconds)
 
 
-def read_attention(data: Path, case: Case) -> Attention:
+def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     """The measured attention at those passes that the run could have: by its flags, by the lengths
     of its requests and by its cache.
+
+    In attention.csv all decodes of a pass have as much cached. With `unequal`, passes of several
+    decodes are those of skew.csv in its place, where a share of them has more than the others. Its
+    times are sums over the measured iterations; those of attention.csv are means.
     """
+    tables = tables_of(data, case)
     flags, lengths = case.flags, case.trace.prompt_tokens + case.trace.output_tokens
     shapes: list[StepShape] = []
     seconds: list[float] = []
-    for row in read_rows(tables_of(data, case) / "attention.csv"):
-        chunk, behind = int(row["prefill_chunk"]), int(row["kv_prefill"])
-        decodes, cached = int(row["n_decode"]), int(row["kv_decode"])
+
+    def add(chunk: int, behind: int, decodes: int, mean: float, most: float, us: float) -> None:
+        attended = chunk_attended(behind, chunk)
+        cached = round(decodes * mean)
+        shape = StepShape(decodes, cached, int(chunk > 0), chunk, attended, behind)
         if (
-            chunk + decodes <= flags.max_num_batched_tokens
-            and decodes + (chunk > 0) <= flags.max_num_seqs
-            and max(chunk + behind, cached) <= lengths.max()
-            and decodes * cached + behind <= case.cached_max
+            shape.tokens <= flags.max_num_batched_tokens
+            and shape.rows <= flags.max_num_seqs
+            and max(chunk + behind, most) <= lengths.max()
+            and cached + behind <= case.cached_max
         ):
-            attended = chunk_attended(behind, chunk)
-            chunks = int(chunk > 0)
-            shapes.append(
-                StepShape(decodes, decodes * cached, chunks, chunk, attended, behind)
-            )
-            seconds.append(US * float(row["time_us"]))
+            shapes.append(shape)
+            seconds.append(US * us)
+
+    for row in read_rows(tables / "attention.csv"):
+        decodes, cached = int(row["n_decode"]), float(row["kv_decode"])
+        chunk, behind = int(row["prefill_chunk"]), int(row["kv_prefill"])
+        if decodes <= 1 or not unequal:
+            add(chunk, behind, decodes, cached, cached, float(row["time_us"]))
+    if unequal:
+        iterations = profiled(tables)["measurement_iterations"]
+        for row in read_rows(tables / "skew.csv"):
+            mean, most = float(row["kv_mean"]), float(row["kv_big"])
+            us = float(row["t_skew_us"]) / iterations
+            add(int(row["pc"]), int(row["kp"]), int(row["n"]), mean, most, us)
     return Attention(layers_of(data, case), tuple(shapes), tuple(seconds))
 
 
@@ -283,12 +314,11 @@ def metrics(served: Served) -> dict[str, float]:
         "p50 TTFT, s": float(np.median(of["ttft"])),
         "p99 TTFT, s": float(np.percentile(of["ttft"], 99)),
         "mean TPOT, ms": float(1e3 * of["tpot"].mean()),
-        "p99 TPOT, ms": float(1e3 * np.percentile(of["tpot"], 99)),
         "mean E2E, s": float(of["e2e"].mean()),
     }
 
 
-def compared(name: str, case: Case, results: list[SimResult]) -> list[str]:
+def errors_of(name: str, case: Case, results: list[SimResult]) -> list[str]:
     """The rows of one run: each metric as measured, as predicted first, and all errors."""
     measured = metrics(case.measured)
     predicted = [metrics(result.served) for result in results]
@@ -335,55 +365,67 @@ def facts(name: str, case: Case, result: SimResult) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What is printed: lines about the runs, the rows of their errors, those of their laws."""
+
+    lines: list[str]
+    errors: list[str]
+    laws: list[str]
+
+
+def add_run(found: Tables, data: Path, folder: Path) -> None:
+    """Predict one run. `InputError` if it is not modelled."""
+    case = read_case(data, folder)
+    operators = {case.name: read_operators(data, case)}
+    if case.ranks > 1:
+        profiled_only = operators[case.name]
+        operators[case.name] = [*profiled_only, all_reduce(data, case)]
+        operators[f"{case.name}, no all-reduce"] = profiled_only
+    for name, each in operators.items():
+        laws: dict[tuple[str, str], OperatorLaw] = {}
+        for lengths in ("equal", "unequal"):
+            attention = read_attention(data, case, unequal=lengths == "unequal")
+            seconds = pass_times(each, attention)
+            for costs in ("two", "one"):
+                fitted = law_of_passes(attention.shapes, seconds, KNOTS, beside=costs == "two")
+                laws[lengths, costs] = fitted
+                found.laws.append(law_row(f"{name}, {lengths}", costs, fitted))
+        results = [predict(case, fitted.law, ahead=case.ahead) for fitted in laws.values()]
+        law = laws["unequal", "two"].law
+        results.append(predict(case, law, ahead=not case.ahead))
+        alone = replace(case, trace=replace(case.trace, shared=None))
+        results.append(predict(alone, law, ahead=case.ahead))
+        found.lines.append(facts(name, case, results[0]))
+        found.errors.extend(errors_of(name, case, results))
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the checkout")
     data = parser.parse_args().data
     folders = sorted(path.parent for path in data.glob("bench/examples/*/*/vllm/meta.json"))
     if not folders:
         raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
-    lines: list[str] = []
-    laws: list[str] = []
-    rows: list[str] = []
+    found = Tables([], [], [])
     for folder in folders:
         try:
-            case = read_case(data, folder)
-            attention, operators = read_attention(data, case), read_operators(data, case)
+            add_run(found, data, folder)
         except InputError as error:
-            lines.append(f"Refused: {error.message}")
-            continue
-        variants = {case.name: operators}
-        if case.ranks > 1:
-            variants[f"{case.name}, no all-reduce"] = operators
-            variants[case.name] = [*operators, all_reduce(data, case)]
-        for name, of_variant in variants.items():
-            seconds = pass_times(of_variant, attention)
-            one = law_of_passes(attention.shapes, seconds, KNOTS, beside=False)
-            two = law_of_passes(attention.shapes, seconds, KNOTS)
-            laws += [law_row(name, "one", one), law_row(name, "two", two)]
-            results = [
-                predict(case, fitted.law, ahead=ahead)
-                for ahead in (case.ahead, not case.ahead)
-                for fitted in (two, one)
-            ]
-            lines.append(facts(name, case, results[0]))
-            rows += compared(name, case, results)
-    print("\n".join(lines))
+            found.lines.append(f"Refused: {error.message}")
+        except OSError as error:
+            raise SystemExit(
+                f"{error.filename}: {error.strerror}; the checkout lacks it"
+            ) from error
+    print("\n".join(found.lines))
+    if not found.errors:
+        raise SystemExit("no run was predicted")
     print()
-    print(
-        "| run | | measured | predicted | error, two costs | one cost | two, other mode "
-        "| one, other mode |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
-    print("\n".join(rows))
+    print(HEAD)
+    print("\n".join(found.errors))
     print()
-    print(
-        "| law | costs | pass, ms | row, us | new token, us, from "
-        f"{', '.join(map(str, KNOTS))} | cached, ns | beside chunks, ns | attended, ns "
-        "| before a chunk, ns | error without chunks, % (worst) | with, % (worst) |"
-    )
-    print("|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|")
-    print("\n".join(laws))
+    print(LAW_HEAD)
+    print("\n".join(found.laws))
 
 
 if __name__ == "__main__":
