@@ -1,4 +1,4 @@
-"""Others' runs: a made-up checkout whose run took as long as its own operators say."""
+"""Others' runs: a made-up checkout with a run that took as long as its own operators say."""
 
 import csv
 import hashlib

@@ -122,7 +122,7 @@ class Case:
 
 
 def read_case(data: Path, folder: Path) -> Case:
-    """The run whose files are in `folder`. `InputError` if it is not modelled.
+    """The run with its files in `folder`. `InputError` if it is not modelled.
 
     `arrival_time` is on the wall's clock, the other times are on the machine's. The least time from
     a request's arrival to the engine's queue is taken as their difference.
@@ -164,7 +164,7 @@ def shared_prompts(path: Path, sha256: str) -> SharedBlocks:
     """What the prompts of a workload file share, by their tokens."""
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(f"{path}: it is not the workload of the run, whose sha256 is {sha256}")
+        raise InputError(f"{path}: it is not the workload of the run, with the sha256 {sha256}")
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     ids: list[int] = []
     offsets = [0]
