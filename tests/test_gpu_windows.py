@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.engines.gpu_windows import NAME, errors_of
+from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
@@ -39,3 +40,11 @@ def test_the_law_of_its_passes_is_within_3_percent_held_out():
     assert fit.pipeline.decode_s == pytest.approx(5.06e-3, rel=0.01)
     assert fit.pipeline.token_s == pytest.approx(2.28e-5, rel=0.02)
     assert fit == read_file(Fit, FOLDER / "fit.json").steps
+
+
+def test_policies_inside_it_believe_what_a_prompt_costs_decodes():
+    """A prompt of 128 tokens holds decodes up for 26 to 30 ms, which is its launch."""
+    believed = laws_from_fit(read_file(Fit, FOLDER / "fit.json")).rounds
+    step_s = believed.decode_s(1, 128, 1)
+    assert 0.026 <= believed.prefill_s(1, 128) + step_s <= 0.030
+    assert 0.050 <= believed.prefill_s(1, 2048) + step_s <= 0.058
