@@ -175,7 +175,9 @@ def times_of_case(case: Case) -> list[list[float]]:
     simulator has them.
     """
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
-    flags = VllmPolicy(**{name: case[name] for name in names}, chunked_prefill=case["chunked_prefill"])
+    flags = VllmPolicy(
+        **{name: case[name] for name in names}, chunked_prefill=case["chunked_prefill"]
+    )
     coefficients = dict(case["law"])
     mode, sizes, apart = coefficients.pop("graphs")
     coefficients["spread"] = tuple(coefficients["spread"])
