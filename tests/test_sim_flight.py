@@ -262,7 +262,7 @@ def test_drawn_launches_come_in_turn() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("at_s", [0.0613, 0.1237, 0.2503])
-def test_a_request_whose_replica_dies_within_a_leap_goes_on_from_its_tokens_until_then(
+def test_a_request_goes_on_from_its_tokens_when_its_replica_dies_within_a_leap(
     spread, mode, apart, depth, at_s
 ) -> None:
     """It has the tokens that the plain loop has given it by then, and the other replica computes

@@ -142,7 +142,7 @@ def make_case(seed: int) -> dict[str, Any]:
 
 
 def timed_case(seed: int) -> dict[str, Any]:
-    """A made-up workload whose requests come at times, and a law by which its passes are timed."""
+    """A made-up workload with requests that come at times, and a law of its passes."""
     case = make_case(seed)
     draw = random.Random(f"{seed} timed")
     arrival_s = sorted(0.01 * at + draw.random() * 0.03 for at, *_ in case["requests"])

@@ -56,6 +56,12 @@ class Flight:
         self._period_s = 0.0
         self._growth_s = 0.0
 
+    def follow(self, shape: StepShape | None, now_s: float) -> float:
+        """A pass of `shape` is planned at `now_s`; None: one without rows. When the tokens of the
+        passes that are under way exist.
+        """
+        return self.end_s
+
     def start(self, shape: StepShape, now_s: float, steps: int, until_s: float) -> None:
         """At most `steps` passes begin, the first of `shape` at `now_s`, and none after the first
         when `until_s` has come.
@@ -155,9 +161,7 @@ class OverlappingFlight(Flight):
         self._launched: list[float] = []  # L
 
     def follow(self, shape: StepShape | None, now_s: float) -> float:
-        """A pass of `shape` is planned at `now_s`; None: one without rows. When the tokens of the
-        pass that is under way exist.
-        """
+        """As `Flight.follow`: its launch holds back the tokens of the pass that is under way."""
         if shape is None:
             self._launch_s = self._empty_s
             held_s = now_s + self._launch_s

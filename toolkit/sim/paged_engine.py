@@ -310,23 +310,20 @@ class PagedRun:
         if drain or self._arrived or scheduler.waiting:
             plan = self._planned()
         shape = plan.shape if plan is not None and plan.rows else None
-        if tokens is not None or (self._ahead and shape is not None):
-            launched_s = flight.follow(shape, now_s)
+        if tokens is not None or shape is not None:
+            end_s = flight.follow(shape, now_s)
             if tokens is not None:
-                self._give(tokens, launched_s)
-        if plan is None:
-            self._plan_s = max(self._done_s, now_s)
-            self.next_s = math.inf
-            return
-        for row in plan.preempted:
-            if row.mark:  # it had its last token with the last pass; else none since its admission
-                self._close(row, self._last_s)
-        if shape is not None:
+                self._give(tokens, end_s)
+        if plan is not None:
+            for row in plan.preempted:
+                if row.mark:  # it had its last token with the last pass; else none since admitted
+                    self._close(row, self._last_s)
+        if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
         self._plan_s = max(self._done_s, now_s)
         self.next_s = math.inf
-        if self._under_way:  # no other row can run before these have left
+        if plan is not None and self._under_way:  # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
             self.next_s = self._plan_s
