@@ -275,7 +275,7 @@ def test_a_plan_fitted_elsewhere_is_refused_unless_forced(tmp_path: Path):
 @pytest.mark.parametrize("policy", ["slice", "sequence", "baton", "srpt-oracle"])
 def test_policies_that_vllm_cannot_host_are_refused(policy: str):
     with pytest.raises(InputError, match=policy):
-        refuse_unservable(make_policy(policy, {}), "vllm")
+        refuse_unservable(make_any(policy, {}), "vllm")
 
 
 class Child:
