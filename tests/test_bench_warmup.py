@@ -17,6 +17,7 @@ from toolkit.bench.predict import (
     counts_or_none,
     other_requests,
     predict,
+    slowed_engine,
     times_between,
     warm_up,
 )
@@ -25,11 +26,13 @@ from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.target import find_target
 from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
+from toolkit.estimators.pipeline import COEFFICIENTS, GraphSettings, PipelineLaw
 from toolkit.files.bench import Front
 from toolkit.files.io import write_file
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.stats import SliceSums
 from toolkit.sim.api import simulate
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
@@ -301,6 +304,17 @@ def test_launches_and_the_gpu_have_a_slowdown_each():
     assert whole is not None
     assert whole.launch_slowdown is None
     assert whole.slowdown == pytest.approx(1.25)
+
+
+def test_a_prediction_slows_launches_and_the_gpu_apart():
+    names = [name for name in COEFFICIENTS if name not in ("graph_s", "decode_s")]
+    graphs = GraphSettings("FULL", (1, 8))
+    law = PipelineLaw(graphs, graph_s=2.0, decode_s=3.0, **dict.fromkeys(names, 0.0))
+    engine = PagedEngine(law, 100, 16)
+    apart = slowed_engine(engine, ServerConditions(1.5, launch_slowdown=1.25)).steps
+    assert (apart.graph_s, apart.decode_s) == (2.5, 4.5)
+    together = slowed_engine(engine, ServerConditions(1.5)).steps
+    assert (together.graph_s, together.decode_s) == (3.0, 4.5)
 
 
 def test_the_fronts_delay_is_in_every_predicted_latency():

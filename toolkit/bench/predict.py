@@ -122,11 +122,11 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
         latency=WithOverhead(world.latency, 0.0, conditions.slowdown),
         believed=world.latency,
         arrival_cost_s=conditions.arrival_cost_s,
-        paged=_slowed_engine(world.paged, conditions) if world.paged else None,
+        paged=slowed_engine(world.paged, conditions) if world.paged else None,
     )
 
 
-def _slowed_engine(engine: PagedEngine, conditions: ServerConditions) -> PagedEngine:
+def slowed_engine(engine: PagedEngine, conditions: ServerConditions) -> PagedEngine:
     """The engine with passes, or their launches and their work on the GPU, that take longer."""
     steps: StepLaw | PipelineLaw = engine.steps
     slowed: Any
