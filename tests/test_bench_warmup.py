@@ -17,7 +17,6 @@ from toolkit.bench.predict import (
     counts_or_none,
     other_requests,
     predict,
-    slowed_engine,
     times_between,
     warm_up,
 )
@@ -311,9 +310,9 @@ def test_a_prediction_slows_launches_and_the_gpu_apart():
     graphs = GraphSettings("FULL", (1, 8))
     law = PipelineLaw(graphs, graph_s=2.0, decode_s=3.0, **dict.fromkeys(names, 0.0))
     engine = PagedEngine(law, 100, 16)
-    apart = slowed_engine(engine, ServerConditions(1.5, launch_slowdown=1.25)).steps
+    apart = engine.slowed(1.5, 1.25).steps
     assert (apart.graph_s, apart.decode_s) == (2.5, 4.5)
-    together = slowed_engine(engine, ServerConditions(1.5)).steps
+    together = engine.slowed(1.5).steps
     assert (together.graph_s, together.decode_s) == (3.0, 4.5)
 
 

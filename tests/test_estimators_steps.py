@@ -70,49 +70,6 @@ def test_a_law_equals_the_law_made_of_its_coefficients():
     assert StepLaw.of(LAW.coefficients, LAW.knots, LAW.host_s, LAW.host_row_s) == LAW
 
 
-@given(shape=shapes, values=coefficients, steps=st.integers(1, 200))
-def test_a_stretch_is_the_sum_of_its_steps(shape, values, steps):
-    law = StepLaw.of(values, (0, 128), host_s=1e-3, host_row_s=1e-5)
-    each = [
-        law.step_s(
-            StepShape(
-                shape.decodes,
-                shape.decode_cached + i * shape.decodes,
-                shape.prefills,
-                shape.prefill_tokens,
-                shape.prefill_attended,
-            )
-        )
-        for i in range(steps)
-    ]
-    assert law.stretch_s(shape, steps) == pytest.approx(sum(each), rel=1e-9)
-
-
-@given(
-    shape=shapes,
-    values=coefficients,
-    seconds=st.floats(-1, 1e4) | st.just(float("inf")),
-    limit=st.integers(0, 10_000),
-)
-def test_steps_before_is_the_least_count_that_takes_the_given_time(shape, values, seconds, limit):
-    law = StepLaw.of(values, (0, 128))
-    k = law.steps_before(shape, seconds, limit)
-    assert 0 <= k <= limit
-    assert k == limit or law.stretch_s(shape, k) >= seconds
-    assert k == 0 or law.stretch_s(shape, k - 1) < seconds
-
-
-@pytest.mark.parametrize("seconds", [3.7e-40, 1e-323])
-def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds):
-    """With empty caches only the second pass reads any: the quadratic's slope is not above 0."""
-    law = StepLaw(0.0, 0.0, 0.0, cached_s=2.0**-7, attended_s=0.0, token_s=(0.0,))
-    assert law.steps_before(StepShape(decodes=1, decode_cached=0), seconds, 50) == 2
-
-
-def test_steps_before_is_the_limit_for_a_law_without_cost():
-    assert StepLaw.of([0.0] * 8).steps_before(StepShape(1, 1), 1.0, 50) == 50
-
-
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))
 def test_more_work_never_takes_less_time(shape, values, more):
     law = StepLaw.of(values, (0, 128))

@@ -7,8 +7,9 @@ import pytest
 
 from toolkit.errors import InputError
 from toolkit.estimators.front import fit_front
+from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, shape_of
-from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
+from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.profile import FrontPoint, StepPoint, StepsProfile
 
 LAW = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5, 1e-4), (0, 128), host_s=2e-4, host_row_s=1e-5)

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,7 @@ from toolkit.endpoints.target import Target, front_state, scrape, version
 from toolkit.endpoints.wire import Sample
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError, InputError
-from toolkit.estimators.laws import WithOverhead
-from toolkit.estimators.pipeline import PipelineLaw
-from toolkit.estimators.steps import StepLaw
-from toolkit.files.bench import Front, Scheduling, Warmup
+from toolkit.files.bench import BenchReport, Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
@@ -48,33 +45,12 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.stats import SliceSums
 from toolkit.sim.api import SimResult, simulate
-from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
-from toolkit.sim.world import World, fleet, world_of
+from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate
-
-
-@dataclass(slots=True, frozen=True)
-class ServerConditions:
-    """What a fit cannot know of a running server; a warm-up shows it.
-
-    Every batch takes `slowdown` times the time that the scheduler believes. Where passes overlap
-    their launches take `launch_slowdown` times as long (None: as all else), and `slowdown` is the
-    GPU's. Clients see tokens later by the delay of the `front` (None: that of the fit). `finished`
-    are the output lengths of earlier requests: Past-Future admits by them. Each arriving request
-    adds `arrival_cost_s` to every static batch that runs then.
-    """
-
-    slowdown: float = 1.0
-    front: FrontDelay | None = None
-    finished: tuple[int, ...] = ()
-    arrival_cost_s: float = 0.0
-    launch_slowdown: float | None = None
-
-
-AS_FITTED = ServerConditions()
 
 
 def predict(
@@ -95,11 +71,9 @@ def predicted(
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
+    world = in_conditions(world, conditions)
     if not isinstance(policy, VllmPolicy):  # which has a law of its own, and a front
         world = world.under(policy)
-    world = fleet([_slowed(kind, conditions) for kind in world.kinds])
-    front = world.front if conditions.front is None else conditions.front
-    world = replace(world, finished=conditions.finished, front=front)
     if load is not None:
         world = replace(world, concurrency=load.concurrency, ramp_s=load.ramp_s)
     if isinstance(policy, VllmPolicy) and plan.workers > 1 and traits_of(recipe.engine.name).server:
@@ -113,28 +87,6 @@ def router_of_plan(plan: Plan) -> Router:
     """The router before the plan's replicas."""
     spec = plan.replica_router
     return make_router(spec.name, spec.parameters) if spec else RoundRobinRouter()
-
-
-def _slowed(world: World, conditions: ServerConditions) -> World:
-    """The world with workers that are slower than their scheduler believes."""
-    return replace(
-        world,
-        latency=WithOverhead(world.latency, 0.0, conditions.slowdown),
-        believed=world.latency,
-        arrival_cost_s=conditions.arrival_cost_s,
-        paged=slowed_engine(world.paged, conditions) if world.paged else None,
-    )
-
-
-def slowed_engine(engine: PagedEngine, conditions: ServerConditions) -> PagedEngine:
-    """The engine with passes, or their launches and their work on the GPU, that take longer."""
-    steps: StepLaw | PipelineLaw = engine.steps
-    slowed: Any
-    if isinstance(steps, PipelineLaw):
-        slowed = steps.times(conditions.slowdown, conditions.launch_slowdown)
-    else:
-        slowed = steps.times(conditions.slowdown)
-    return replace(engine, steps=slowed)
 
 
 FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
@@ -442,6 +394,27 @@ def warm_up(
         arrival_cost_s=times.arrivals.cost_s,
         front=times.front,
     )
+
+
+def conditions_of(report: BenchReport) -> ServerConditions:
+    """The conditions that a replay showed, which has more requests than its warm-up; without the
+    server's counters of the replay, those of the warm-up. `InputError` without either.
+    """
+    if report.replay_slowdown:
+        return conditions(
+            report.replay_slowdown,
+            report.replay_front,
+            (),
+            report.replay_arrival_cost_s,
+            report.replay_launch_slowdown,
+        )
+    warmup = report.warmup
+    if warmup is None:
+        raise InputError(
+            "the bench had no warm-up, and its server counted no batches: no speed is known",
+            "run the bench again with --warmup 20",
+        )
+    return seen_by(warmup, ())
 
 
 def conditions(

@@ -34,7 +34,6 @@ from toolkit.bench.client import (
 from toolkit.bench.passes import PassLogs
 from toolkit.bench.predict import (
     SEEDS,
-    ServerConditions,
     ServerTimes,
     check_server,
     counts_or_none,
@@ -67,6 +66,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.interrupts import held
 from toolkit.metrics import FRONT, Served, summarize
+from toolkit.sim.conditions import ServerConditions
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.traces.write import to_ms

@@ -8,10 +8,10 @@ launch on the CPU, g its work on the GPU, G its end there and E the time at whic
     E[n] = max(G[n], S[n+1] + c[n+1])
     S[n+1] = E[n-1], and after a pass from idle S[n] + c[n]
 
-P, when the GPU can begin the pass, is S + c for a CUDA graph, whose launch is one call, and S for a
-pass that is launched kernel by kernel. An engine that launches passes in processes of their own
-(tensor parallelism) does not hold back tokens for a launch: there E[n] = G[n], and launches follow
-one another.
+P is the time at which the GPU can begin the pass: S + c for a CUDA graph, which one call launches,
+and S for a pass that is launched kernel by kernel. An engine that launches passes in processes of
+their own (tensor parallelism) does not hold back tokens for a launch: there E[n] = G[n], and
+launches follow one another.
 
 How a pass is launched depends on the server's `cudagraph_mode` and on its tokens:
 
@@ -42,9 +42,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
+import numpy as np
+from mypy_extensions import mypyc_attr
+from numpy.typing import NDArray
+
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepShape
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.steps import StepLaw, StepShape
 
 GRAPH: Final = 0
 PIECEWISE: Final = 1
@@ -158,6 +163,10 @@ class PipelineLaw:
         """Seconds per cached token of a decode in such a pass."""
         return self.beside_s if shape.prefills else self.cached_s
 
+    def prompt_token_s(self, attended: float) -> float:
+        """Seconds that a token of a long chunk adds, which attends to so many tokens."""
+        return self.token_s + self.attended_s * attended
+
     def launch_s(self, shape: StepShape) -> float:
         """Seconds on the CPU from scheduling the pass to its last kernel launched, on average."""
         launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
@@ -176,9 +185,7 @@ class PipelineLaw:
 
     def waits_for_launch(self, shape: StepShape) -> bool:
         """Whether the GPU can begin the pass only when its launch has ended."""
-        return (
-            self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens) == GRAPH
-        )
+        return self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens) == GRAPH
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of a pass that nothing overlaps: from its scheduling to its tokens."""
@@ -211,9 +218,7 @@ class PipelineLaw:
 
 
 _OTHERS: Final = ("graphs", "spread")
-COEFFICIENTS: Final = tuple(
-    each.name for each in fields(PipelineLaw) if each.name not in _OTHERS
-)
+COEFFICIENTS: Final = tuple(each.name for each in fields(PipelineLaw) if each.name not in _OTHERS)
 LAUNCH_COEFFICIENTS: Final = (
     "graph_s",
     "graph_row_s",
@@ -222,6 +227,83 @@ LAUNCH_COEFFICIENTS: Final = (
     "eager_s",
     "eager_chunk_s",
 )
-GPU_COEFFICIENTS: Final = tuple(
-    name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS
-)
+GPU_COEFFICIENTS: Final = tuple(name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PassTimes:
+    """The law of an engine's passes, for a router that asks for averages."""
+
+    def __init__(self, law: StepLaw | PipelineLaw) -> None:
+        self._law = law
+        self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
+
+    def pass_s(
+        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
+    ) -> float:
+        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        return self._law.step_s(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappingRounds:
+    """What a policy inside such an engine believes of its passes: a `LatencyLaw`.
+
+    A chunk between decodes costs the decodes two gaps. With d a pass of decodes alone, e and g the
+    launch and the GPU's time of the chunk, and c the next launch, both gaps together last
+    max(d + g, e + c). So a chunk takes that long, less the d that a step takes anyway.
+
+    Attributes:
+        law: of the passes.
+        slices: of static batches, which such an engine does not run; `serve_table` is its.
+    """
+
+    law: PipelineLaw
+    slices: SegmentedLaw
+    prefill_emits_token: bool = True
+    padded: bool = False
+    round_s: float = 0.0
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
+        """Seconds that prompts of `input_length` tokens take, [batch_size] at once."""
+        return self.pass_s(batch_size, 0.0, input_length)
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Seconds of chunks from `start` to `end` tokens, [batch_size] at once."""
+        new = end - start
+        attended = batch_size * new * (start + new / 2)
+        shape = StepShape(0, 0, batch_size, round(batch_size * new), attended)
+        alone = StepShape(1, 0)
+        decodes_s = self.law.gpu_s(alone)
+        gpu_s = decodes_s + self.law.gpu_s(shape)
+        launches_s = self.law.launch_s(shape) + self.law.launch_s(alone)
+        return max(gpu_s, launches_s) - decodes_s
+
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        """Seconds of `steps` decode steps of rows that have `input_length` tokens before them."""
+        if steps <= 0:
+            return 0.0
+        cached = batch_size * (input_length + 1)
+        first = StepShape(batch_size, round(cached))
+        first_s = self.law.gpu_s(first)
+        growth_s = self.law.cached_s * batch_size  # of each step over the one before
+        launch_s = self.law.launch_s(first)
+        by_launch = 0  # steps that take as long as their launch
+        if first_s < launch_s:
+            by_launch = steps
+            if growth_s > 0.0:
+                by_launch = min(math.ceil((launch_s - first_s) / growth_s), steps)
+        by_gpu = steps - by_launch
+        gpu_s = first_s + growth_s * (by_launch + 0.5 * (by_gpu - 1))
+        return by_launch * launch_s + by_gpu * gpu_s
+
+    def leave_s(self, length: float) -> float:
+        """0: a row that leaves costs nothing."""
+        return 0.0
+
+    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+        """Of static batches."""
+        return self.slices.serve_table(max_batch_size, steps)

@@ -29,13 +29,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mypy_extensions import mypyc_attr
-
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
-
 
 FIXED = 7  # coefficients of `StepLaw` before those of new tokens
 
@@ -197,8 +193,8 @@ class StepLaw:
         decodes, prefills = shape.decodes, shape.prefills
         rows, tokens = decodes + prefills, decodes + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
-        seconds += self.read_s(shape) * shape.decode_cached
-        seconds += self.attended_s * shape.prefill_attended
+        read_s = self.read_s(shape)
+        seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
         if self.behind_s:
             seconds += self.behind_s * shape.prefill_cached
         for slope, start, end in self._slopes:
@@ -206,6 +202,10 @@ class StepLaw:
                 break
             seconds += slope * ((end if tokens > end else tokens) - start)
         return seconds
+
+    def prompt_token_s(self, attended: float) -> float:
+        """Seconds that a token of a long chunk adds, which attends to so many tokens."""
+        return self.token_s[-1] + self.attended_s * attended
 
     def after_s(self, rows: int) -> float:
         """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
@@ -215,56 +215,26 @@ class StepLaw:
         """Seconds from the start of a pass to the start of the next."""
         return self.forward_s(shape) + self.after_s(shape.rows)
 
-    def stretch_s(self, shape: StepShape, steps: int) -> float:
-        """Seconds of `steps` consecutive passes, of which the first has `shape`: the sum of step_s
-        over decode_cached + i * decodes, i = 0..steps - 1. Chunks do not change.
-        """
-        growth_s = self.read_s(shape) * shape.decodes
-        return steps * (self.step_s(shape) + growth_s * 0.5 * (steps - 1))
+    def gpu_s(self, shape: StepShape) -> float:
+        """As `forward_s`: all of a pass, where nothing is known of launches."""
+        return self.forward_s(shape)
+
+    def launch_s(self, shape: StepShape) -> float:
+        """Zero: launches are part of `forward_s`."""
+        return 0.0
+
+    def drawn_launch_s(self, shape: StepShape, number: int) -> float:
+        """As `launch_s`."""
+        return 0.0
+
+    def waits_for_launch(self, shape: StepShape) -> bool:
+        """Whether the pass begins when its launch has ended, which here takes no time."""
+        return True
 
     def times(self, factor: float) -> StepLaw:
         """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
-
-    def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
-        """The number of passes of such a stretch that begin less than `seconds` after its start, at
-        most `limit`: the least k with stretch_s(shape, k) >= seconds. The engine sees a request
-        that arrives at `seconds` after k passes.
-        """
-        if not 0.0 < seconds < math.inf:
-            return limit if seconds > 0.0 else 0
-        first_s = self.step_s(shape)
-        half_s = self.read_s(shape) * shape.decodes * 0.5
-        guess = _root(half_s, first_s - half_s, seconds)
-        k = limit if guess >= limit else int(guess)
-        while k > 0 and (k - 1) * (first_s + half_s * (k - 2)) >= seconds:
-            k -= 1
-        while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
-            k += 1
-        return k
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PassTimes:
-    """The law of an engine's passes, for a router that asks for averages."""
-
-    def __init__(self, law: StepLaw) -> None:
-        self._law, self.behind_s = law, law.behind_s
-
-    def pass_s(
-        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
-    ) -> float:
-        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
-        return self._law.step_s(shape)
-
-
-def law_of_steps(fit: StepsFit) -> StepLaw:
-    """The law with the coefficients of `fit`."""
-    coefficients = (fit.base_s, fit.row_s, fit.prefill_s, fit.cached_s, fit.attended_s)
-    host = fit.host_s, fit.host_row_s
-    more = fit.behind_s, fit.beside_s
-    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), *host, *more)
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
@@ -298,12 +268,3 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
 def chunk_attended(cached: int, new: int) -> float:
     """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
-
-
-def _root(square: float, slope: float, value: float) -> float:
-    """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
-    if not square:
-        return value / slope if slope else math.inf
-    root = math.sqrt(slope * slope + 4.0 * square * value)
-    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
-    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)

@@ -144,8 +144,42 @@ class StepRange(Strict):
     cached_max: float = Field(description="sum over all rows that decode")
 
 
+class PipelineFit(Strict):
+    """Passes that overlap (`estimators.pipeline.PipelineLaw`): times on the GPU, and launches."""
+
+    graph_mode: str = Field(description="vLLM's cudagraph_mode")
+    graph_sizes: list[int] = Field(description="the tokens of each CUDA graph, ascending")
+    apart: bool = Field(description="passes are launched in processes of their own")
+    decode_s: float
+    row_s: float
+    cached_s: float
+    floor_s: float
+    floor_token_s: float
+    token_s: float
+    attended_s: float
+    beside_s: float
+    graph_s: float
+    graph_row_s: float
+    piece_s: float
+    piece_row_s: float
+    eager_s: float
+    eager_chunk_s: float
+    spread: list[float] = Field(
+        description="quantiles of launches that are not graphs, over their mean"
+    )
+    launches: Literal["measured", "inferred"] = Field(
+        description="inferred: from passes that waited for the next launch"
+    )
+    deviation: dict[str, float] = Field(
+        description="standard deviation of each coefficient, over runs drawn with replacement"
+    )
+
+
 class StepsFit(Strict):
-    """A paged engine's forward pass (`estimators.steps.StepLaw`), its KV cache, and its front."""
+    """A paged engine's forward pass (`estimators.steps.StepLaw`), its KV cache, and its front.
+
+    With `pipeline` passes overlap, and the law of a single pass is only what their ends show.
+    """
 
     base_s: float
     row_s: float
@@ -165,7 +199,9 @@ class StepsFit(Strict):
     )
     host_row_s: float
     error: HeldOutError = Field(description="of forward passes")
-    candidates: list[Candidate] = Field(description="the knots that were tried")
+    candidates: list[Candidate] = Field(
+        description="the forms that were tried: knots of a single pass, and overlapping passes"
+    )
     valid: StepRange
     front_s: float = Field(
         description="a client's wait for a first token besides passes: HTTP and text, both ways"
@@ -174,6 +210,9 @@ class StepsFit(Strict):
     block_tokens: int
     blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
+    pipeline: PipelineFit | None = optional(
+        "none: passes do not overlap, or the profile does not say how they were launched"
+    )
 
 
 class Fit(Envelope):

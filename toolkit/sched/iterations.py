@@ -51,6 +51,7 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: list[int] = []  # the tokens of each CUDA graph, ascending
     graph_mode: str = ""  # vLLM's cudagraph_mode, such as FULL_AND_PIECEWISE; empty: not known
     executor: str = ""  # vLLM's distributed_executor_backend; empty: not known
+    not_modelled: list[str] = []  # what the server does that no law or simulation knows
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 import toolkit
+from toolkit import interrupts
 from toolkit.backends import Check, GivenDevices, ServerCommand, ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
@@ -316,6 +317,8 @@ class _Signals:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if number == signal.SIGINT:
+            interrupts.note()
         if self.loading and self.count == 1:
             raise EndRequested
 

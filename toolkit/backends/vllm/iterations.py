@@ -35,11 +35,36 @@ from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasse
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
 from toolkit.errors import InputError
+from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
-from toolkit.estimators.steps import StepLaw, law_of_steps, shape_of_rows
+from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+
+MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
+
+
+def _not_modelled(config: Any, groups: Any) -> list[str]:
+    """What this server does that llmctl's laws and its model of vLLM's scheduler do not know."""
+    found = []
+    if len(groups) > 1:
+        found.append(f"{len(groups)} groups of KV caches (sliding windows or hybrid layers)")
+    for group in groups:
+        spec = group.kv_cache_spec
+        name = type(spec).__name__
+        if name not in MODELLED_CACHES:
+            found.append(f"a KV cache of kind {name}")
+        elif getattr(spec, "sliding_window", None):
+            found.append(f"a sliding window of {spec.sliding_window} tokens")
+    if config.speculative_config is not None:
+        found.append("speculative decoding")
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        found.append(f"data_parallel_size {parallel.data_parallel_size}")
+    if parallel.pipeline_parallel_size > 1:
+        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
+    return found
 
 
 @dataclass(slots=True)
@@ -98,6 +123,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
             graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
             executor=str(config.parallel_config.distributed_executor_backend or ""),
+            not_modelled=_not_modelled(config, groups),
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

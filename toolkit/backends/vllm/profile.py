@@ -29,6 +29,8 @@ from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
 from toolkit.engines.loading import saved_model
+from toolkit.errors import InputError
+from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
@@ -128,6 +130,18 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     )
 
 
+def refuse_not_modelled(header: IterationLogHeader) -> None:
+    """`InputError` for a server that does what no law or simulation knows."""
+    found = list(header.not_modelled)
+    if header.async_scheduling and header.graph_mode and header.graph_mode not in LAUNCHES:
+        found.append(f"cudagraph_mode {header.graph_mode}")
+    if found:
+        raise InputError(
+            f"this vLLM server has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
+            "profile it without that, or as engine openai, from outside",
+        )
+
+
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
@@ -143,6 +157,7 @@ class VllmBench(ServerBench):
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server, self._log = server, log
         self._header: IterationLogHeader = header_of(log.readline())
+        refuse_not_modelled(self._header)
         self.facts = facts_of(recipe, self._header)
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
