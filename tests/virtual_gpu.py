@@ -118,8 +118,10 @@ class VirtualServer:
 
     def _next_prompt(self, token_s: float) -> None:
         """The client saw a token that it waited for: it sends the next prompts."""
-        after_s = token_s + 2 * FRONT_S + APART * self.law.period_s(
-            shape_of_rows([LoggedRow("", 64, 1, 64)])
+        after_s = (
+            token_s
+            + 2 * FRONT_S
+            + APART * self.law.period_s(shape_of_rows([LoggedRow("", 64, 1, 64)]))
         )
         if self._lone:
             row = self._lone.pop(0)
