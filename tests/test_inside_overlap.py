@@ -9,9 +9,11 @@ from itertools import pairwise
 import fake_vllm
 import pytest
 
-from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
+from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses, sampler_s
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import shape_of_rows
+from toolkit.files.profile import StepPoint
+from toolkit.profiling.run import with_sampler
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 LAW = PipelineLaw(
@@ -174,3 +176,30 @@ def test_a_server_with_such_a_law_counts_its_launches_and_its_gpu():
     assert sum(sums.launches) / sum(sums.predicted_launches) == pytest.approx(1.25, rel=0.01)
     assert sum(sums.gpu) / sum(sums.predicted_gpu) == pytest.approx(1.0, rel=0.02)
     assert sum(sums.took) > sum(sums.predicted) > 0.0
+
+
+def test_the_time_of_a_launch_after_its_stamp_is_bounded_from_two_sides():
+    """By the tokens of the pass before, and, from idle, by the schedule of the following pass."""
+    (first, behind), (second, later) = served(LAW)[:2]
+    assert behind is not None
+    assert later is not None
+    assert sampler_s(first, behind, from_idle=True) == pytest.approx(SAMPLER_S)
+    assert sampler_s(second, later, from_idle=False) >= SAMPLER_S - 1e-9
+    unknown = Following(behind.start_s, behind.rows, 0.0)
+    assert sampler_s(first, unknown, from_idle=False) == math.inf
+
+
+def test_a_profile_has_whole_launches():
+    point = StepPoint(
+        decodes=1,
+        decode_cached=9.0,
+        prefills=0,
+        prefill_tokens=0,
+        prefill_attended=0.0,
+        seconds=[0.01, 0.01],
+        host_s=[],
+        launch_s=[0.003, 0.004],
+    )
+    assert with_sampler(point, 5e-4).launch_s == pytest.approx([0.0035, 0.0045])
+    unknown = point.model_copy(update={"launch_s": []})
+    assert with_sampler(unknown, 5e-4) == unknown

@@ -65,7 +65,7 @@ from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.interrupts import held
-from toolkit.metrics import Served, summarize
+from toolkit.metrics import FRONT, Served, summarize
 from toolkit.sim.conditions import ServerConditions
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, mean_rate
@@ -73,7 +73,7 @@ from toolkit.traces.write import to_ms
 from toolkit.units import seconds
 
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # by --max-error
-METRICS = (*HELD_TO, "e2e_p95_s")
+METRICS = (*HELD_TO, "e2e_p95_s", FRONT)
 
 Floats = NDArray[np.float64]
 Loop = Literal["open", "closed"]
@@ -420,6 +420,9 @@ class Session:
         samples, times = watched.replay.samples, watched.times
         front_s = logs.end(number, watched.replay) if logs is not None else None
         pair = Pair(served(samples), simulated.served)
+        measured = summarize(pair.measured, sla)
+        if times and times.front:
+            measured[FRONT] = times.front.first_s
         self._finished += trace.output_tokens.tolist()
         self._pairs.append(pair)
         self.lines += request_lines(number, "window", trace, pair)
@@ -435,7 +438,7 @@ class Session:
                 arrival_cost_s=current.arrival_cost_s,
                 front_first_s=current.front.first_s if current.front else 0.0,
                 front_last_s=current.front.last_s if current.front else 0.0,
-                measured=summarize(pair.measured, sla),
+                measured=measured,
                 predicted=simulated.metrics(sla),
                 slowdown_meanwhile=times.slowdown if times else None,
                 launch_slowdown_meanwhile=times.launch_slowdown if times else None,

@@ -398,6 +398,8 @@ def _show_validation(result: Validation) -> None:
                 seconds(each) for each in (window.front_by_passes_s, window.measured["ttft_mean_s"])
             )
             note(f"window {number}: {front} of the TTFT of {ttft} were the front's, by its passes")
+        elif window.passes:
+            note(f"window {number}: --server-passes has none of its passes: is it this server's?")
     failed = sum(window.failed for window in result.windows)
     refused = sum(window.refused for window in result.windows)
     if failed:

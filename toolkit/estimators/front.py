@@ -35,12 +35,15 @@ class FrontFit:
 
 
 def fit_front(measured: StepsProfile) -> FrontFit:
-    """The front of a profile, from requests in traffic and requests alone.
+    """The front of a profile.
 
-    Profiles without traffic have only the way back of several requests at once for the slope.
+    Where passes overlap it is of requests in traffic, at loads that the engine keeps up with, and
+    of requests alone. Traffic of other engines goes up to what they can serve and beyond, where
+    requests wait for reasons of overload: there the constant is of requests alone, and the slope of
+    the way back of several at once.
     """
     alone = [point.seconds for point in measured.front if point.rows == 1]
-    if len(measured.front_in_traffic) >= TRAFFIC_MIN:
+    if measured.async_scheduling and len(measured.front_in_traffic) >= TRAFFIC_MIN:
         return _in_traffic(measured.front_in_traffic, alone)
     several = [point for point in measured.front if point.rows > 1]
     constant_s = typical(alone) if alone else 0.0

@@ -383,7 +383,7 @@ class VllmBench(ServerBench):
         """Requests that arrive with exponential gaps, for `LOAD_S`, at a share of the rate at which
         N rows of them would always decode.
         """
-        if self._pace is None:
+        if self._pace is None or not self._pace.step_s:
             raise Unmeasurable("how long its passes take is not known")
         rng, pace, rows = self._rng, self._pace, point.batch_size
         around = (point.length // 2 + 1, 2 * point.length)
