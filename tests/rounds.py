@@ -68,7 +68,7 @@ def step_logits(engine: RebatchEngine, lengths: Sequence[int], steps: int = 3) -
 def kept_bytes(engine: RebatchEngine) -> int:
     """Bytes of the slabs that steps of fixed shapes keep when no row is left."""
     cache = engine._batch.cache
-    keeps = getattr(cache, "_whole_rows", False) and not engine._batch
+    keeps = getattr(cache, "_stays", False) and not engine._batch
     return cache.slab_tokens * cache.bytes_per_token if keeps else 0
 
 

@@ -373,11 +373,12 @@ def test_the_probe_runs_on_a_cpu_and_says_so(tmp_path, monkeypatch, capsys):
     assert gpu_probe.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "a CPU: tiny sizes, no cuDNN, nothing captured, nothing pinned"
-    assert lines[3].split() == ["ms", "per", "step", "floor", "eager", "fixed"]
+    columns = ["floor", "eager", "fixed", "slices", "their", "floor"]
+    assert lines[3].split() == ["ms", "per", "step", *columns]
     assert lines[4].startswith("N 2, L 16")
     assert "-" not in lines[4]
     found = json.loads((tmp_path / "probe.json").read_text())
-    assert [point["way"] for point in found["points"]] == ["eager", "fixed"]
+    assert [point["way"] for point in found["points"]] == ["eager", "fixed", "slices"]
 
 
 @pytest.mark.slow
@@ -397,10 +398,12 @@ def test_the_probe_says_whether_cudnn_is_rightly_left_out():
             point("eager", [0.015, 0.014, 0.5]),
             point("eager, cuDNN", [0.045] * 3),
             point("fixed", []),
+            point("slices", [0.005]),
         ],
     }
     text = gpu_probe.table(found)
     assert "copy within the device 4300.0 GB/s, to host memory 50.0 GB/s, back 55.0 GB/s" in text
-    assert text.splitlines()[-3].split() == ["N", "16,", "L", "512", "4.00", "15.00", "45.00", "-"]
+    cells = ["4.00", "15.00", "45.00", "-", "5.00", "4.00"]
+    assert text.splitlines()[-3].split() == ["N", "16,", "L", "512", *cells]
     assert "cuDNN let in: 3.00 times the time of a step; leaving it out is right here" in text
     assert text.endswith("fixed: captured as CUDA graphs")

@@ -22,7 +22,7 @@ from toolkit.engines.protocol import (
 from toolkit.engines.rebatch_engine import STEPS
 from toolkit.engines.transformers_engine import TIMED_STEPS
 
-KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "deepspeed", "fake"]
+KINDS = ["llama", "qwen3", "gpt2", "opt", "fixed", "rebatch", "deepspeed", "fake"]
 ALL_STEPS = 10_000  # enough for any row
 
 

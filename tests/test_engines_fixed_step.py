@@ -1,8 +1,9 @@
 """Decode steps of fixed shapes: which shapes there are, and when they are captured.
 
 That their tokens are right is held with all other ways to serve, in test_engines_rebatch.py,
-test_engines_machine.py and test_engines_scarce.py. There is no GPU here, so a stand-in takes the
-place of a graph: like one, it reads the tensors that were there when it was captured.
+test_engines_machine.py, test_engines_scarce.py and test_engines_contract.py. There is no GPU here,
+so a stand-in takes the place of a graph: like one, it reads the tensors that were there when it was
+captured.
 """
 
 import random
@@ -12,9 +13,8 @@ import torch
 from rounds import DONE, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
 
 from toolkit.engines import fixed_step
-from toolkit.engines.fixed_step import FixedSteps, shape_for
+from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
 from toolkit.engines.protocol import Round, StepOutput
-from toolkit.engines.rebatch_cache import FixedShape
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import InputError
 
@@ -42,11 +42,10 @@ class Replay:
     def now(self) -> list[int]:
         """Where the tensors are that a graph would read and write."""
         steps = self.steps
-        layers = steps._cache.layers
-        slabs = [slab for layer in layers for slab in (layer.key_slab, layer.value_slab)]
-        inputs = steps._tokens, steps._begins, steps._column, steps._logits
-        assert all(len(each) for each in inputs)
-        return [each.data_ptr() for each in (*slabs, *inputs)]
+        memory = [each for pair in steps._cache.flat() for each in pair]
+        inputs = [steps._tokens, steps._firsts, steps._cached, steps._grows, steps._since]
+        assert all(len(each) for each in (*inputs, steps._logits))
+        return [each.data_ptr() for each in (*memory, *inputs, steps._logits)]
 
     def replay(self) -> None:
         assert self.now() == self.pointers
@@ -87,15 +86,15 @@ def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) 
     assert sum(graph.replays for graph in graphs) > 20
 
 
-def test_a_shape_is_captured_when_it_has_run_twice_and_serves_many_steps(
+def test_a_shape_is_captured_when_it_has_run_once_and_serves_many_steps(
     graphs: list[Replay],
 ) -> None:
     engine = capturing(fixed_engine())
     driver = RoundDriver(engine, [free_row(3, 40), free_row(9, 40)])
-    driver.run(2, enter=(0, 1))
+    driver.run(1, enter=(0, 1))
     assert not graphs
     driver.run(20)
-    assert [graph.shape for graph in graphs] == [FixedShape(2, 0, 64)]
+    assert [graph.shape for graph in graphs] == [FixedShape(2, 128)]
     assert graphs[0].replays == 20
 
 
@@ -174,29 +173,24 @@ def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "window", "expected"),
+    ("rows", "width", "expected"),
     [
-        (1, (10, 40), FixedShape(1, 0, 64)),
-        (5, (70, 140), FixedShape(6, 64, 192)),
-        (5, (0, 63), FixedShape(6, 0, 64)),
-        (5, (0, 64), FixedShape(6, 0, 128)),
-        (9, (0, 1500), FixedShape(10, 0, 1536)),  # as many rows as the slab has
+        (1, 30, FixedShape(1, 128)),
+        (5, 127, FixedShape(6, 128)),
+        (5, 128, FixedShape(6, 256)),
+        (5, 1500, FixedShape(6, 2048)),
+        (9, 2048, FixedShape(10, 4096)),  # as many rows as the cache has
     ],
 )
-def test_shapes_cover_the_window_and_little_more(
-    rows: int, window: tuple[int, int], expected: FixedShape
+def test_shapes_have_room_for_the_rows_and_little_more(
+    rows: int, width: int, expected: FixedShape
 ) -> None:
-    class Slabs:
-        row_capacity, columns = 10, 2048
-
-    slabs = Slabs()
-    slabs.window = window  # type: ignore[attr-defined]
-    assert shape_for(slabs, rows) == expected  # type: ignore[arg-type]
+    assert shape_for(rows, width, 10) == expected
 
 
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_a_row_that_overflowed_does_not_reach_the_next_row_in_its_place(poisoned: int) -> None:
-    """Steps of fixed shapes read all columns of a slab, and 0 times infinity is no number."""
+    """Zero times infinity is no number, and a row of few tokens reads up to its shape's bound."""
     engine = fixed_engine()
     driver = RoundDriver(engine, [free_row(40, 30), free_row(41, 30), free_row(4, 25)])
     driver.run(3, enter=(0, 1))

@@ -22,6 +22,7 @@ from rounds import (
     step_logits,
 )
 
+from toolkit.engines.attention import FlashRows, GatheredRows, TokenRows, choose_rows
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
@@ -81,10 +82,10 @@ def large_spec() -> ModelSpec:
 @pytest.mark.parametrize(
     ("chunk_tokens", "changes"),
     [
-        (0, {}),
+        (0, {"cuda_graphs": True}),
         (0, {"cuda_graphs": False}),
         (0, {"joining": "shape"}),
-        (9, {}),
+        (9, {"cuda_graphs": True}),
         (0, {"kv_layout": "rows"}),
     ],
     ids=["embed", "no graphs", "shape", "chunks", "rows"],
@@ -105,13 +106,63 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
 
 
 def test_decode_steps_are_captured_as_graphs() -> None:
-    engine = on_gpu(rebatch_engine())
+    engine = RebatchEngine(tiny.model_spec(dtype="bfloat16"), tiny.engine_spec("rebatch"), GPU)
     fixed = engine._batch.fixed
     assert fixed is not None
     rows = tuple(free_row(length, 60) for length in (3, 20, 9))
     engine.run_round(Round(steps=30, enter=rows, numbers=(0, 1, 2)), go_on)
     assert fixed.captures
     assert fixed.graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 8, 64), (4, 2, 16)])
+def test_flash_attention_reads_each_row_s_own_tokens(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    """All other places hold what is no number. A captured step reads the lengths of its replay."""
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    shape = torch.Size([1, kv_heads, 1, dim])
+    assert choose_rows(like, heads, [(shape, shape)]) is FlashRows
+    keys, values = (like.new_full((4000, kv_heads, dim), torch.nan) for _ in range(2))
+    firsts = torch.tensor([3000, 7, 1500, 0], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([700, 1300, 1], dtype=torch.int32, device="cuda")
+    for first, length in zip(firsts.tolist(), lengths.tolist(), strict=False):
+        for each in (keys, values):
+            each[first : first + length] = torch.randn(length, kv_heads, dim, device="cuda")
+    query = torch.randn(3, heads, dim, device="cuda").to(dtype)
+
+    def attended(kind: type[TokenRows]) -> torch.Tensor:
+        return kind(firsts, lengths, 1536, dtype).attend(query, keys, values, 0.1)
+
+    attended(FlashRows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attended(FlashRows)
+    for shorter in (0, 300):
+        lengths[:2] -= shorter
+        graph.replay()
+        expected = attended(GatheredRows)
+        for found in (attended(FlashRows), captured):
+            assert (found - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slices_decode_in_captured_steps(dtype: str) -> None:
+    """In float32 the tokens are the CPU's; in half precision rounding may turn one."""
+    spec = tiny.model_spec("qwen3", dtype=dtype)
+    cpu = TransformersEngine(spec, tiny.engine_spec(), tiny.CPU)
+    wanted = True if dtype == "float32" else None  # where FlashAttention serves it is the default
+    gpu = TransformersEngine(spec, tiny.engine_spec(cuda_graphs=wanted), GPU)
+    gpu._model.load_state_dict(cpu._model.state_dict())
+    assert gpu._fixed is not None
+    for _ in range(3):
+        for size in (1, 5, 18):
+            found, expected = (each.run_slice(ROWS[:size], 30, go_on) for each in (gpu, cpu))
+            assert dtype != "float32" or found == expected
+    assert gpu._fixed.captures
+    assert gpu._fixed.graphs
+    assert gpu._fixed._rows_kind is (FlashRows if dtype == "bfloat16" else GatheredRows)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

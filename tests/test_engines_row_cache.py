@@ -3,20 +3,13 @@
 import pytest
 import tiny
 import torch
-from rounds import RoundDriver, free_row, random_rows, rebatch_engine
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from rounds import free_row, rebatch_engine
 
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.protocol import Round
-from toolkit.engines.row_cache import (
-    GROWTH,
-    ROW_ATTENTION,
-    RowCache,
-    attend,
-    use_packed_attention,
-)
+from toolkit.engines.row_cache import GROWTH, RowCache
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.slab import KVShape, additive
+from toolkit.engines.slab import KVShape
 from toolkit.errors import EngineError, InputError
 
 SHAPE: KVShape = (torch.Size([1, 2, 1, 4]), torch.Size([1, 2, 1, 4]))
@@ -94,28 +87,3 @@ def test_greedy_draws_are_the_first_of_the_largest_logits(dtype: torch.dtype) ->
     logits[2, 7] = logits[2, 200] = 9.0
     sampler = Sampler([free_row(3, 4)] * 5, tiny.EOS_IDS, 300, torch.device("cpu"))
     assert sampler.draw(logits, 0).tolist() == logits.argmax(dim=-1).tolist()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_queries_that_share_a_key_need_no_repeated_keys(queries: int, masked: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    module = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 4, False
-    query = torch.randn(3, 8, queries, 16, generator=generator)
-    key, value = (torch.randn(3, 2, 40, 16, generator=generator) for _ in range(2))
-    visible = torch.arange(40)[None, :] >= torch.tensor([[0], [7], [30]])
-    mask = additive(visible, torch.float32) if masked else None
-    found, _ = attend(module, query, key, value, mask, scaling=0.25)
-    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.25)
-    assert found.shape == (3, queries, 8, 16)
-    assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_tokens_stay_the_same_with_packed_queries() -> None:
-    packed, plain = rebatch_engine("qwen3"), rebatch_engine("qwen3")
-    use_packed_attention(packed._model)
-    assert packed._model.config._attn_implementation == ROW_ATTENTION
-    rows = random_rows(2, 10)
-    got = [RoundDriver(engine, rows).finish() for engine in (packed, plain)]
-    assert got[0] == got[1]

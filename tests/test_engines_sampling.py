@@ -5,7 +5,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from toolkit.engines.protocol import Row, SamplingParams, mix, uniform
-from toolkit.engines.sampling import Sampler
+from toolkit.engines.sampling import AHEAD, Sampler, uniforms
 
 VOCAB = 8
 CPU = torch.device("cpu")
@@ -155,3 +155,21 @@ def test_a_penalty_joins_rows_that_have_none() -> None:
         [0], [row(tokens=(0,), repetition_penalty=2.0)], 0
     )
     assert sampler.draw(LOGITS.repeat(2, 1), 0).tolist() == [0, 7]
+
+
+def test_numbers_of_many_draws_are_those_of_each_draw() -> None:
+    seeds = [0, 1, 7, -3, (1 << 63) - 1, -(1 << 63), 0x9E3779B97F4A7C15 - (1 << 64)]
+    positions = torch.tensor([0, 1, 63, 64, 1 << 40])
+    found = uniforms(torch.tensor(seeds)[:, None], positions[None, :])
+    assert found.tolist() == [[uniform(s, p) for p in positions.tolist()] for s in seeds]
+
+
+def test_draws_past_those_that_were_prepared_are_those_of_a_new_sampler() -> None:
+    rows = [row(generated=start, temperature=1.0, seed=start) for start in (0, 5, 900)]
+    sampler = Sampler(rows, (), VOCAB, CPU)
+    for step in (0, AHEAD - 1, AHEAD, 3 * AHEAD + 2):
+        later = [
+            row(generated=each.generated + step, temperature=1.0, seed=each.sampling.seed)
+            for each in rows
+        ]
+        assert sampler.draw(LOGITS.repeat(3, 1), step).tolist() == draw(later)

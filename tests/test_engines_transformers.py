@@ -128,9 +128,9 @@ def test_timed_decode_steps_grow_as_in_serving(
     lengths: list[int] = []
     decode = engine._decode
 
-    def noted(batch: PaddedBatch, tokens: torch.Tensor) -> torch.Tensor:
-        lengths.append(batch.cache.get_seq_length())
-        return decode(batch, tokens)
+    def noted(parts: list[PaddedBatch], tokens: torch.Tensor) -> torch.Tensor:
+        lengths.append(parts[0].cache.get_seq_length())
+        return decode(parts, tokens)
 
     monkeypatch.setattr(engine, "_decode", noted)
     clock = iter([1.0, 7.0])

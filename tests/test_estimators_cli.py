@@ -87,6 +87,43 @@ def test_fit_warns_of_rounds_that_no_law_explains_and_applies_max_error(folder, 
     assert "rounds: held-out median error" in captured.err
 
 
+def test_fit_says_of_a_law_that_is_off_which_points_it_misses_and_why(folder, capsys):
+    def steps(size: int, length: int) -> float:  # no form of law
+        return 0.01 * (1 + (7 * size + 3 * length // 16) % 5)
+
+    profiles = {
+        "noisy.json": make_profile(noise=0.5, seed=2),
+        "crooked.json": make_profile(decode=steps),
+        "close.json": make_profile(noise=0.01),
+    }
+    said = {}
+    for name, profile in profiles.items():
+        write_file(profile, name)
+        assert run("fit", name) == 0
+        said[name] = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("decode")
+        ]
+    worst = read_file(Fit, "fit.json").decode.worst_points
+    assert len(worst) == 3
+    assert said["close.json"] == []
+    assert "noisy" in said["noisy.json"][1]
+    assert "N=" in said["crooked.json"][0]
+    assert "form" in said["crooked.json"][1]
+
+
+def test_fit_says_of_prefills_that_they_are_flat_at_first(folder, capsys):
+    def launched(size: int, length: int) -> float:
+        return max(0.03, 3e-5 * size * length)
+
+    write_file(make_profile(prefill=launched, noise=0.02), "flat.json")
+    assert run("fit", "flat.json") == 0
+    lines = capsys.readouterr().err.splitlines()
+    law = read_file(Fit, "fit.json").prefill
+    assert law.flat_percent < 5.0 < 10.0 < law.error.median_percent
+    assert [line.split(":")[0] for line in lines[:2]] == ["prefill", "prefill"]
+    assert "flat" in lines[1]
+
+
 def test_fit_prints_rules_where_there_are_rules(folder, capsys):
     probes = [
         probe.model_copy(update={"largest_ok": rows, "smallest_oom": rows + 1})

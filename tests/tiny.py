@@ -47,6 +47,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "fake": {"model_type": "fake", "eos_one_in": 12},
 }
 CONFIGS["rebatch"] = CONFIGS["deepspeed"] = CONFIGS["llama"]  # served by the engines of these names
+CONFIGS["fixed"] = CONFIGS["llama"]  # served in static batches with steps of fixed shapes
 del CONFIGS["opt"]["initializer_range"]  # OPT calls it init_std
 
 
@@ -67,6 +68,8 @@ def engine_spec(kind: str = "llama", *, budget_mib: float = 16.0, **changes: obj
     """The engine that serves `kind`; `changes` are fields of `EngineSpec`."""
     name = kind if kind in ("fake", "rebatch", "deepspeed") else "transformers"
     fields = {"name": name, "threads": 1, "kv_cache_memory_mib": budget_mib}
+    if kind == "fixed":
+        fields["cuda_graphs"] = True
     return EngineSpec.model_validate(fields | changes)
 
 

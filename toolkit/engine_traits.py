@@ -33,7 +33,7 @@ class EngineTraits:
     loads_model: bool = True  # a model is loaded on this machine's device
     shares_model: bool = False  # `tensor_parallel_size` may be above 1
     for_tests: bool = False  # tables of what can serve leave it out
-    settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that only this engine takes
+    settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that not all engines take
     extra: str = ""  # the extra of this package that installs it
     metrics: Literal["llmctl", "vllm"] = "llmctl"  # the names that its metrics use
 
@@ -70,6 +70,7 @@ ENGINES: dict[str, EngineTraits] = {
             backend=LOCAL,
             load="toolkit.engines.transformers_engine:TransformersEngine",
             shares_model=True,
+            settings=("cuda_graphs",),
         ),
         EngineTraits(
             "deepspeed",

@@ -10,12 +10,13 @@ transformers, pydantic and msgspec: run it from the repository root.
 Of a running batch of N rows, milliseconds per step, each step one column longer than the last:
 
 - kernel by kernel, with cuDNN's attention left out (the default) and let in;
-- in fixed shapes, which are captured as CUDA graphs on a GPU (the default there).
+- in fixed shapes, which are captured as CUDA graphs on a GPU (the default there);
+- the same for a static slice, of rows that differ less in length.
 
-The floor is the time in which the weights and the rows' caches can be read once, at the bandwidth
-of a copy within the device, which is measured first. Then the GB/s of one transfer between the
-device and pinned host memory, both ways. The table goes to stdout, and to DIR/probe.json with all
-samples.
+The floors are the times in which the weights and the rows' caches can be read once, at the
+bandwidth of a copy within the device, which is measured first. Then the GB/s of one transfer
+between the device and pinned host memory, both ways. The table goes to stdout, and to
+DIR/probe.json with all samples.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ import torch
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.gpu.stages import derive
-from toolkit.engines.protocol import OutOfMemory
+from toolkit.engines.protocol import OutOfMemory, load_engine
 from toolkit.engines.rebatch_engine import RebatchEngine
+from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import LlmctlError
 from toolkit.files.io import environment
 from toolkit.files.recipe import Recipe
@@ -51,8 +53,17 @@ CACHE_MIB, CACHE_MIB_ON_CPU = 64 * 1024.0, 64.0
 COPY_BYTES, COPY_BYTES_ON_CPU = 2 << 30, 32 << 20
 PINNED_BYTES, PINNED_BYTES_ON_CPU = 512 << 20, 16 << 20
 COPIES = 5
-# Column of the table, cuDNN's attention let in, fixed shapes.
-WAYS = (("eager", False, False), ("eager, cuDNN", True, False), ("fixed", False, True))
+# Column of the table, engine, cuDNN's attention let in, fixed shapes.
+WAYS = (
+    ("eager", "rebatch", False, False),
+    ("eager, cuDNN", "rebatch", True, False),
+    ("fixed", "rebatch", False, True),
+    ("slices", "transformers", False, True),
+)
+SLICES_FLOOR = "their floor"
+# The mean of the lengths of a timed batch, as a share of the longest: they fall evenly to a quarter
+# of it, and in a slice to three quarters.
+MEAN_LENGTHS = {"rebatch": 0.625, "transformers": 0.875}
 
 
 def main() -> int:
@@ -104,25 +115,31 @@ def probe(recipe: Recipe, on_cpu: bool, end_s: float) -> dict[str, Any]:
         "points": [],
     }
     sizes, lengths = (SIZES_ON_CPU, LENGTHS_ON_CPU) if on_cpu else (SIZES, LENGTHS)
-    for fixed in (False, True):
+    loads = dict.fromkeys((name, fixed) for _, name, _, fixed in WAYS)
+    for name, fixed in loads:
+        if time.monotonic() >= end_s:
+            continue
         # Only one engine at a time fits. Without CUDA its fixed shapes run eagerly.
-        spec = recipe.engine.model_copy(update={"cuda_graphs": fixed})
-        engine = RebatchEngine(recipe.model, spec, recipe.hardware)
+        spec = recipe.engine.model_copy(update={"name": name, "cuda_graphs": fixed})
+        engine = load_engine(recipe.model, spec, recipe.hardware)
+        assert isinstance(engine, TransformersEngine)
         weights = sum(each.nbytes for each in engine._model.parameters())
         found["weight_bytes"] = weights
         for rows in sizes:
             for length in lengths:
-                for way, cudnn, wants_fixed in WAYS:
-                    due = wants_fixed == fixed and not (on_cpu and cudnn)
+                for way, of_engine, cudnn, wants_fixed in WAYS:
+                    due = (of_engine, wants_fixed) == (name, fixed) and not (on_cpu and cudnn)
                     if due and time.monotonic() < end_s:
-                        cached = _cached_bytes(engine, rows, length)
+                        tokens = int(rows * MEAN_LENGTHS[name] * length)
+                        cached = tokens * engine.facts.kv_bytes_per_token
                         point = {"way": way, "rows": rows, "length": length}
                         point["floor_s"] = (weights + cached) / copied
                         point["seconds"] = _steps(engine, rows, length, cudnn=cudnn)
                         found["points"].append(point)
         if fixed:
-            steps = engine._batch.fixed
-            found["captured"] = bool(steps and steps.captures)
+            steps = engine._batch.fixed if isinstance(engine, RebatchEngine) else engine._fixed
+            captured = bool(steps and steps.captures)
+            found["captured"] = captured and found.get("captured", True)
         del engine
         gc.collect()
         if not on_cpu:
@@ -130,12 +147,7 @@ def probe(recipe: Recipe, on_cpu: bool, end_s: float) -> dict[str, Any]:
     return found
 
 
-def _cached_bytes(engine: RebatchEngine, rows: int, length: int) -> int:
-    """The caches of a timed batch: lengths fall evenly from `length` to a quarter of it."""
-    return int(rows * 0.625 * length) * engine.facts.kv_bytes_per_token
-
-
-def _steps(engine: RebatchEngine, rows: int, length: int, *, cudnn: bool) -> list[float]:
+def _steps(engine: TransformersEngine, rows: int, length: int, *, cudnn: bool) -> list[float]:
     """Seconds of a step; empty if memory has no room."""
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:
@@ -194,16 +206,18 @@ def table(found: dict[str, Any]) -> str:
         f"{found['pinned_bytes_per_s']['out'] / 1e9:.1f} GB/s, back "
         f"{found['pinned_bytes_per_s']['in'] / 1e9:.1f} GB/s"
     )
-    ways = [way for way, cudnn, _ in WAYS if not (on_cpu and cudnn)]
-    lines.append("ms per step".ljust(18) + "".join(f"{name:>14}" for name in ("floor", *ways)))
+    ways = [way for way, _, cudnn, _ in WAYS if not (on_cpu and cudnn)]
+    columns = ("floor", *ways, SLICES_FLOOR)
+    lines.append("ms per step".ljust(18) + "".join(f"{name:>13}" for name in columns))
     by_point: dict[tuple[int, int], dict[str, float]] = {}
     for point in found["points"]:
-        cells = by_point.setdefault((point["rows"], point["length"]), {"floor": point["floor_s"]})
+        cells = by_point.setdefault((point["rows"], point["length"]), {})
+        cells[SLICES_FLOOR if point["way"] == "slices" else "floor"] = point["floor_s"]
         if point["seconds"]:
             cells[point["way"]] = statistics.median(point["seconds"])
     for (rows, length), cells in by_point.items():
-        shown = (f"{1e3 * cells[name]:.2f}" if name in cells else "-" for name in ("floor", *ways))
-        lines.append(f"N {rows}, L {length}".ljust(18) + "".join(f"{cell:>14}" for cell in shown))
+        shown = (f"{1e3 * cells[name]:.2f}" if name in cells else "-" for name in columns)
+        lines.append(f"N {rows}, L {length}".ljust(18) + "".join(f"{cell:>13}" for cell in shown))
     lines += [] if on_cpu else [_verdict(by_point), _captured(found)]
     return "\n".join(lines)
 

@@ -23,9 +23,9 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import InputError, TargetMissedError
-from toolkit.files.fit import Fit, HeldOutError, OverheadFit, PipelineFit
+from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
-from toolkit.files.profile import Profile
+from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.shipped import recipe_path
 from toolkit.units import number, percent, seconds, size
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
 TOLD_AGAIN = 0.25  # a time that differs by this share from the announced one is announced again
 LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
+EXPLAINED_PERCENT = 10.0  # a law with a median error above this says which points it misses
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,8 @@ def fit(args: FitOptions) -> None:
             "passes overlap, and this profile does not say how they were launched: fitted by their "
             f"ends alone, {found:.0f} % off (held-out median); profile again for their own law"
         )
+    note(*missed_points("prefill", made.prefill, made.engine))
+    note(*missed_points("decode", made.decode, made.engine))
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
     if made.rounds:
         errors["rounds"] = made.rounds.overhead.error
@@ -339,6 +342,41 @@ def _show_pipeline(fit: PipelineFit) -> None:
             part = ""
     title = f"overlapping passes, cudagraph_mode {fit.graph_mode}"
     table(["", ">time", "per", ">+-"], rows, title)
+
+
+def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
+    """Which points a law misses most, and why if the samples say so; nothing for a close law."""
+    off = law.error.median_percent
+    if off <= EXPLAINED_PERCENT or not law.worst_points:
+        return []
+    named = []
+    for point in law.worst_points:
+        spread = point.spread_percent
+        samples = "1 sample" if spread is None else f"samples spread by {spread:.0f} %"
+        error = percent(point.error_percent)
+        named.append(f"N={point.batch_size} L={point.length}: {error} ({samples})")
+    lines = [f"{name}: the held-out median error is {off:.0f} %; worst: {', '.join(named)}"]
+    if law.flat_percent is not None and law.flat_percent <= off / 2:
+        lines.append(
+            f"{name}: small ones take the same time, as launches on a GPU do; a law that is flat "
+            f"and then linear would be {law.flat_percent:.0f} % off, and prefills have none"
+        )
+    elif law.spread_percent is None:
+        lines.append(f"{name}: no point has two samples, so how noisy they are is unknown")
+    elif law.spread_percent >= off / 2:
+        why = "profile on a quieter machine, or with more repeats"
+        if engine.device != "cpu" and not engine.is_server:
+            why = f"passes that are not captured wait for the core that launches them; {why}"
+        lines.append(
+            f"{name}: the measurement is noisy, samples of one point spread by "
+            f"{law.spread_percent:.0f} %: {why}"
+        )
+    else:
+        lines.append(
+            f"{name}: samples of one point spread by only {law.spread_percent:.0f} %, so the law's "
+            "form does not suit these points"
+        )
+    return lines
 
 
 def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:

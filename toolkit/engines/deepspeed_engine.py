@@ -49,6 +49,7 @@ class DeepSpeedEngine(TransformersEngine):
     """See `TransformersEngine`. Raises `EngineError` also if DeepSpeed cannot run the recipe."""
 
     name = "deepspeed"
+    has_arena = False  # its kernels are not captured
 
     def _prepare(
         self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec

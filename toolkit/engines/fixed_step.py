@@ -1,24 +1,24 @@
-"""Decode steps of fixed shapes on the padded slab, captured as CUDA graphs where there is a GPU.
+"""Decode steps of fixed shapes, captured as CUDA graphs where there is a GPU.
 
-A step of a running batch differs from the last one in its number of columns, and often of rows, so
-each is launched kernel by kernel: about 1,300 launches for 32 layers, which takes a processor
-several times as long as the GPU needs to read an 8B model's weights. A step of fixed shape is the
-same for many steps, and a graph of it is one launch.
+A step of a batch differs from the last one in how many tokens its rows have, and often in how many
+rows there are, so each is launched kernel by kernel: about 1,300 launches for 32 layers, which
+takes a processor several times as long as the GPU needs to read an 8B model's weights. A step of
+fixed shape is the same for many steps, and a graph of it is one launch.
 
-    key of a shape   rows R, columns first..last of the slab's first R rows
-    inputs           on the device: tokens [R], the column where each row begins [R, 1], and the
-                     column that the step writes [1]
-    the step         mask and positions from the inputs; the model over R x 1 tokens; its layers
-                     write the column that the input names and read all columns of the shape
+    key of a shape   rows R, and a bound of the longest row
+    memory           per layer keys and values [T, kv_heads, head_dim]: a row is a run of tokens
+    inputs           on the device: each row's token, the place of its first token, and how many
+                     it has
+    the step         the model over R x 1 tokens; a layer writes each row's token behind the row,
+                     and attends to the row (`toolkit.engines.attention`)
 
-The shape covers the window and a little more. What it has more is masked: columns before a row
-begins, columns after the one that is written, and rows above N, which write into columns that no
-row has. So masked columns must hold finite numbers (`RebatchCache` with `whole_rows`).
+So what a step reads and writes are numbers in its inputs, and it reads no other tokens, whatever
+the shape of the cache. Rows above N are one token long, in the last place of all.
 
-Shapes are rounded, so that few are needed: rows up to the next of `ROWS`, columns by an eighth. A
-shape is run eagerly the first `EAGER_RUNS` times, which also initialises the libraries, and then
-captured. If a capture fails, that is logged once, and all steps are launched kernel by kernel from
-then on.
+Shapes are rounded, so that few are needed: one that is new costs a capture, and FlashAttention
+reads no more for a larger bound. A shape is run eagerly the first `EAGER_RUNS` times, which also
+initialises the libraries, and then captured. If a capture fails, that is logged once, and all steps
+are launched kernel by kernel from then on.
 """
 
 from __future__ import annotations
@@ -26,44 +26,90 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from transformers.cache_utils import Cache, DynamicLayer
 
+from toolkit.engines.attention import RowTokens, TokenRows
 from toolkit.engines.memory import is_out_of_memory
-from toolkit.engines.rebatch_cache import COLUMN_STEP, FixedShape, RebatchCache
-from toolkit.engines.row_cache import Forward
-from toolkit.engines.slab import additive
 
-EAGER_RUNS = 2
+EAGER_RUNS = 1
 GRAPHS_MAX = 64  # the shape that was used least recently is dropped first
 # Rows of a shape: powers of two and the halves between them.
-ROWS = tuple(sorted({1, 2} | {size for k in range(1, 12) for size in (1 << k, 3 << (k - 1))}))
-COLUMN_PARTS = 8  # columns are rounded up by at most one part in so many, or `COLUMN_STEP`
+ROWS = tuple(sorted({1, 2} | {size for k in range(1, 20) for size in (1 << k, 3 << (k - 1))}))
+LONGEST_MIN = 128  # the bound of the longest row is a power of two
+ROOM_MIN = 32  # rows that the inputs have room for at first
 
 _logger = logging.getLogger(__name__)
+# From (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V].
+Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, Cache], torch.Tensor]
 
 
-def shape_for(cache: RebatchCache, rows: int, ahead: int = 0) -> FixedShape:
-    """The smallest shape for a step of the first `rows` rows, `ahead` steps after the next one."""
-    start, end = cache.window
-    end += ahead
-    step = COLUMN_STEP
-    while step * COLUMN_PARTS < end + 1 - start:
-        step *= 2
-    return FixedShape(
-        min(ROWS[bisect_left(ROWS, rows)] if rows <= ROWS[-1] else rows, cache.row_capacity),
-        start // step * step,
-        min(-(-(end + 1) // step) * step, cache.columns),
-    )
+class FixedShape(NamedTuple):
+    """`rows` rows of at most `longest` tokens, with the one that the step writes."""
+
+    rows: int
+    longest: int
+
+
+class Places(Protocol):
+    """Where the tokens of a batch's rows are in a cache.
+
+    Attributes:
+        row_capacity: the most rows of a shape. If it is above the number of rows, the last place of
+            all is no row's.
+        generation: counts the changes of the memory.
+        membership: counts the changes of which rows there are and where they begin.
+        end: grows by one with each step while the membership stays.
+    """
+
+    row_capacity: int
+    generation: int
+    membership: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def width(self) -> int:
+        """The tokens of the longest row."""
+        ...
+
+    @property
+    def firsts(self) -> list[int]:
+        """The place of each row's first token."""
+        ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each row."""
+        ...
+
+    def flat(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [T, kv_heads, head_dim] of each layer, on the memory itself."""
+        ...
+
+
+def shape_for(rows: int, width: int, row_capacity: int) -> FixedShape:
+    """The smallest shape for a step of `rows` rows, the longest of `width` tokens before it."""
+    most_rows = ROWS[bisect_left(ROWS, rows)]
+    longest = 1 << width.bit_length()  # above the width
+    return FixedShape(min(most_rows, row_capacity), max(longest, LONGEST_MIN))
 
 
 class FixedSteps:
-    """Makes the decode steps of a cache in fixed shapes.
+    """Makes the decode steps of the rows in a cache in fixed shapes.
 
     Args:
-        cache: with `whole_rows`.
-        dtype: of the mask.
+        cache: where the rows are.
+        dtype: of masks.
+        last_position: positions stop here, since a row that has ended may stay in its batch.
+        rows_kind: how layers attend to rows.
         capture: capture graphs; False: only the eager steps, as on a CPU.
 
     Attributes:
@@ -72,34 +118,45 @@ class FixedSteps:
     """
 
     def __init__(
-        self, forward: Forward, cache: RebatchCache, dtype: torch.dtype, *, capture: bool
+        self,
+        forward: Forward,
+        cache: Places,
+        dtype: torch.dtype,
+        last_position: int,
+        rows_kind: type[TokenRows],
+        *,
+        capture: bool,
     ) -> None:
         self._forward = forward
         self._cache = cache
         self._dtype = dtype
+        self._last_position = last_position
+        self._rows_kind = rows_kind
         self.captures = capture
-        self._generation = -1  # of the slabs that the graphs read
+        self._generation = -1  # of the memory that the graphs read
         self._runs: dict[FixedShape, int] = {}
         self.graphs: OrderedDict[FixedShape, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None  # the graphs share their memory
+        # A mask of four dimensions keeps models from making their own; `attend` needs none.
+        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=cache.device)
         self._membership = -1  # of the rows that the inputs describe
-        self._tokens = self._begins = self._column = torch.empty(0)
+        self._end = 0  # of the cache when they were set
+        self._tokens = self._firsts = self._cached = self._grows = self._since = torch.empty(0)
         # Where all graphs write their logits, [rows, V]: outputs of their own would stay allocated.
         self._logits = torch.empty(0)
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]; valid until the next step.
 
-        The step writes the column after the window. If memory runs out, nothing has changed.
+        The step writes a token behind each row. If memory runs out, nothing has changed.
         """
-        cache, rows = self._cache, len(last)
-        shape = shape_for(cache, rows)
+        shape = shape_for(len(last), self._cache.width, self._cache.row_capacity)
         self._set_inputs(last)
         graph = self._graph(shape) if self.captures else None
         if graph is None:
-            return self._run(shape)[:rows]
+            return self._run(shape)[: len(last)]
         graph.replay()
-        return self._logits[:rows]
+        return self._logits[: len(last)]
 
     def warm_up(self, last: torch.Tensor, steps: int) -> None:
         """Capture now what the next `steps` steps need, if anything is captured, so that they take
@@ -108,9 +165,10 @@ class FixedSteps:
         if not self.captures:
             return
         self._set_inputs(last)
-        for shape in {shape_for(self._cache, len(last), ahead) for ahead in range(steps)}:
+        width, capacity = self._cache.width, self._cache.row_capacity
+        for shape in {shape_for(len(last), width + ahead, capacity) for ahead in range(steps)}:
             while self.captures and self._graph(shape) is None:
-                self._run(shape)  # writes the column that the next step writes anew
+                self._run(shape)  # writes the tokens that the next step writes anew
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
@@ -121,36 +179,39 @@ class FixedSteps:
 
     def _set_inputs(self, last: torch.Tensor) -> None:
         cache, rows = self._cache, len(last)
-        room = cache.row_capacity
-        if len(self._tokens) < room:
-            # Graphs read the old ones.
-            self.clear()
-            device = cache.device
-            self._tokens = torch.zeros(room, dtype=torch.long, device=device)
-            self._begins = torch.zeros(room, 1, dtype=torch.long, device=device)
-            self._column = torch.zeros(1, dtype=torch.long, device=device)
+        if len(self._tokens) < rows:
+            self.clear()  # graphs read the old inputs
             self._membership = -1
-        _, end = cache.window
+            room = max(1 << (rows - 1).bit_length(), ROOM_MIN)
+            self._since = torch.zeros(1, dtype=torch.int32, device=cache.device)
+            self._firsts = torch.zeros(room + 1, dtype=torch.int32, device=cache.device)
+            self._cached = torch.zeros(room, dtype=torch.int32, device=cache.device)
+            self._grows = torch.zeros(room, dtype=torch.int32, device=cache.device)
+            self._tokens = torch.zeros(room, dtype=torch.long, device=cache.device)
         if self._membership != cache.membership:
-            # A row above N begins at the column that is written, so that it sees something.
-            begins = [*cache.begins, *[end] * (len(self._begins) - rows)]
-            self._begins.copy_(torch.tensor(begins)[:, None])
+            spare = len(self._tokens) - rows
+            last_place = cache.flat()[0][0].shape[0] - 1
+            firsts = [*cache.firsts, *[last_place] * (spare + 1)]
+            self._firsts.copy_(torch.tensor(firsts, dtype=torch.int32))
+            self._cached.copy_(torch.tensor([*cache.lengths, *[0] * spare], dtype=torch.int32))
+            self._grows.copy_(torch.tensor([1] * rows + [0] * spare, dtype=torch.int32))
+            self._end = cache.end
             self._membership = cache.membership
         self._tokens[:rows].copy_(last)
-        self._column.fill_(end)
+        self._since.fill_(cache.end - self._end)
 
     def _run(self, shape: FixedShape) -> torch.Tensor:
         """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device. The
         first run of all makes the tensor for the logits of graphs.
         """
-        rows, first, last = shape
-        columns = torch.arange(first, last, device=self._column.device)
-        begins = self._begins[:rows]
-        visible = (columns >= begins) & (columns <= self._column)
-        mask = additive(visible, self._dtype)
-        positions = self._column - begins
-        with self._cache.fixed(shape, self._column):
-            logits = self._forward(self._tokens[:rows, None], mask, positions, self._cache)
+        rows = shape.rows
+        firsts = self._firsts[: rows + 1]
+        cached = self._cached[:rows] + self._since * self._grows[:rows]
+        places = (firsts[:rows] + cached).long()
+        own = self._rows_kind(firsts, cached + 1, shape.longest, self._dtype)
+        positions = cached.clamp(max=self._last_position).long()[:, None]
+        step = _StepCache(self._cache.flat(), places, own, shape.longest)
+        logits = self._forward(self._tokens[:rows, None], self._no_mask, positions, step)
         if self.captures and not len(self._logits):
             self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
         return logits
@@ -190,3 +251,47 @@ class FixedSteps:
         if self._pool is None:
             self._pool = graph.pool()
         return graph
+
+
+class _StepCache(Cache):  # type: ignore[misc]
+    """The cache as the model sees it in one step: each layer writes the rows' new tokens to
+    `places` [R].
+    """
+
+    def __init__(
+        self,
+        flat: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        places: torch.Tensor,
+        rows: TokenRows,
+        longest: int,
+    ) -> None:
+        super().__init__(
+            layers=[_StepLayer(keys, values, places, rows, longest) for keys, values in flat]
+        )
+
+
+class _StepLayer(DynamicLayer):  # type: ignore[misc]
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        places: torch.Tensor,
+        rows: TokenRows,
+        longest: int,
+    ) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._keys, self._values = keys, values
+        self._places = places
+        self._rows = rows
+        self._longest = longest
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[RowTokens, torch.Tensor]:
+        self._keys.index_copy_(0, self._places, key_states[:, :, 0])
+        self._values.index_copy_(0, self._places, value_states[:, :, 0])
+        return RowTokens(self._keys, self._rows), self._values
+
+    def get_seq_length(self) -> int:
+        return self._longest - 1

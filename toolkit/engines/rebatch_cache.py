@@ -13,8 +13,11 @@ window, none of this copies the other rows. When a side has no room, the window 
 slab or moves to a larger slab, which copies it once for many steps.
 
 Columns in the window that do not belong to a row are zero, so nothing of a row that overflowed can
-reach another row. With `whole_rows` that holds for all columns of the slab: steps of fixed shapes
-read more than the window (`toolkit.engines.fixed_step`).
+reach another row.
+
+Steps of fixed shapes (`toolkit.engines.fixed_step`) read rows by their places, not the window: the
+token in column c of row i is number i * columns + c of the slab. For them the slab `stays`: it does
+not shrink, since a new slab needs new graphs, and a token's heads lie together in memory.
 
 Memory may run out at any allocation, on a device even if the ledger saw room. All rows then keep
 their values. If some layers have moved already, all layers are narrowed to the columns that the old
@@ -26,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -43,30 +45,15 @@ SPARE_COLUMNS = ((0.5, 64), (0.125, 16), (0.0, 4), (0.0, 0))
 SHRINK_FACTOR = 4  # a slab shrinks when it could be this many times smaller
 # A quarter of the spare columns is to the left of the window, for newcomers; steps need the right.
 LEFT_SHARE = 4
-COLUMN_STEP = 64  # with `whole_rows`, slabs have multiples of this many columns
-
-
-class FixedShape(NamedTuple):
-    """`rows` rows, and the columns from `first` up to, and without, `last`."""
-
-    rows: int
-    first: int
-    last: int
 
 
 @dataclass(slots=True)
 class ColumnWindow:
-    """The columns that the rows use now, the same for all layers, and the next pass's first row.
-
-    Attributes:
-        fixed: of a pass of fixed shape that is in progress: what it reads, and the column [1] that
-            it writes, on the device.
-    """
+    """The columns that the rows use now, the same for all layers, and the next pass's first row."""
 
     start: int = 0
     end: int = 0
     first_row: int = 0
-    fixed: tuple[FixedShape, torch.Tensor] | None = None
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
@@ -81,12 +68,6 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._window.fixed is not None:
-            shape, column = self._window.fixed
-            columns, at = slice(shape.first, shape.last), column - shape.first
-            keys = self.key_slab[: shape.rows, :, columns].index_copy_(2, at, key_states)
-            values = self.value_slab[: shape.rows, :, columns].index_copy_(2, at, value_states)
-            return keys, values
         start, old, first = self._window.start, self._window.end, self._window.first_row
         rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
@@ -97,9 +78,6 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
 
     def get_seq_length(self) -> int:
-        if self._window.fixed is not None:
-            shape, _ = self._window.fixed
-            return shape.last - shape.first - 1
         return self._window.end - self._window.start
 
 
@@ -111,12 +89,14 @@ class RebatchCache(Cache):  # type: ignore[misc]
         like: a tensor of the cache's dtype, on its device.
         ledger: is charged for the slabs. If they do not fit, `torch.OutOfMemoryError` is raised and
             all rows keep their values.
-        whole_rows: columns outside the window hold finite numbers too.
+        stays: the slabs are for steps of fixed shapes.
 
     Attributes:
         begins: the column where each row begins.
         generation: counts the changes of the slabs' memory.
         membership: counts the changes of which rows there are and where they begin.
+        is_flat: whether steps of fixed shapes can read the slabs; not after a move that failed half
+            way.
     """
 
     def __init__(
@@ -125,7 +105,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         like: torch.Tensor,
         ledger: ByteLedger,
         *,
-        whole_rows: bool = False,
+        stays: bool = False,
     ) -> None:
         self._window = ColumnWindow()
         super().__init__(layers=[WindowLayer(self._window) for _ in shapes])
@@ -135,7 +115,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self.bytes_per_token = like.itemsize * values_per_token(shapes)
         self.row_capacity = self.columns = 0
         self.generation = self.membership = 0
-        self._whole_rows = whole_rows
+        self.is_flat = True
+        self._stays = stays
         self._held_bytes = 0
         self.begins: list[int] = []
         self._is_padded = False
@@ -159,9 +140,19 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return self._window.end - self._window.start
 
     @property
-    def window(self) -> tuple[int, int]:
-        """The window's columns: the first, and the one that the next step writes."""
-        return self._window.start, self._window.end
+    def end(self) -> int:
+        """The column that the next step writes."""
+        return self._window.end
+
+    @property
+    def firsts(self) -> list[int]:
+        """The place of each row's first token in `flat`."""
+        return [row * self.columns + begin for row, begin in enumerate(self.begins)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each row."""
+        return [self._window.end - begin for begin in self.begins]
 
     @property
     def tokens(self) -> int:
@@ -182,6 +173,18 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """Steps until the window has to move."""
         return self.columns - self._window.end
 
+    def flat(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [rows * columns, kv_heads, head_dim] of each layer: views of slabs that
+        stay and are flat.
+        """
+        return [
+            (
+                layer.key_slab.transpose(1, 2).flatten(0, 1),
+                layer.value_slab.transpose(1, 2).flatten(0, 1),
+            )
+            for layer in self.layers
+        ]
+
     def make_room(self, rows: int, width: int, ahead: int) -> None:
         """Ensure room for `rows` rows, the longest of `width` tokens, and `ahead` columns more."""
         width = max(width, self.width)
@@ -192,9 +195,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for share, extra in SPARE_COLUMNS:
             columns = width + ahead + int(share * width) + extra
             spare_rows = rows // 4 if extra else 0
-            if self._whole_rows and share:
-                # Steps of fixed shapes want slabs that stay: grow, and give up nothing.
-                columns = -(-max(columns, self.columns) // COLUMN_STEP) * COLUMN_STEP
+            if self._stays and share:  # grow, and give up nothing
+                columns = max(columns, self.columns)
                 spare_rows = max(spare_rows, self.row_capacity - rows)
             if self._try_slabs(rows + spare_rows, columns, self._best_end(width, ahead, columns)):
                 return
@@ -216,15 +218,11 @@ class RebatchCache(Cache):  # type: ignore[misc]
         length = row[0][0].shape[1]
         index, end = self.rows, self._window.end
         self._grow_left_to(end - length)
-        if self._whole_rows:
-            for slab in self._slabs():
-                slab[index].zero_()
         for layer, (keys, values) in zip(self.layers, row, strict=True):
             layer.key_slab[index, :, end - length : end] = keys
             layer.value_slab[index, :, end - length : end] = values
         self.begins.append(end - length)
-        if not self._whole_rows:
-            self._clear_front(index)
+        self._clear_front(index)
         self._refresh()
 
     def read(self, index: int) -> RowKV:
@@ -246,11 +244,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 begin, end, start = self.begins[last], self._window.end, self._window.start
                 # Methods that need no memory; an assignment of a scalar does.
                 for slab in self._slabs():
-                    if self._whole_rows:
-                        slab[index].copy_(slab[last])
-                    else:
-                        slab[index, :, begin:end].copy_(slab[last, :, begin:end])
-                        slab[index, :, start:begin].zero_()
+                    slab[index, :, begin:end].copy_(slab[last, :, begin:end])
+                    slab[index, :, start:begin].zero_()
                 order[index], self.begins[index] = order[last], begin
             order.pop()
             self.begins.pop()
@@ -265,15 +260,6 @@ class RebatchCache(Cache):  # type: ignore[misc]
             yield
         finally:
             self._window.first_row = 0
-
-    @contextmanager
-    def fixed(self, shape: FixedShape, column: torch.Tensor) -> Iterator[None]:
-        """In this context, a pass of one token per row reads `shape` and writes `column` [1]."""
-        self._window.fixed = shape, column
-        try:
-            yield
-        finally:
-            self._window.fixed = None
 
     def advance(self) -> None:
         """Add the column that a pass of one token per row has written to the window."""
@@ -333,9 +319,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def shrink(self) -> None:
         """Move to smaller slabs if these are much larger than needed, or to none without rows.
 
-        With `whole_rows` the slabs stay until `fit` is called: a new slab needs new graphs.
+        Slabs that stay do so until `fit` is called.
         """
-        if self._whole_rows:
+        if self._stays:
             return
         share, extra = SPARE_COLUMNS[0]
         columns = int((1 + share) * self.width) + extra
@@ -356,7 +342,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """Drop all rows, and the slabs too unless they stay (`shrink`)."""
         self.begins.clear()
         self._release()
-        if not self._whole_rows:
+        if not (self._stays and self.is_flat):
             self.fit()
 
     def _slabs(self) -> Iterator[torch.Tensor]:
@@ -404,6 +390,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
                         layer.key_slab, layer.value_slab = new_keys, new_values
                         moved.append(layer)
                 self._hold(new_bytes)
+            self.is_flat = True
             return True
 
         return bool(self._ledger.attempt(move))
@@ -422,6 +409,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         except RuntimeError:
             if moved:
                 self.generation += 1
+                self.is_flat = False
                 old = self._window.end
                 left, right = min(old, end), min(self.columns - old, columns - end)
                 for index, layer in enumerate(self.layers):
@@ -441,8 +429,11 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def _moved(
         self, slab: torch.Tensor, shape: torch.Size, rows: int, columns: int, end: int
     ) -> torch.Tensor:
-        make = self._like.new_zeros if self._whole_rows else self._like.new_empty
-        new = make(rows, shape[1], columns, shape[3])
+        _, heads, _, dim = shape
+        if self._stays:
+            new = self._like.new_empty(rows, columns, heads, dim).transpose(1, 2)
+        else:
+            new = self._like.new_empty(rows, heads, columns, dim)
         if self.rows:
             window = slab[: self.rows, :, self._window.start : self._window.end]
             new[: self.rows, :, end - self.width : end] = window

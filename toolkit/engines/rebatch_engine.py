@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import torch
 
+from toolkit.engines.attention import use_row_attention
 from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, on_device
 from toolkit.engines.protocol import (
@@ -38,7 +39,7 @@ from toolkit.engines.protocol import (
     StepOutput,
 )
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
+from toolkit.engines.row_cache import BatchCache, RowCache
 from toolkit.engines.running import CachedRow, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.suspended import SuspendedRow, SuspendedRows
@@ -96,6 +97,7 @@ class RebatchEngine(TransformersEngine):
     """
 
     name = "rebatch"
+    has_arena = False  # its memory is the running batch's
 
     def __init__(
         self,
@@ -393,8 +395,7 @@ class RebatchEngine(TransformersEngine):
         progress.count_joined(numbers)
 
     def _make_cache(self, engine: EngineSpec) -> tuple[BatchCache, FixedSteps | None]:
-        """The cache, and what makes steps of fixed shapes: by default on a GPU, if possible."""
-        wanted = engine.cuda_graphs
+        """The cache, and what makes steps of fixed shapes, if they have any."""
         if engine.kv_layout != "slab":
             if self._shapes_in:
                 raise InputError(
@@ -402,31 +403,19 @@ class RebatchEngine(TransformersEngine):
                     "engine.kv_layout is rows",
                     "set engine.joining to embed, or engine.kv_layout to slab",
                 )
-            if wanted:
-                raise InputError(
-                    "engine.cuda_graphs is true, but engine.kv_layout is rows, and steps over "
-                    "single rows have no fixed shape",
-                    "set engine.kv_layout to slab, or leave cuda_graphs out",
-                )
+            self._wants_fixed_shapes(
+                engine, "engine.kv_layout is rows, and steps over single rows have no fixed shape"
+            )
             use_row_attention(self._model)
             return RowCache(self._kv_shapes, self._like, self.ledger), None
-        why = ""
-        if self._masks_as is None:
-            why = "the model makes its own masks"
-        elif self._shapes_in:
-            why = "engine.joining is shape, and newcomers of any length join its steps"
-        if wanted and why:
-            raise InputError(
-                f"engine.cuda_graphs is true, but {why}", "leave engine.cuda_graphs out"
-            )
-        if wanted is None:
-            # In a process that shares a model, a capture would have to fail in all or in none.
-            wanted = self._like.is_cuda and self.ledger.alone
-        is_fixed = wanted and not why
-        cache = RebatchCache(self._kv_shapes, self._like, self.ledger, whole_rows=is_fixed)
-        if not is_fixed:
-            return cache, None
-        return cache, FixedSteps(self._forward, cache, self._dtype, capture=self._like.is_cuda)
+        why_not = (
+            "engine.joining is shape, and newcomers of any length join its steps"
+            if self._shapes_in
+            else ""
+        )
+        stays = self._wants_fixed_shapes(engine, why_not)
+        cache = RebatchCache(self._kv_shapes, self._like, self.ledger, stays=stays)
+        return cache, self._fixed_steps(cache) if stays else None
 
     def _time(self, work: Callable[[], object], clock: Callable[[], float]) -> float:
         self._synchronize()

@@ -8,25 +8,17 @@ A step writes one token at the end of every block, and attention reads each bloc
 Blocks grow by `GROWTH` tokens. A batch takes as much memory as its rows hold, so a scheduler that
 counts real tokens is right. `RebatchCache` has the padded slab of BATON, which suits GPUs:
 attention row by row is cheap on a CPU, but on a GPU each row and layer is a kernel launch.
-
-`attend` is registered with transformers' `AttentionInterface`, its extension point for attention
-functions, so the model itself is unchanged. A pass over one padded batch goes to transformers' own
-SDPA function, except for decode steps of models with query heads that share keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from toolkit.engines.attention import Views
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.slab import KVShape
@@ -34,7 +26,6 @@ from toolkit.errors import EngineError
 
 # Tokens by which a block grows: fewer copy blocks more often, more leave a larger part empty.
 GROWTH = 32
-Views = tuple[torch.Tensor, ...]  # one per row
 
 
 class RowCache(Cache):  # type: ignore[misc]
@@ -232,69 +223,3 @@ def _room(tokens: int) -> int:
 
 
 BatchCache = RebatchCache | RowCache
-# From (input_ids [N, L], mask, position_ids [N, L], cache) to the last column's logits [N, V].
-Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, BatchCache], torch.Tensor]
-ROW_ATTENTION = "sdpa_by_row"
-
-
-def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor | Views,
-    value: torch.Tensor | Views,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention [N, 1, heads, head_dim] of queries [N, heads, 1, head_dim], each over its own row's
-    keys [kv_heads, length, head_dim].
-
-    If keys and values are tensors, the batch is padded, and there may be more queries. Query heads
-    that share a key become more queries of one head, so that keys need not be repeated: some
-    versions of transformers repeat them in every step, several times the traffic of the step.
-    """
-    if isinstance(key, torch.Tensor):
-        assert isinstance(value, torch.Tensor)
-        rows, heads, queries, dim = query.shape
-        kv_heads = key.shape[1]
-        mask = attention_mask
-        is_shared = mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
-        if queries == 1 and kv_heads < heads and is_shared:  # all heads have one mask
-            packed = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-            output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-            return output.reshape(rows, 1, heads, dim), None
-        padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
-        return padded
-    rows, heads, _, dim = query.shape
-    kv_heads = key[0].shape[0]
-    grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-    by_row = [
-        scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scaling)
-        for queries, keys, values in zip(grouped, key, value, strict=True)
-    ]
-    return torch.cat(by_row).view(rows, 1, heads, dim), None
-
-
-def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Let `model` attend through `attend`. Returns whether it can; else it stays as it is."""
-    known = model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
-    can = bool(known and getattr(model, "_supports_attention_backend", False))
-    if can:
-        AttentionInterface.register(ROW_ATTENTION, attend)
-        AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
-        model.set_attn_implementation(ROW_ATTENTION)
-    return can
-
-
-def use_row_attention(model: PreTrainedModel) -> None:
-    """Let `model` attend row by row when its cache is a `RowCache`. Raises `EngineError` for a
-    model that does not support that.
-    """
-    if not use_packed_attention(model):
-        kind, now = model.config.model_type, model.config._attn_implementation
-        raise EngineError(
-            f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
-            "set engine.kv_layout to slab",
-        )

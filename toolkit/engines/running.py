@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from toolkit.engines.fixed_step import FixedSteps
+from toolkit.engines.fixed_step import FixedSteps, Forward
 from toolkit.engines.memory import ByteLedger, ModelShape
 from toolkit.engines.protocol import LiveRow, Row, StepOutput, advance
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.row_cache import BatchCache, Forward
+from toolkit.engines.row_cache import BatchCache
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
@@ -276,8 +276,8 @@ class RunningBatch:
         """
         last = self._prepared()
         self.cache.make_room(len(self), 0, ahead=steps)
-        if self.fixed is not None:
-            self.fixed.warm_up(last, steps)
+        if self._fixed is not None:
+            self._fixed.warm_up(last, steps)
 
     def step_with(self, newcomers: Sequence[Newcomer]) -> StepOutput:
         """Decode one more token for every row, and prefill newcomers in the same pass.
@@ -324,10 +324,16 @@ class RunningBatch:
         self.cache.clear()
         self._sampler, self._draws, self._last = self.make_sampler([]), 0, None
 
+    @property
+    def _fixed(self) -> FixedSteps | None:
+        """What makes the next steps in fixed shapes, if that is possible now."""
+        cache = self.cache
+        return self.fixed if isinstance(cache, RebatchCache) and cache.is_flat else None
+
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]."""
-        if self.fixed is not None:
-            return self.fixed.logits(last)
+        if self._fixed is not None:
+            return self._fixed.logits(last)
         cache = self.cache
         return self.forward(last[:, None], cache.mask(self.masks_as), cache.positions(), cache)
 

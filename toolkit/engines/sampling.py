@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from toolkit.engines.protocol import Row, stop_tokens, uniform
+from toolkit.engines.protocol import Row, stop_tokens
 
 GREEDY_BELOW = 1e-5  # temperature
+AHEAD = 64  # so many draws have their random numbers made at once
 
 
 class Sampler:
@@ -56,6 +57,8 @@ class Sampler:
             self._is_greedy = torch.tensor(self._greedy, device=device)
             self._temperature = self._column([max(p.temperature, GREEDY_BELOW) for p in params])
             self._filter = _Filter(rows, vocab_size, device)
+            self._points = torch.empty(0)  # [N, AHEAD] random numbers, from the draw `_first` on
+            self._first = -1
 
     def regrouped(self, kept: Sequence[int], joined: Sequence[Row], step: int) -> Sampler:
         """A sampler for the rows at the indices `kept`, in this order, after `step` draws, followed
@@ -97,11 +100,14 @@ class Sampler:
     def _sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         scores = self._filter.apply(logits.float() / self._temperature)
         cumulative = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        points = [
-            uniform(row.sampling.seed, start + step)
-            for row, start in zip(self._rows, self._starts, strict=True)
-        ]
-        shares = torch.tensor(points, dtype=torch.float64, device=self._device)[:, None]
+        first = step // AHEAD * AHEAD
+        if first != self._first:
+            seeds = torch.tensor([_signed(row.sampling.seed) for row in self._rows])
+            positions = torch.tensor([start + first for start in self._starts])
+            points = uniforms(seeds[:, None], positions[:, None] + torch.arange(AHEAD))
+            self._points = points.to(self._device)
+            self._first = first
+        shares = self._points[:, step - first, None]
         targets = shares * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
@@ -136,6 +142,35 @@ class _Filter:
         kept = ((before < self._top_p) | (self._top_p >= 1)) & (ranked > -torch.inf)
         last = kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1
         return scores.masked_fill(scores < ranked.gather(1, last), -torch.inf)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`toolkit.engines.protocol.uniform` of each (seed, position), for tensors of 64-bit integers:
+    torch's products wrap around.
+    """
+    state = _finish(seeds + _GAMMA)
+    state = _finish((state ^ positions) + _GAMMA)
+    return _unsigned_shift(state, 32).double() * 2.0**-32
+
+
+def _finish(words: torch.Tensor) -> torch.Tensor:
+    words = (words ^ _unsigned_shift(words, 30)) * _FACTORS[0]
+    words = (words ^ _unsigned_shift(words, 27)) * _FACTORS[1]
+    return words ^ _unsigned_shift(words, 31)
+
+
+def _unsigned_shift(words: torch.Tensor, bits: int) -> torch.Tensor:
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The signed integer with the same 64 bits."""
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+# The numbers of SplitMix64, as in `toolkit.engines.protocol.mix`.
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _seen(rows: Sequence[Row], vocab_size: int) -> torch.Tensor:

@@ -3,6 +3,9 @@
 Keys and values are written in place, and attention reads a view. transformers' `DynamicCache`
 instead concatenates at every step, which copies the whole cache each time. A layer holds the same
 [N, kv_heads, columns, head_dim] in both, so the tokens are the same.
+
+Where decode steps have fixed shapes, caches lie in an `Arena` instead: memory that stays, so that a
+captured step finds each slice where the last one was.
 """
 
 from __future__ import annotations
@@ -37,13 +40,21 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(~visible[:, None, None, :], -torch.inf)
 
 
-class SlabLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values, with room for `columns` tokens; the first update allocates."""
+Slabs = tuple[torch.Tensor, torch.Tensor]  # [N, kv_heads, columns, head_dim]: keys and values
 
-    def __init__(self, columns: int) -> None:
+
+class SlabLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's keys and values, with room for `columns` tokens, in `slabs`; None: the first
+    update allocates them.
+    """
+
+    def __init__(self, columns: int, slabs: Slabs | None = None) -> None:
         super().__init__()
         self._columns = columns
         self._length = 0
+        if slabs is not None:
+            self._key_slab, self._value_slab = slabs
+            self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -77,10 +88,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class SlabCache(Cache):  # type: ignore[misc]
-    """`layers` slabs of `columns` tokens."""
+    """`layers` slabs of `columns` tokens: those in `slabs`, or its own."""
 
-    def __init__(self, layers: int, columns: int) -> None:
-        super().__init__(layers=[SlabLayer(columns) for _ in range(layers)])
+    def __init__(self, layers: int, columns: int, slabs: Sequence[Slabs] | None = None) -> None:
+        given: Sequence[Slabs | None] = slabs or [None] * layers
+        super().__init__(layers=[SlabLayer(columns, each) for each in given])
 
     def kv_shapes(self) -> list[KVShape]:
         return [(layer.keys.shape, layer.values.shape) for layer in self.layers]
@@ -107,6 +119,70 @@ class SlabCache(Cache):  # type: ignore[misc]
                 value_states.expand(batch_size, -1, -1, -1),
                 index,
             )
+
+
+class Arena:
+    """Memory for the caches of one slice after another: per layer keys and values
+    [tokens, kv_heads, head_dim], where each row of the slice is a run of tokens.
+
+    It has the attributes of `toolkit.engines.fixed_step.Places`. Its last token is no row's.
+
+    Args:
+        shapes: what each layer caches.
+        like: a tensor of the cache's dtype, on its device.
+        tokens: that rows may take.
+    """
+
+    generation = 0  # the memory stays
+
+    def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, tokens: int) -> None:
+        self.tokens = self.row_capacity = tokens
+        self.device = like.device
+        self.membership = self.end = 0
+        self.firsts: list[int] = []
+        self._prompts: list[int] = []  # the tokens that each row had at first
+        self._flat = [
+            (
+                like.new_empty(tokens + 1, keys[1], keys[3]),
+                like.new_empty(tokens + 1, values[1], values[3]),
+            )
+            for keys, values in shapes
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length + self.end for length in self._prompts]
+
+    @property
+    def width(self) -> int:
+        return max(self._prompts, default=0) + self.end
+
+    def flat(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._flat
+
+    def hold(self, firsts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows that begin at the tokens `firsts` and have `lengths` tokens take the places of those
+        before.
+        """
+        self.firsts = list(firsts)
+        self._prompts = list(lengths)
+        self.end = 0
+        self.membership += 1
+
+    def advance(self) -> None:
+        """Count the token that a step has written behind each row."""
+        self.end += 1
+
+    def slabs(self, first: int, rows: int, columns: int) -> list[Slabs]:
+        """Views [rows, kv_heads, columns, head_dim] of the tokens from `first` on, for prefills."""
+        tokens = slice(first, first + rows * columns)
+        return [
+            (
+                keys[tokens].view(rows, columns, *keys.shape[1:]).transpose(1, 2),
+                values[tokens].view(rows, columns, *values.shape[1:]).transpose(1, 2),
+            )
+            for keys, values in self._flat
+        ]
 
 
 def check_caches(config: object, max_model_len: int) -> None:
@@ -137,8 +213,8 @@ def check_caches(config: object, max_model_len: int) -> None:
 
 
 class PaddedBatch:
-    """N rows of different lengths, padded on the left to `width`, with room up to `columns`: the
-    tensors that a forward pass needs, built once per slice.
+    """N rows of different lengths, padded on the left to `width` (None: the longest), with room up
+    to `columns`: the tensors that a forward pass needs, built once per slice.
 
     Attributes:
         input_ids: [N, width] token ids; 0 where padded.
@@ -146,7 +222,7 @@ class PaddedBatch:
         positions: [N, columns] the position of each real token in its row. A row that has ended
             stays in its batch, so positions stop at `last_position`: models with learned positions
             have no more.
-        cache: empty at first.
+        cache: empty at first; in `slabs` if they are given.
     """
 
     def __init__(
@@ -156,10 +232,12 @@ class PaddedBatch:
         last_position: int,
         layers: int,
         device: torch.device,
+        width: int | None = None,
+        slabs: Sequence[Slabs] | None = None,
     ) -> None:
         lengths = torch.tensor([len(row) for row in rows])
-        self.width = int(lengths.max())
-        self.cache = SlabCache(layers, columns)
+        self.width = int(lengths.max()) if width is None else width
+        self.cache = SlabCache(layers, columns, slabs)
         padded = [[0] * (self.width - len(row)) + list(row) for row in rows]
         real_column = torch.arange(columns)[None, :] - (self.width - lengths)[:, None]
         self.input_ids = torch.tensor(padded, device=device)

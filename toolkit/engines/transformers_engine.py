@@ -4,24 +4,43 @@ iteration per token.
 Rows are padded on the left, so that all end in the same column and attention needs one mask. The
 prefill gives the first token of a slice. The cache is dropped when a slice ends: the next slice
 prefills again (SCLS).
+
+Where decode steps have fixed shapes (`toolkit.engines.fixed_step`), by default on a GPU, caches lie
+in an arena that is allocated once. The budget is then in two parts: a slice fits if its N * (L + S)
+tokens fit into the arena, and its prefill runs in as many passes as fit into the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from transformers.cache_utils import Cache
 
+from toolkit.engines.attention import (
+    OUR_ATTENTION,
+    FlashRows,
+    TokenRows,
+    choose_rows,
+    use_our_attention,
+)
 from toolkit.engines.devices import choose_attention_kernels
+from toolkit.engines.fixed_step import FixedSteps, Places
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
-from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, on_device
+from toolkit.engines.memory import (
+    ByteLedger,
+    ModelShape,
+    PastBudget,
+    kv_budget_bytes,
+    on_device,
+)
+from toolkit.engines.norms import fuse_norms
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord
-from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.slab import PaddedBatch, values_per_token
+from toolkit.engines.slab import Arena, PaddedBatch, values_per_token
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.errors import InputError
 from toolkit.files.io import processor
@@ -32,6 +51,9 @@ from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 # leaves.
 SPREAD_DIVISOR = 4
 TIMED_STEPS = 2  # decode steps that are timed together
+# The part of the budget beside an arena, for the activations of prefills: one part in so many, but
+# enough for the longest row, and at most half.
+WORKSPACE_PART = 8
 
 
 class TransformersEngine:
@@ -43,6 +65,7 @@ class TransformersEngine:
     """
 
     name = "transformers"
+    has_arena = True  # if decode steps have fixed shapes
 
     def __init__(
         self,
@@ -69,12 +92,12 @@ class TransformersEngine:
         self._eos_ids = eos_token_ids(self._model)
         self._last_position = spec.max_model_len - 1
         # The type of masks that attention adds to its scores; None: the model makes its own.
-        sdpa = self._model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
+        sdpa = self._model.config._attn_implementation in ("sdpa", OUR_ATTENTION)
         self._masks_as = self._dtype if sdpa else None
         # What each layer caches is measured: configs name the sizes in too many ways for a formula.
         probe = self._padded([[0]], 1)
         with torch.inference_mode():
-            self._prefill(probe)
+            self._prefill_columns(probe, 0, 1)
         self._kv_shapes = probe.cache.kv_shapes()
         self._kv_bytes_per_token = self._shape.value_bytes * values_per_token(self._kv_shapes)
         measured = shares * self._kv_bytes_per_token
@@ -89,6 +112,11 @@ class TransformersEngine:
             budget = share.least(budget, self._device)
         self.ledger = ByteLedger(budget, alone=share is None)
         self.facts = self._facts(spec, budget, share)
+        self._arena: Arena | None = None
+        self._fixed: FixedSteps | None = None
+        if self.has_arena and self._wants_fixed_shapes(engine):
+            self._arena = self._make_arena(budget)
+            self._fixed = self._fixed_steps(self._arena)
 
     def _facts(self, spec: ModelSpec, budget: int, share: RankShare | None) -> EngineFacts:
         on_cpu = self._device.type == "cpu"
@@ -120,37 +148,34 @@ class TransformersEngine:
         """The callable of forward passes: the loaded model, or what a subclass makes of it."""
         if self._model.device.type == "cuda":
             choose_attention_kernels()
-            use_packed_attention(self._model)
+            use_our_attention(self._model)
         model: Callable[..., Any] = self._model
         return model
 
     @on_device
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         self._check_rows(rows)
-        width = max(len(row.tokens) for row in rows)
         steps = min(steps, max(row.remaining for row in rows))
         record = SliceRecord(rows, self._eos_ids)
-        with self.ledger.reserve(self.slice_bytes(len(rows), width, steps)):
-            batch = self._padded([row.tokens for row in rows], width + steps)
+        with self._room_for([row.tokens for row in rows], steps) as parts:
             sampler = Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
-            logits = self._prefill(batch)
+            logits = self._prefill(parts)
             for step in range(steps):
                 drawn = sampler.draw(logits, step)
                 wanted = on_step(record.advance(drawn.tolist()))
                 if not wanted or record.all_ended or step == steps - 1:
                     break
-                logits = self._decode(batch, drawn)
+                logits = self._decode(parts, drawn)
         return record.output()
 
     @on_device
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
         """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
         rows = self._timed_rows(batch_size, input_length)
-        with self.ledger.reserve(self.slice_bytes(batch_size, input_length, 1)):
-            self._synchronize()
-            start = clock()
-            batch = self._padded(rows, input_length + 1)
-            self._prefill(batch).argmax(dim=-1).tolist()
+        self._synchronize()
+        start = clock()
+        with self._room_for(rows, 1) as parts:
+            self._prefill(parts).argmax(dim=-1).tolist()
             return clock() - start
 
     @on_device
@@ -163,24 +188,27 @@ class TransformersEngine:
         steps = min(TIMED_STEPS, max(cached_length - 1, 1))
         filled = max(cached_length - steps, 1)
         rows = self._timed_rows(batch_size, filled)
-        held = batch_size * (cached_length + 1) * self._kv_bytes_per_token
-        held += self._shape.prefill_bytes(batch_size, 1)
-        with self.ledger.reserve(held):
-            batch = self._padded(rows, filled + 1 + steps)
-            batch.cache.fill(self._kv_shapes, batch_size, filled, self._like)
-            tokens = batch.input_ids[:, -1].clone()
+        activations = self._shape.prefill_bytes(batch_size, 1)
+        with self.ledger.reserve(activations), self._room_for(rows, 1 + steps) as parts:
+            for part in parts:
+                part.cache.fill(self._kv_shapes, len(part.input_ids), filled, self._like)
+            tokens = torch.cat([part.input_ids[:, -1] for part in parts])
             # An untimed step comes first, as in serving: filling the cache has evicted the weights
             # from the processor's caches.
-            tokens = self._decode(batch, tokens).argmax(dim=-1)
+            tokens = self._decode(parts, tokens).argmax(dim=-1)
+            if self._fixed is not None:
+                self._fixed.warm_up(tokens, steps)
             self._synchronize()
             start = clock()
             for _ in range(steps):
-                tokens = self._decode(batch, tokens).argmax(dim=-1)
+                tokens = self._decode(parts, tokens).argmax(dim=-1)
                 tokens.tolist()
             return (clock() - start) / steps
 
     def slice_bytes(self, batch_size: int, input_length: int, steps: int) -> int:
-        """Peak bytes of N rows padded to L and run for S steps: the slab and the prefill."""
+        """Peak bytes of N rows padded to L and run for S steps, without an arena: the slab and the
+        prefill.
+        """
         slab = batch_size * (input_length + steps) * self._kv_bytes_per_token
         return slab + self._shape.prefill_bytes(batch_size, input_length)
 
@@ -199,9 +227,54 @@ class TransformersEngine:
     def _padded(self, rows: Sequence[Sequence[int]], columns: int) -> PaddedBatch:
         return PaddedBatch(rows, columns, self._last_position, self._layers, self._device)
 
-    def _prefill(self, batch: PaddedBatch) -> torch.Tensor:
+    @contextmanager
+    def _room_for(
+        self, rows: Sequence[Sequence[int]], steps: int
+    ) -> Iterator[Sequence[PaddedBatch]]:
+        """In this context there is memory for the caches of rows with these tokens, for `steps`
+        tokens more: one padded batch, or in an arena as many as its prefills need.
+        """
+        width = max(len(row) for row in rows)
+        columns = width + steps
+        if self._arena is not None:
+            yield self._in_arena(self._arena, rows, width, columns)
+            return
+        with self.ledger.reserve(len(rows) * columns * self._kv_bytes_per_token):
+            yield [self._padded(rows, columns)]
+
+    def _in_arena(
+        self, arena: Arena, rows: Sequence[Sequence[int]], width: int, columns: int
+    ) -> list[PaddedBatch]:
+        needed = len(rows) * columns
+        if needed > arena.tokens:
+            raise PastBudget(
+                f"{len(rows)} rows of {columns} columns, {needed} tokens of KV cache, do not fit "
+                f"into {arena.tokens}"
+            )
+        lengths = [len(row) for row in rows]
+        ends = range(width, needed, columns)
+        arena.hold([end - length for end, length in zip(ends, lengths, strict=True)], lengths)
+        fitting = self.ledger.free_bytes // self._shape.prefill_bytes(1, width)
+        passes = -(-len(rows) // int(max(min(fitting, len(rows)), 1)))
+        size = -(-len(rows) // passes)
+        parts = []
+        for first in range(0, len(rows), size):
+            part = rows[first : first + size]
+            slabs = arena.slabs(first * columns, len(part), columns)
+            parts.append(
+                PaddedBatch(
+                    part, columns, self._last_position, self._layers, self._device, width, slabs
+                )
+            )
+        return parts
+
+    def _prefill(self, parts: Sequence[PaddedBatch]) -> torch.Tensor:
         """Logits [N, V] of the first new token."""
-        return self._prefill_columns(batch, 0, batch.width)
+        logits = []
+        for part in parts:
+            with self.ledger.reserve(self._shape.prefill_bytes(len(part.input_ids), part.width)):
+                logits.append(self._prefill_columns(part, 0, part.width))
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _prefill_columns(self, batch: PaddedBatch, start: int, end: int) -> torch.Tensor:
         """Cache the columns from `start` to `end`; logits [N, V] of the token after `end`."""
@@ -209,13 +282,59 @@ class TransformersEngine:
         ids, positions = batch.input_ids[:, columns], batch.positions[:, columns]
         return self._forward(ids, batch.mask[:, :end], positions, batch.cache)
 
-    def _decode(self, batch: PaddedBatch, tokens: torch.Tensor) -> torch.Tensor:
+    def _decode(self, parts: Sequence[PaddedBatch], tokens: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] after one more token per row, [N]."""
+        if self._arena is not None and self._fixed is not None:
+            logits = self._fixed.logits(tokens)
+            self._arena.advance()
+            return logits
+        (batch,) = parts
         column = batch.cache.get_seq_length()
         mask = batch.mask_up_to(column + 1, self._masks_as)
         return self._forward(
             tokens[:, None], mask, batch.positions[:, column : column + 1], batch.cache
         )
+
+    def _wants_fixed_shapes(self, engine: EngineSpec, why_not: str = "") -> bool:
+        """Whether decode steps are to have fixed shapes: by default on a GPU with FlashAttention,
+        without which a step copies the tokens that it reads.
+
+        `why_not` says why they cannot. Raises `InputError` if the recipe wants them all the same.
+        """
+        wanted = engine.cuda_graphs
+        if wanted is None:
+            # In a process that shares a model, a capture would have to fail in all or in none.
+            able = self._like.is_cuda and self.ledger.alone and not why_not
+            wanted = able and self._choose_rows() is FlashRows
+        if wanted and not why_not and not use_our_attention(self._model):
+            why_not = f"the model attends by '{self._model.config._attn_implementation}'"
+        if engine.cuda_graphs and why_not:
+            raise InputError(
+                f"engine.cuda_graphs is true, but {why_not}", "leave engine.cuda_graphs out"
+            )
+        return bool(wanted and not why_not)
+
+    def _choose_rows(self) -> type[TokenRows]:
+        return choose_rows(self._like, self._shape.heads, self._kv_shapes)
+
+    def _fixed_steps(self, cache: Places) -> FixedSteps:
+        fuse_norms(self._model)
+        return FixedSteps(
+            self._forward,
+            cache,
+            self._dtype,
+            self._last_position,
+            self._choose_rows(),
+            capture=self._like.is_cuda,
+        )
+
+    def _make_arena(self, budget_bytes: int) -> Arena:
+        """The arena, which holds its part of the budget from now on."""
+        longest_row = self._shape.prefill_bytes(1, self.facts.max_model_len)
+        workspace = min(max(longest_row, budget_bytes // WORKSPACE_PART), budget_bytes // 2)
+        tokens = (budget_bytes - workspace) // self._kv_bytes_per_token
+        self.ledger.take(tokens * self._kv_bytes_per_token)
+        return Arena(self._kv_shapes, self._like, tokens - 1)
 
     def _forward(
         self,

@@ -11,7 +11,7 @@ the error of a fit moves a result that is computed from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ from toolkit.files.fit import (
     LatencyFit,
     MemoryFit,
     OverheadFit,
+    PointError,
     Range,
     RoundsFit,
     StepsFit,
@@ -46,6 +47,7 @@ from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 
 POINTS_MIN = 8
+WORST_POINTS = 3  # named in a fit
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,9 +100,13 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     law = SegmentedLaw(
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
-    return FittedProfile(
+    prefill = replace(
         prefill,
-        decode,
+        fit=prefill.fit.model_copy(update={"flat_percent": _flat_percent(prefill.points, seed)}),
+    )
+    return FittedProfile(
+        with_worst_points(prefill, profile.prefill),
+        with_worst_points(decode, profile.decode),
         forms.fit_overhead(profile.slices, law, seed),
         fit_memory(profile.memory, profile.engine),
         *fit_rounds(profile, law, seed),
@@ -133,6 +139,41 @@ def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> Fitted
         ),
     )
     return FittedLaw(fit, points, predicted[kept])
+
+
+def with_worst_points(law: FittedLaw, measured: Sequence[PrefillPoint | DecodePoint]) -> FittedLaw:
+    """The law with the points that it misses most, and how far the samples of points are apart."""
+    points = law.points
+    errors = 100.0 * (law.predicted_s / points.seconds - 1.0)
+    spreads = [_spread_percent(point.seconds) for point in measured]
+    worst = [
+        PointError(
+            batch_size=int(points.batch_size[index]),
+            length=int(points.length[index]),
+            error_percent=float(errors[index]),
+            spread_percent=spreads[index],
+        )
+        for index in np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS]
+    ]
+    known = [spread for spread in spreads if spread is not None]
+    typical_spread = float(np.median(known)) if known else None
+    update = {"worst_points": worst, "spread_percent": typical_spread}
+    return replace(law, fit=law.fit.model_copy(update=update))
+
+
+def _flat_percent(points: Points, seed: int) -> float | None:
+    """The median held-out error, in percent, of a flat and then linear form."""
+    if not forms.may_be_flat(points):
+        return None
+    predicted = _held_out(forms.FlatForm(), points, seed)
+    return forms.percent_error(predicted, points.seconds).median_percent
+
+
+def _spread_percent(samples: Sequence[float]) -> float | None:
+    """The standard deviation over the mean, in percent; None of fewer than two samples."""
+    if len(samples) < 2:
+        return None
+    return float(100.0 * np.std(samples, ddof=1) / np.mean(samples))
 
 
 def _check_points(name: str, points: Points) -> None:

@@ -253,10 +253,15 @@ def candidates(points: Points, *, square: bool) -> list[Form]:
     ]
     squares = (False, True) if square and len(np.unique(points.length)) >= 3 else (False,)
     forms: list[Form] = [LawForm(knots, squared) for knots in [(), *bent] for squared in squares]
-    fewest_seen = len(points) - -(-len(points) // HELD_OUT_PARTS)
-    if not square and fewest_seen >= FLAT_POINTS_MIN + LINEAR_POINTS_MIN:
+    if not square and may_be_flat(points):
         forms.append(FlatForm())
     return forms
+
+
+def may_be_flat(points: Points) -> bool:
+    """Whether the points suffice for a flat form, also without those that are held out."""
+    fewest_seen = len(points) - -(-len(points) // HELD_OUT_PARTS)
+    return fewest_seen >= FLAT_POINTS_MIN + LINEAR_POINTS_MIN
 
 
 def form_named(name: str, points: Points, *, square: bool) -> Form:

@@ -50,6 +50,17 @@ class Range(Strict):
     length_max: int
 
 
+class PointError(Strict):
+    """What a fit without this point predicts for it, and how far its own samples are apart."""
+
+    batch_size: int
+    length: int
+    error_percent: float = Field(description="predicted against measured, with its sign")
+    spread_percent: float | None = optional(
+        "the samples' standard deviation over their mean; none: there is one sample"
+    )
+
+
 class LatencyFit(Strict):
     """A fitted law: the chosen form, fitted on all points, and how the forms compared."""
 
@@ -58,6 +69,14 @@ class LatencyFit(Strict):
     error: HeldOutError
     candidates: list[Candidate]
     valid: Range
+    worst_points: list[PointError] = Field([], description="the largest held-out errors")
+    spread_percent: float | None = optional(
+        "the median spread of a point's samples; none: no point has two samples"
+    )
+    flat_percent: float | None = optional(
+        "of prefills: the median error if the law could be flat and then linear, as launches on a "
+        "GPU are; none: too few points"
+    )
 
 
 class OverheadFit(Strict):

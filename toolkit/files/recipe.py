@@ -231,8 +231,8 @@ class EngineSpec(Strict):
         "a CPU",
     )
     cuda_graphs: bool | None = optional(
-        "rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU captured as CUDA "
-        "graphs; None: on a GPU, where they can be captured"
+        "transformers, and rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU "
+        "captured as CUDA graphs; None: on a GPU, where they can be captured"
     )
     swap_memory_mib: PositiveFloat | None = optional(
         "rebatch: host memory of one worker for swapped caches, pinned on a GPU; None: no limit on "

@@ -1,0 +1,205 @@
+"""Static slices with decode steps of fixed shapes: the same tokens in memory that stays, and a law
+of memory without a prefill's workspace. test_engines_contract.py holds the rest, as "fixed".
+"""
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rounds import free_row, random_rows
+
+from toolkit.engines.fixed_step import FixedShape, FixedSteps
+from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams, StepOutput
+from toolkit.engines.slab import Arena
+from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.errors import InputError
+from toolkit.estimators.part_fits import fit_memory
+from toolkit.files.recipe import ProfileSpec
+from toolkit.profiling.measure import probe_memory, probe_shapes
+from toolkit.profiling.process import LocalTimedEngine
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=60, repetition_penalty=1.1)
+
+
+def fixed_engine(
+    kind: str = "llama", budget_mib: float = 16.0, **changes: Any
+) -> TransformersEngine:
+    spec = tiny.engine_spec(kind, budget_mib=budget_mib, cuda_graphs=True)
+    return TransformersEngine(tiny.model_spec(kind, **changes), spec, tiny.CPU)
+
+
+def plain_engine(kind: str = "llama") -> TransformersEngine:
+    return TransformersEngine(tiny.model_spec(kind), tiny.engine_spec(kind), tiny.CPU)
+
+
+def arena_of(engine: TransformersEngine) -> Arena:
+    arena = engine._arena
+    assert arena is not None
+    return arena
+
+
+def go_on(_: StepOutput) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "opt", "gpt_neox"])
+def test_tokens_are_those_of_steps_that_keep_their_own_shapes(
+    kind: str, sampling: SamplingParams
+) -> None:
+    fixed, plain = fixed_engine(kind), plain_engine(kind)
+    rows = random_rows(7, 18, sampling)
+    for size, steps in ((1, 30), (5, 12), (18, 30), (3, 1)):
+        batch = rows[:size]
+        assert fixed.run_slice(batch, steps, go_on) == plain.run_slice(batch, steps, go_on)
+
+
+def test_rows_that_have_ended_may_pass_the_model_s_last_position() -> None:
+    rows = [free_row(90, 6), free_row(3, 90)]
+    for kind in ("llama", "gpt2"):
+        engines = fixed_engine(kind), plain_engine(kind)
+        fixed, plain = (engine.run_slice(rows, 90, go_on) for engine in engines)
+        assert fixed == plain
+
+
+def test_slices_lie_in_memory_that_is_taken_once() -> None:
+    engine = fixed_engine(budget_mib=1.0)
+    arena, ledger = arena_of(engine), engine.ledger
+    held = (arena.tokens + 1) * engine.facts.kv_bytes_per_token
+    assert ledger.used_bytes == held
+    pointers = [each.data_ptr() for pair in arena.flat() for each in pair]
+    for rows in ([free_row(40, 9)] * 3, [free_row(5, 30)]):
+        engine.run_slice(rows, 30, go_on)
+        assert ledger.used_bytes == held
+    assert [each.data_ptr() for pair in arena.flat() for each in pair] == pointers
+    assert ledger.peak_bytes <= engine.facts.kv_budget_bytes
+
+
+@pytest.mark.parametrize(("length", "steps"), [(60, 1), (60, 36), (8, 88), (95, 1)])
+def test_a_slice_fits_if_its_tokens_do_whatever_its_prefill_needs(length: int, steps: int) -> None:
+    engine = fixed_engine(budget_mib=1.0)
+    most = arena_of(engine).tokens // (length + steps)
+    first = engine.run_slice([free_row(length, steps)], steps, go_on)
+    whole = engine.run_slice([free_row(length, steps)] * most, steps, go_on)
+    assert whole.tokens == first.tokens * most
+    with pytest.raises(OutOfMemory, match="do not fit"):
+        engine.run_slice([free_row(length, steps)] * (most + 1), steps, go_on)
+    assert engine.run_slice([free_row(length, steps)], steps, go_on) == first
+
+
+def test_a_prefill_has_as_many_passes_as_the_rest_of_the_budget_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fixed_engine(budget_mib=1.0)
+    free = engine.ledger.free_bytes
+    passes: list[tuple[int, int]] = []
+    prefill = engine._prefill_columns
+
+    def noted(batch: Any, start: int, end: int) -> torch.Tensor:
+        passes.append((len(batch.input_ids), end))
+        return prefill(batch, start, end)
+
+    monkeypatch.setattr(engine, "_prefill_columns", noted)
+    rows = random_rows(1, 24)
+    together = engine.run_slice(rows, 8, go_on)
+    width = max(len(row.tokens) for row in rows)
+    assert len(passes) > 1
+    assert sum(size for size, _ in passes) == 24
+    assert {end for _, end in passes} == {width}
+    most = max(size for size, _ in passes)
+    assert engine._shape.prefill_bytes(most, width) <= free
+    assert together == plain_engine().run_slice(rows, 8, go_on)
+
+
+def test_the_law_of_memory_that_probes_show_has_no_workspace() -> None:
+    engine = fixed_engine(budget_mib=1.0)
+    bench = LocalTimedEngine(engine, "wall")
+    spec = ProfileSpec(
+        batch_sizes=[1],
+        input_lengths=[8],
+        cached_lengths=[8],
+        memory_lengths=[10, 40, 80],
+        slice_tokens=[4, 16],
+    )
+    probes = [
+        probe_memory(bench, length, steps, deadline_s=float("inf"))
+        for length, steps in probe_shapes(spec, engine.facts)
+    ]
+    law = fit_memory(probes, engine.facts)
+    share = arena_of(engine).tokens / engine.facts.capacity_tokens
+    assert law.form == "zeta"
+    assert law.workspace == 0.0
+    assert law.zeta == pytest.approx(share, rel=0.03)
+    assert 0.5 <= share < 1.0
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[FixedShape]:
+    """The shapes that are captured, where a stand-in makes the same step as a graph would."""
+    shapes: list[FixedShape] = []
+
+    class Replay:
+        def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
+            shapes.append(shape)
+            self.steps, self.shape = steps, shape
+
+        def replay(self) -> None:
+            self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
+
+    monkeypatch.setattr(FixedSteps, "_capture", lambda steps, shape: Replay(steps, shape))
+    return shapes
+
+
+def test_what_one_slice_captured_serves_the_next_of_another_length(
+    captured: list[FixedShape],
+) -> None:
+    engine, plain = fixed_engine(), plain_engine()
+    steps = engine._fixed
+    assert steps is not None
+    steps.captures = True
+    for rows in ([free_row(30, 20), free_row(12, 20)], [free_row(21, 30), free_row(2, 30)]):
+        assert engine.run_slice(rows, 30, go_on) == plain.run_slice(rows, 30, go_on)
+    assert captured == [FixedShape(2, 128)]
+    rows = [free_row(90, 6), free_row(3, 90)]  # the first stays in the batch when it has ended
+    assert engine.run_slice(rows, 90, go_on) == plain.run_slice(rows, 90, go_on)
+    assert captured == [FixedShape(2, 128), FixedShape(2, 256)]
+
+
+def test_timed_steps_are_captured_before_they_are_timed(captured: list[FixedShape]) -> None:
+    engine = fixed_engine()
+    assert engine._fixed is not None
+    engine._fixed.captures = True
+    during: list[int] = []
+
+    def clock() -> float:
+        during.append(len(captured))
+        return 0.0
+
+    engine.time_decode(4, 128, clock)
+    assert during == [2, 2]  # up to 128 tokens, and more
+
+
+def test_by_default_a_cpu_s_slices_take_their_own_memory() -> None:
+    assert plain_engine()._arena is None
+    assert plain_engine()._fixed is None
+
+
+def test_a_model_that_cannot_attend_through_ours_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "toolkit.engines.transformers_engine.use_our_attention", lambda model: False
+    )
+    with pytest.raises(InputError, match=r"engine\.cuda_graphs is true, but the model attends by"):
+        fixed_engine()
+
+
+def test_rows_of_one_slice_do_not_reach_the_next() -> None:
+    engine = fixed_engine()
+    rows = [free_row(50, 20), Row("short", (1, 2), 0, 20, SamplingParams(ignore_eos=True))]
+    before = engine.run_slice(rows, 20, go_on)
+    for pair in arena_of(engine).flat():
+        for each in pair:
+            each.fill_(torch.nan)
+    assert engine.run_slice(rows, 20, go_on) == before
