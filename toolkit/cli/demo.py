@@ -129,7 +129,8 @@ def spread(profile: Profile) -> float:
     one moment. The ratio to each point's median, in the median over the points, is how slow the
     machine was then. At least 1.
     """
-    points = [point.seconds for point in (*profile.prefill, *profile.decode)]
+    points = [point.seconds for point in profile.prefill]
+    points += [point.seconds for point in profile.decode]
     moments = []
     for k in range(max((len(one) for one in points), default=0)):
         ratios = [one[k] / median(one) for one in points if len(one) > k and median(one) > 0.0]
