@@ -31,7 +31,8 @@ class PassLogs:
             header_of(self._head)
         except OSError as error:
             raise InputError(
-                f"{source}: cannot be read: {error.strerror}", "start it with: serve --pass-log"
+                f"{source}: cannot be read: {error.strerror}",
+                "start the server with: llmctl serve --pass-log FILE",
             ) from None
         except msgspec.DecodeError:
             raise InputError(
