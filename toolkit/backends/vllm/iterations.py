@@ -246,13 +246,15 @@ class PassSeries:
     their launches and of their work on the GPU, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlapping: bool) -> None:
         self.took = Counter("llmctl_batch_seconds", "Time of passes.")
         self.predicted = Counter(
             "llmctl_predicted_batch_seconds", "Time of the same passes as the laws predict it."
         )
         self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
         self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
+        if not overlapping:
+            return
         self.launches = Counter(
             "llmctl_launch_seconds", "Time of the launches of passes that overlap."
         )
@@ -368,7 +370,9 @@ class Counted(PassLoggingMixin):
                     f"{PLAN_VARIABLE}: its fit has no law of passes",
                     "profile engine vllm again; then: llmctl fit, render",
                 )
-            self._counts = PassCounts(law_of_steps(fit), PassSeries())
+            law = law_of_steps(fit)
+            series = PassSeries(overlapping=isinstance(law, PipelineLaw))
+            self._counts = PassCounts(law, series)
 
     def add_request(self, request: VllmRequest) -> None:
         if request.request_id not in self.requests:
