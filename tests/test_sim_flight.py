@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_passes import serve
 from test_sim_paged import small, trace_of, world
+from test_sim_prefix import trace_of as sessions_of
+from test_sim_replicas import made_up
 
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import StepLaw, StepShape
@@ -282,6 +284,55 @@ def test_a_request_goes_on_from_its_tokens_when_its_replica_dies_within_a_leap(
     every = [*times[:given], *more]
     gap_s = max(after - before for before, after in pairwise(every))
     assert result.served.max_gap_s[0] == pytest.approx(gap_s, abs=1e-9)
+
+
+APART = replace(LAW, graphs=replace(GRAPHS, apart=True))
+EAGER = replace(LAW, graphs=GraphSettings("NONE", ()), spread=(0.5, 1.5, 1.0))
+
+
+@pytest.mark.parametrize("law", [LAW, APART, EAGER], ids=["graphs", "apart", "eager"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("shares", [False, True])
+def test_round_robin_is_what_dealing_in_turn_is(law, depth, shares) -> None:
+    """Alone an engine knows when the next request comes; behind a router its leaps are cut."""
+    for seed in range(3):
+        trace = made_up(seed, gap_s=0.02)
+        if not shares:
+            trace = replace(trace, shared=None)
+        there = world(engine_of(law, depth), 2)
+        routed = simulate(trace, FLAGS, replace(there, routing=Routing()))
+        alone = simulate(trace, FLAGS, there)
+        near = {"rtol": 0, "atol": 1e-9}
+        for name in ("first_token_s", "finish_s", "max_gap_s"):
+            np.testing.assert_allclose(
+                getattr(routed.served, name), getattr(alone.served, name), **near
+            )
+        assert routed.counters["evicted_percent"] == alone.counters["evicted_percent"] > 0
+        assert routed.counters.get("hit_tokens") == alone.counters.get("hit_tokens")
+
+
+@pytest.mark.parametrize("law", [LAW, APART, EAGER], ids=["graphs", "apart", "eager"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_fixed_concurrency_is_kept(law, depth, routed) -> None:
+    """The next request comes when a token that was held back is the last of another."""
+    more = {"routing": Routing()} if routed else {}
+    there = replace(world(engine_of(law, depth, 400), 1, **more), concurrency=5)
+    trace = replace(made_up(1, 60), shared=None)
+    served = simulate(trace, FLAGS, there).served
+    assert served.ok.all()
+    free_s = np.sort(np.concatenate([np.zeros(5), served.finish_s]))[: len(served)]
+    np.testing.assert_allclose(served.arrival_s, free_s, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_turns_of_a_session_follow_the_tokens_that_clients_have(depth: int) -> None:
+    rows = [(0.0, 12, 7), (0.0, 30, 5), (0.0, 44, 3)]
+    trace = sessions_of(rows, previous=[-1, 0, 1], think_s=0.05)
+    there = world(engine_of(LAW, depth, 60))
+    served = simulate(trace, FLAGS, there).served
+    assert served.ok.all()
+    np.testing.assert_allclose(served.arrival_s[1:], served.finish_s[:-1] + 0.05)
 
 
 def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far() -> None:
