@@ -304,7 +304,9 @@ def exit_codes() -> str:
     for one in tree:
         about = " ".join(inspect.getdoc(one).split("\n\n")[0].split())  # type: ignore[union-attr]
         rows.append((str(one.exit_code), code(one.__name__), about))
-    rows.append(("130", "", "Interrupted with Ctrl-C; the message says what is kept."))
+    rows.append(
+        ("130", "", "Interrupted with Ctrl-C; the message says what is kept. Servers drain first.")
+    )
     rows.append(
         ("141", "", "The reader of the output left, as in `llmctl recipes`, piped to `head`.")
     )

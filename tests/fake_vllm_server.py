@@ -3,7 +3,8 @@
 The server batches continuously, prefills in chunks and never preempts. A pass sleeps as long as
 `FORWARD_S` says. The model's name chooses a fault: 'dies' ends while it loads; 'breaks' answers
 groups of 3 with 500; 'loads' is never ready and ignores signals, as vLLM does while it loads;
-'stubborn' does not end when told to; 'engine' starts a second process, and leaves it behind. After
+'stubborn' does not end when told to; 'engine' starts a second process, and leaves it behind;
+'overlaps' schedules and launches passes ahead, as vLLM does on a GPU, by the law `LAW`. After
 SIGUSR1 the server hangs: it answers /health and /metrics, and generates nothing.
 """
 
@@ -23,6 +24,23 @@ from pathlib import Path
 from benchmarks.common import standin_vllm
 
 FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
+GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
+LAW = {
+    "decode_s": 4e-3,
+    "row_s": 2e-5,
+    "cached_s": 2e-7,
+    "floor_s": 4e-3,
+    "floor_token_s": 1e-5,
+    "token_s": 4e-5,
+    "attended_s": 1e-9,
+    "beside_s": 3e-7,
+    "graph_s": 2e-3,
+    "graph_row_s": 1e-5,
+    "piece_s": 5e-3,
+    "piece_row_s": 1e-5,
+    "eager_s": 1e-2,
+    "eager_chunk_s": 2e-4,
+}
 
 
 def install(folder: Path, version: str = "0.32.0+cpu", distribution: str = "vllm") -> str:
@@ -36,11 +54,14 @@ class Row:
     def __init__(self, name: str, prompt: int, limit: int) -> None:
         self.name, self.prompt, self.limit = name, prompt, limit
         self.computed = self.generated = 0  # computed: also what was found in the cache
+        self.planned = 0  # tokens that were generated or are under way, where passes overlap
         self.tokens: asyncio.Queue[bool] = asyncio.Queue()
 
 
 class Engine:
     """Runs one pass after the other while requests are there."""
+
+    overlaps = False
 
     def __init__(self, flags: dict[str, str]) -> None:
         self.slots = int(flags.get("--max-num-seqs", 256))
@@ -64,10 +85,10 @@ class Engine:
                 max_num_seqs=self.slots,
                 max_num_batched_tokens=self.budget,
                 block_tokens=self.block,
-                blocks=256,
+                blocks=8192 if self.overlaps else 256,
                 enable_chunked_prefill=True,
                 prefix_caching=False,
-                async_scheduling=False,
+                async_scheduling=self.overlaps,
                 policy="fcfs",
                 version="0.32.0",
                 model_type="llama",
@@ -76,6 +97,9 @@ class Engine:
                 max_model_len=int(flags["--max-model-len"]),
                 vocab_size=512,
                 kv_bytes_per_token=4096,
+                graph_sizes=GRAPH_SIZES if self.overlaps else [],
+                graph_mode="FULL_AND_PIECEWISE" if self.overlaps else "",
+                executor="uni" if self.overlaps else "",
             )
         )
 
@@ -133,11 +157,92 @@ class Engine:
                 self.log.write(to_line(one))
 
 
+async def until(time_s: float) -> None:
+    """Wait until then. Timers of an event loop are a millisecond late; the last ones are spun."""
+    await asyncio.sleep(max(time_s - time.monotonic() - 2e-3, 0.0))
+    while time.monotonic() < time_s:
+        await asyncio.sleep(0)
+
+
+class OverlappingEngine(Engine):
+    """Launches a pass while the one before it runs, and then hands out the tokens of that one."""
+
+    overlaps = True
+
+    async def run(self) -> None:
+        from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+        from toolkit.estimators.steps import shape_of_rows
+
+        law = PipelineLaw(GraphSettings("FULL_AND_PIECEWISE", tuple(GRAPH_SIZES)), **LAW)
+        under_way: list[tuple] = []
+        gpu_s = 0.0
+        while True:
+            while not under_way and (not self.rows or self.hangs):
+                self.news.clear()
+                await self.news.wait()
+            start_s = time.monotonic()
+            if part := self._plan():
+                shape = shape_of_rows([one for _, one in part])
+                launched_s = start_s + law.launch_s(shape)
+                await until(launched_s)
+                begins_s = launched_s if law.waits_for_launch(shape) else start_s
+                gpu_s = max(max(gpu_s, begins_s) + law.gpu_s(shape), launched_s)
+                under_way.append((part, start_s, launched_s, gpu_s))
+                if len(under_way) == 1:
+                    continue
+            await until(under_way[0][3])
+            self._settle(*under_way.pop(0)[:3])
+
+    def _plan(self) -> list[tuple]:
+        from toolkit.sched.iterations import LoggedRow as Logged
+
+        budget, part = self.budget, []
+        for row in self.rows[: self.slots]:
+            new = min(row.prompt + row.planned - row.computed, budget)
+            if row.planned < row.limit and new > 0:
+                part.append((row, Logged(row.name, row.computed, new, row.prompt)))
+                row.computed += new
+                row.planned += row.computed == row.prompt + row.planned
+                budget -= new
+        return part
+
+    def _settle(self, part: list[tuple], start_s: float, launched_s: float) -> None:
+        from toolkit.sched.iterations import LoggedPass, to_line
+
+        ready_s, ended = time.monotonic(), []
+        for row, one in part:
+            if one.computed + one.new >= row.prompt:
+                row.generated += 1
+                self.generated += 1
+                if row.generated == row.limit:
+                    ended.append(row)
+                row.tokens.put_nowait(row.generated == row.limit)
+        self.rows = [row for row in self.rows if row not in ended]
+        self.step += 1
+        if self.log:
+            one = LoggedPass(
+                step=self.step,
+                start_s=start_s,
+                end_s=time.monotonic(),
+                rows=[one for _, one in part],
+                preempted=[],
+                ended=[row.name for row in ended],
+                waiting=max(len(self.rows) - self.slots, 0),
+                free_blocks=1,
+                launched_s=launched_s,
+                ready_s=ready_s,
+            )
+            self.log.write(to_line(one))
+
+    step = 0
+
+
 class Front:
     """The part of HTTP that the tests need."""
 
     def __init__(self, flags: dict[str, str], model: str) -> None:
-        self.engine, self.model, self.name = Engine(flags), model, flags["--served-model-name"]
+        kind = OverlappingEngine if "overlaps" in model else Engine
+        self.engine, self.model, self.name = kind(flags), model, flags["--served-model-name"]
         self.flags, self.count = flags, 0
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -144,6 +144,20 @@ def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
 
 
 @pytest.mark.slow
+def test_each_run_against_a_server_has_prompts_of_its_own(plan: Path):
+    """Else its prefix cache holds those of an earlier run, where the trace shares nothing."""
+    prompts = []
+    with sse_server() as server:
+        for _ in range(2):
+            server.bodies.clear()
+            assert validate(plan, server.url, "--warmup", "0", "--window", "0.5") == 0
+            prompts.append({tuple(body["prompt"]) for body in server.bodies})
+    long = [{one for one in each if len(one) > 8} for each in prompts]
+    assert min(map(len, long)) > 4
+    assert not long[0] & long[1]
+
+
+@pytest.mark.slow
 def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -25,11 +25,17 @@ from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.target import find_target
 from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
+from toolkit.estimators.pipeline import COEFFICIENTS, GraphSettings, PipelineLaw
 from toolkit.files.bench import Front
 from toolkit.files.io import write_file
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.stats import SliceSums
+from toolkit.sim.api import simulate
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.worker import NO_DELAY, FrontDelay
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import mean_rate
 from toolkit.traces.write import TraceLine, write_lines
 
 LOAD = LoadSpec("hidden", 128, 256)
@@ -44,6 +50,15 @@ def test_the_requests_are_those_that_come_next_and_time_goes_on_where_the_trace_
     other = other_requests(trace(), 3.5, 4)
     assert other.prompt_tokens.tolist() == [14, 15, 10, 11]
     assert other.arrival_s.tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_the_other_requests_come_at_the_rate_of_the_replay():
+    """Launches and the front take as long as they do at that load."""
+    own, faster = (other_requests(trace(), 0.0, 6, rate) for rate in (0.0, 10.0))
+    assert mean_rate(faster) == pytest.approx(10.0)
+    scale = own.arrival_s[-1] / faster.arrival_s[-1]
+    assert faster.arrival_s * scale == pytest.approx(own.arrival_s)
+    assert other_requests(trace(), 0.0, 1, 10.0).arrival_s.tolist() == [0.0]
 
 
 def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
@@ -263,6 +278,44 @@ def test_a_slow_machine_only_makes_batches_longer():
     assert slow["tpot_mean_s"] == pytest.approx(2 * fitted["tpot_mean_s"])
 
 
+def overlapping_counts(launches: float, gpu: float) -> dict[str, float]:
+    return {
+        "llmctl_batch_seconds_total": 5.0,
+        "llmctl_predicted_batch_seconds_total": 4.0,
+        "llmctl_launch_seconds_total": launches,
+        "llmctl_predicted_launch_seconds_total": 2.0 * bool(launches),
+        "llmctl_gpu_seconds_total": gpu,
+        "llmctl_predicted_gpu_seconds_total": 3.0 * bool(gpu),
+    }
+
+
+def test_launches_and_the_gpu_have_a_slowdown_each():
+    zero = dict.fromkeys(overlapping_counts(1.0, 1.0), 0.0)
+    both = times_between(zero, overlapping_counts(2.5, 3.3), [])
+    assert both is not None
+    assert both.launch_slowdown == pytest.approx(1.25)
+    assert both.slowdown == pytest.approx(1.1)
+    hidden = times_between(zero, overlapping_counts(2.5, 0.0), [])
+    assert hidden is not None
+    assert hidden.launch_slowdown == pytest.approx(1.25)
+    assert hidden.slowdown == 1.0, "no pass waited for the GPU"
+    whole = times_between(zero, overlapping_counts(0.0, 0.0), [])
+    assert whole is not None
+    assert whole.launch_slowdown is None
+    assert whole.slowdown == pytest.approx(1.25)
+
+
+def test_a_prediction_slows_launches_and_the_gpu_apart():
+    names = [name for name in COEFFICIENTS if name not in ("graph_s", "decode_s")]
+    graphs = GraphSettings("FULL", (1, 8))
+    law = PipelineLaw(graphs, graph_s=2.0, decode_s=3.0, **dict.fromkeys(names, 0.0))
+    engine = PagedEngine(law, 100, 16)
+    apart = engine.slowed(1.5, 1.25).steps
+    assert (apart.graph_s, apart.decode_s) == (2.5, 4.5)
+    together = engine.slowed(1.5).steps
+    assert (together.graph_s, together.decode_s) == (3.0, 4.5)
+
+
 def test_the_fronts_delay_is_in_every_predicted_latency():
     plan = make_plan(samples.recipe(), samples.fit(), None, {})
     few = Trace(np.arange(4.0), np.full(4, 20), np.full(4, 9), np.zeros(4, dtype=np.int64))
@@ -272,6 +325,19 @@ def test_the_fronts_delay_is_in_every_predicted_latency():
     )
     assert behind["ttft_mean_s"] == pytest.approx(bare["ttft_mean_s"] + 0.25)
     assert behind["e2e_p99_s"] == pytest.approx(bare["e2e_p99_s"] + 0.5)
+
+
+def test_a_prediction_of_vllm_without_a_warm_up_is_what_simulate_says():
+    """The front is the fitted one, not what clients of any server wait besides its laws."""
+    recipe = samples.recipe(engine={"name": "vllm"}, workers=1, policy={"name": "vllm"})
+    fit = samples.paged_fit()
+    slow = [each.model_copy(update={"const": 0.5}) for each in fit.prefill.segments]
+    fit = fit.model_copy(update={"prefill": fit.prefill.model_copy(update={"segments": slow})})
+    few = Trace(np.arange(4.0), np.full(4, 20), np.full(4, 9), np.zeros(4, dtype=np.int64))
+    plan = make_plan(recipe, fit, None, {})
+    world = world_from_fit(fit, workers=1, max_new_tokens=128)
+    simulated = simulate(few, VllmPolicy(), world).metrics({})
+    assert predict(plan, few, {})["ttft_mean_s"] == simulated["ttft_mean_s"]
 
 
 def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():

@@ -37,7 +37,13 @@ def test_help_shows_what_it_measures_its_command_its_time_and_its_needs(
 
 
 def test_each_group_has_benchmarks():
-    assert {module.split(".")[1] for module in SCRIPTS} == {"papers", "serving", "engines", "gpu"}
+    assert {module.split(".")[1] for module in SCRIPTS} == {
+        "papers",
+        "serving",
+        "engines",
+        "gpu",
+        "public",
+    }
 
 
 def test_no_benchmark_imports_the_tests_or_edits_the_path():

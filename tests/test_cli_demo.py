@@ -10,7 +10,9 @@ from samples import computes_nothing
 from toolkit.cli import demo
 from toolkit.cli.demo import Achieved, Held, as_typed
 from toolkit.errors import LimitsBrokenError
-from toolkit.files.shipped import recipe_path
+from toolkit.files.io import read_file
+from toolkit.files.profile import Profile
+from toolkit.files.shipped import recipe_path, shipped_profiles
 from toolkit.traces.write import TraceLine, write_lines
 
 RECIPE = computes_nothing(
@@ -63,6 +65,31 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
     assert sharing["hit_percent"]["with"] > 80.0
     assert sharing["ttft_mean_s"]["with"] < sharing["ttft_mean_s"]["without"]
     assert Path(found["report"]).is_file()
+
+
+def profiled(factors: list[float]) -> Profile:
+    """The shipped profile, whose k-th samples take `factors[k]` times as long."""
+    shipped = read_file(Profile, shipped_profiles() / "tiny-llama-cpu" / "profile.json")
+    points = {
+        name: [
+            point.model_copy(update={"seconds": [0.01 * factor for factor in factors]})
+            for point in getattr(shipped, name)
+        ]
+        for name in ("prefill", "decode")
+    }
+    return shipped.model_copy(update=points)
+
+
+def test_the_spread_of_a_machine_is_how_slow_it_was_in_a_tenth_of_its_profile():
+    assert demo.spread(profiled([1.0] * 20)) == 1.0
+    assert demo.spread(profiled([1.0] * 18 + [1.4, 1.6])) == pytest.approx(1.4)
+    assert demo.spread(profiled([1.0] * 30 + [3.0])) == 1.0  # one moment is no habit
+    assert demo.spread(profiled([])) == 1.0
+
+
+def test_the_profile_that_ships_was_measured_on_a_steady_machine():
+    shipped = read_file(Profile, shipped_profiles() / "tiny-llama-cpu" / "profile.json")
+    assert 1.0 <= demo.spread(shipped) <= demo.STEADY
 
 
 def achieved(kept: bool) -> Achieved:

@@ -8,9 +8,9 @@ from test_estimators_steps_fit import measured
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
-from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.load import law_of_steps, laws_from_fit
 from toolkit.estimators.part_fits import fit_steps
-from toolkit.estimators.steps import StepShape, law_of_steps
+from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 

@@ -1,5 +1,7 @@
 """The law of a forward pass that mixes chunks of prompts with decodes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ shapes = st.builds(
     prefill_tokens=st.integers(0, 8192),
     prefill_attended=st.floats(0, 1e8),
 )
-coefficients = st.lists(st.floats(0, 1e-2), min_size=8, max_size=8)
+coefficients = st.lists(st.floats(0, 1e-2), min_size=9, max_size=9)
 
 
 def test_decodes_pay_base_rows_tokens_and_what_they_read():
@@ -29,6 +31,16 @@ def test_decodes_pay_base_rows_tokens_and_what_they_read():
         LAW.forward_s(StepShape(decodes=8, decode_cached=100))
         == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
     )
+
+
+def test_decodes_beside_a_chunk_read_their_caches_at_a_cost_of_its_own():
+    law = replace(LAW, beside_s=0.75)
+    alone = StepShape(8, 100)
+    mixed = StepShape(8, 100, prefills=1, prefill_tokens=2)
+    assert law.forward_s(alone) == LAW.forward_s(alone)
+    assert law.forward_s(mixed) == LAW.forward_s(mixed) + 100 * (0.75 - 0.25)
+    assert StepLaw.of(law.coefficients, law.knots, law.host_s, law.host_row_s) == law
+    assert law.times(2.0).forward_s(mixed) == 2.0 * law.forward_s(mixed)
 
 
 def test_a_chunk_pays_for_its_tokens_by_the_slopes_between_knots_and_for_what_it_attends_to():
@@ -56,49 +68,6 @@ def test_a_step_is_a_pass_and_the_host_s_time():
 
 def test_a_law_equals_the_law_made_of_its_coefficients():
     assert StepLaw.of(LAW.coefficients, LAW.knots, LAW.host_s, LAW.host_row_s) == LAW
-
-
-@given(shape=shapes, values=coefficients, steps=st.integers(1, 200))
-def test_a_stretch_is_the_sum_of_its_steps(shape, values, steps):
-    law = StepLaw.of(values, (0, 128), host_s=1e-3, host_row_s=1e-5)
-    each = [
-        law.step_s(
-            StepShape(
-                shape.decodes,
-                shape.decode_cached + i * shape.decodes,
-                shape.prefills,
-                shape.prefill_tokens,
-                shape.prefill_attended,
-            )
-        )
-        for i in range(steps)
-    ]
-    assert law.stretch_s(shape, steps) == pytest.approx(sum(each), rel=1e-9)
-
-
-@given(
-    shape=shapes,
-    values=coefficients,
-    seconds=st.floats(-1, 1e4) | st.just(float("inf")),
-    limit=st.integers(0, 10_000),
-)
-def test_steps_before_is_the_least_count_that_takes_the_given_time(shape, values, seconds, limit):
-    law = StepLaw.of(values, (0, 128))
-    k = law.steps_before(shape, seconds, limit)
-    assert 0 <= k <= limit
-    assert k == limit or law.stretch_s(shape, k) >= seconds
-    assert k == 0 or law.stretch_s(shape, k - 1) < seconds
-
-
-@pytest.mark.parametrize("seconds", [3.7e-40, 1e-323])
-def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds):
-    """With empty caches only the second pass reads any: the quadratic's slope is not above 0."""
-    law = StepLaw(0.0, 0.0, 0.0, cached_s=2.0**-7, attended_s=0.0, token_s=(0.0,))
-    assert law.steps_before(StepShape(decodes=1, decode_cached=0), seconds, 50) == 2
-
-
-def test_steps_before_is_the_limit_for_a_law_without_cost():
-    assert StepLaw.of([0.0] * 7).steps_before(StepShape(1, 1), 1.0, 50) == 50
 
 
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from toolkit.errors import InputError
+from toolkit.estimators.front import fit_front
+from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, shape_of
-from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
+from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.profile import FrontPoint, StepPoint, StepsProfile
 
 LAW = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5, 1e-4), (0, 128), host_s=2e-4, host_row_s=1e-5)
@@ -92,6 +94,16 @@ def test_the_fitted_law_equals_the_law_of_the_passes():
     assert fit.error.worst_percent < 1.0
     assert (fit.front_s, fit.front_row_s) == (pytest.approx(0.0021), pytest.approx(1e-4, rel=0.1))
     assert (fit.blocks, fit.block_tokens) == (127, 32)
+
+
+def test_the_front_of_many_rows_is_not_taken_for_a_disturbance():
+    """Most points have few rows, so that many rows take far longer than the median of all."""
+    times_s = [(1, 0.004)] * 9 + [(rows, 2e-4 * rows) for rows in (4, 8, 96) for _ in range(3)]
+    times_s.append((8, 1.0))  # another program ran
+    front = [FrontPoint(rows=rows, prompt_tokens=8, seconds=taken) for rows, taken in times_s]
+    found = fit_front(measured(1).model_copy(update={"front": front}))
+    assert found.constant_s == pytest.approx(0.004)
+    assert found.row_s == pytest.approx(2e-4, rel=0.05)
 
 
 def test_disturbed_passes_count_little():

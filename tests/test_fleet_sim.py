@@ -17,7 +17,7 @@ from test_sim_replicas import made_up
 
 from toolkit.estimators.laws import LinearSwap, WithOverhead
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import PassTimes
+from toolkit.estimators.pipeline import PassTimes
 from toolkit.routing.balancer import Balancer, RoutingLogHeader, read_routes, replay_routes
 from toolkit.routing.routers import RoundRobinRouter, make_router
 from toolkit.routing.types import ReplicaTraits, RoutedRequest, weighed

@@ -13,6 +13,8 @@ import pytest
 from commands import llmctl
 
 from toolkit import interrupts
+from toolkit.__main__ import main as entry_point
+from toolkit.cli import main as command_line
 from toolkit.interrupts import EXIT_CODE, check, held
 from toolkit.sched.policies import make_policy
 from toolkit.sched.view import Decision, View
@@ -272,3 +274,18 @@ def test_a_process_ends_with_130_and_one_line() -> None:
     assert process.returncode == EXIT_CODE
     assert "Traceback" not in rest
     assert "interrupted" in rest.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("ends", "code"), [("0", EXIT_CODE), ("3", 3)])
+def test_a_server_that_ctrl_c_has_drained_ends_with_130(monkeypatch, handler, ends, code):
+    """Its own handler notes Ctrl-C; an error of the server's stays its exit code."""
+
+    def run() -> None:
+        interrupts.note()
+        sys.exit(int(ends))
+
+    monkeypatch.setattr(interrupts, "_command_line", handler())
+    monkeypatch.setattr(command_line, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        entry_point()
+    assert ended.value.code == code

@@ -50,6 +50,9 @@ class Watch:
     def advanced(self, text):
         pass
 
+    def expects(self, about_s):
+        pass
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

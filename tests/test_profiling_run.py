@@ -20,7 +20,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint
 from toolkit.files.shipped import load_recipe
-from toolkit.profiling.grid import GridPoint, SliceShape, grid
+from toolkit.profiling.grid import GridPoint, SliceShape, grid, in_rounds
 from toolkit.profiling.measure import (
     Journal,
     JournalConditions,
@@ -306,15 +306,15 @@ def test_a_failing_point_is_recorded_and_the_others_are_measured(tmp_path):
     with Journal(tmp_path / "journal", CONDITIONS) as journal:
         visited = []
         measure(
-            visits_left(points, spec, journal),
+            visits_left(in_rounds(points, spec), journal),
             Faulty(FakeEngine(FACTS), "wall"),
             spec,
             journal,
-            visited.append,
+            lambda _, point: visited.append(str(point)),
         )
-        prefill, decode = grid_points(points, spec, journal.results)
+        prefill, decode = grid_points(points, journal.results)
         failed = [result for result in journal.results.values() if isinstance(result, FailedPoint)]
-        assert visits_left(points, spec, journal) == []
+        assert visits_left(in_rounds(points, spec), journal) == []
     assert [(point.batch_size, point.input_length) for point in prefill] == [(1, 16), (1, 32)]
     assert [(point.batch_size, point.cached_length) for point in decode] == [(1, 16)]
     assert {(point.kind, point.batch_size, point.length, point.reason) for point in failed} == {

@@ -3,17 +3,19 @@
 from pathlib import Path
 
 import fake_vllm_server
+import msgspec
 import pytest
 import samples
 
 from toolkit.backends.vllm.backend import VllmBackend
-from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, timed
-from toolkit.errors import EngineError
+from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, refuse_not_modelled, timed
+from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
-from toolkit.sched.iterations import LoggedPass, LoggedRow
+from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow
 
 
 def recipe_for(python: str, source: str = "toy", **settings: object):
@@ -42,6 +44,9 @@ class Watch:
 
     def advanced(self, text):
         pass
+
+    def expects(self, about_s):
+        self.about_s = about_s
 
 
 def profiled(recipe, folder: Path):
@@ -144,7 +149,7 @@ def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
             one(5.5, 7.0, b),  # scheduled while the last one ran
         ]
     )
-    assert [each.host_s for each in found] == [0.25, None, 0.0, None]
+    assert [each.host_s for each in found] == [0.25, None, None, None]
     assert [each.seconds for each in found] == [1.0, 0.75, 1.0, 1.0]
 
 
@@ -182,3 +187,40 @@ def test_a_decode_step_is_tried_again_where_its_requests_came_apart(
         with pytest.raises(NeverAtOnce):
             bench._measure(point)
     assert len(runs) == tried
+
+
+HEADER = IterationLogHeader(
+    max_num_seqs=256,
+    max_num_batched_tokens=2048,
+    block_tokens=16,
+    blocks=1000,
+    enable_chunked_prefill=True,
+    prefix_caching=True,
+    async_scheduling=False,
+    policy="fcfs",
+    version="0.32.0",
+    model_type="llama",
+    dtype="bfloat16",
+    device="cuda",
+    max_model_len=4096,
+    vocab_size=32000,
+    kv_bytes_per_token=4096,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"not_modelled": ["2 groups of KV caches (sliding windows or hybrid layers)"]},
+        {"not_modelled": ["speculative decoding"]},
+        {"async_scheduling": True, "graph_mode": "FULL_AND_MORE"},
+    ],
+)
+def test_a_server_that_is_not_modelled_is_refused_by_name(changes):
+    header = msgspec.structs.replace(HEADER, **changes)
+    with pytest.raises(InputError, match=changes.get("not_modelled", ["FULL_AND_MORE"])[0][:12]):
+        refuse_not_modelled(header)
+
+
+def test_a_server_that_is_modelled_is_not_refused():
+    refuse_not_modelled(HEADER)

@@ -15,13 +15,16 @@ import httpx
 import psutil
 import pytest
 import samples
+from commands import llmctl
 
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
 from toolkit.errors import EngineError, InputError
+from toolkit.files.bench import Validation
 from toolkit.files.io import processor, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.sched.policies import make_policy, refuse_unservable
+from toolkit.sched.iterations import header_of, passes_of
+from toolkit.sched.policies import make_any, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.server import Ending
 
@@ -47,7 +50,7 @@ def plan_for(
     fit = samples.fit(workers=1)
     here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
     fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
-    chosen = PlannedPolicy(name=policy, parameters=parameters(make_policy(policy, {})))
+    chosen = PlannedPolicy(name=policy, parameters=parameters(make_any(policy, {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     plan = Plan(
         **envelope,
@@ -89,6 +92,50 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
         in joined
     )
     assert "INFO: ready" in said
+
+
+def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(tmp_path: Path):
+    path, log = plan_for(tmp_path, "vllm"), tmp_path / "passes.jsonl"
+    plan = read_file(Plan, path)
+    fit = plan.fit.model_copy(update={"steps": samples.paged_fit().steps})
+    write_file(plan.model_copy(update={"fit": fit}), path)
+    with start(path, "--pass-log", str(log)) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        words = ["validate", str(path), "--url", url, "--trace", "chat-small", "--rate", "20"]
+        words += ["--windows", "2", "--window", "0.5", "--warmup", "0"]
+        assert llmctl(*words, "--server-passes", str(log)) == 0
+        server.send_signal(signal.SIGTERM)
+    found = read_file(Validation, tmp_path / "validation.json")
+    every = passes_of(log.read_bytes().splitlines()[1:])
+    kept = []
+    for number, window in enumerate(found.windows, start=1):
+        assert window.passes == f"validation.passes-{number}.jsonl"
+        head, *lines = (tmp_path / window.passes).read_bytes().splitlines()
+        assert header_of(head).blocks > 0
+        kept += passes_of(lines)
+        assert window.front_by_passes_s is not None
+        assert 0.0 < window.front_by_passes_s < window.measured["ttft_mean_s"]
+    assert kept
+    assert [one.step for one in kept] == [one.step for one in every][-len(kept) :]
+
+
+def test_a_log_of_passes_needs_their_law(tmp_path: Path):
+    with start(plan_for(tmp_path, "vllm"), "--pass-log", str(tmp_path / "log")) as server:
+        _, err = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "its fit has no law of passes" in err or "the fit has no law of passes" in err
+
+
+@pytest.mark.parametrize("content", [None, "", '{"a": 1}\n'])
+def test_what_is_no_log_of_passes_is_refused_before_a_request_is_sent(
+    tmp_path: Path, content: str | None
+):
+    log = tmp_path / "passes.jsonl"
+    if content is not None:
+        log.write_text(content)
+    words = ["validate", str(plan_for(tmp_path, "vllm")), "--url", "http://127.0.0.1:9"]
+    assert llmctl(*words, "--server-passes", str(log)) == 2
 
 
 def test_status_and_stop_find_the_vllm_server(tmp_path: Path):
@@ -228,7 +275,7 @@ def test_a_plan_fitted_elsewhere_is_refused_unless_forced(tmp_path: Path):
 @pytest.mark.parametrize("policy", ["slice", "sequence", "baton", "srpt-oracle"])
 def test_policies_that_vllm_cannot_host_are_refused(policy: str):
     with pytest.raises(InputError, match=policy):
-        refuse_unservable(make_policy(policy, {}), "vllm")
+        refuse_unservable(make_any(policy, {}), "vllm")
 
 
 class Child:

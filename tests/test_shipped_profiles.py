@@ -24,7 +24,7 @@ NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"
 GPU_RECIPES = [
     path.stem
     for path in sorted(shipped_recipes().glob("*.yaml"))
-    if load_recipe(path).hardware.device == "cuda"
+    if load_recipe(path).hardware.device == "cuda" and not path.stem.endswith("-measured")
 ]
 
 

@@ -77,3 +77,14 @@ def test_clients_of_a_server_elsewhere_wait_for_http_but_decoding_rows_do_not():
     assert world_from_fit(served, workers=1, max_new_tokens=64).front.first_s == 0.0, (
         "whole slices have it in them"
     )
+
+
+def test_the_laws_of_an_engine_that_timed_its_own_passes_have_no_front_in_them():
+    """A prompt that is computed inside vLLM delays rows that decode by all of its pass."""
+    fit = samples.paged_fit()
+    slower = [each.model_copy(update={"const": each.const + 0.5}) for each in fit.prefill.segments]
+    prefill = fit.prefill.model_copy(update={"segments": slower})
+    laws = laws_from_fit(fit.model_copy(update={"prefill": prefill}))
+    assert fit.steps is not None
+    assert laws.rounds.prefill_s(1, 64) == laws.engine.prefill_s(1, 64) > 0.5
+    assert laws.front_s == fit.steps.front_s

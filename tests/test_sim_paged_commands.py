@@ -106,6 +106,8 @@ def test_clients_wait_for_the_front_too() -> None:
     found = [simulate(trace(50), VllmPolicy(), make_world(one, {})) for one in (fit, without)]
     delay_s = found[0].metrics({})["ttft_mean_s"] - found[1].metrics({})["ttft_mean_s"]
     assert delay_s == pytest.approx(4e-3 + 1e-5 * found[0].counters["batch_size_mean"])
+    assert found[0].metrics({})["front_mean_s"] == pytest.approx(delay_s)
+    assert "front_mean_s" not in found[1].metrics({})
 
 
 def test_capacity_tokens_is_cut_into_blocks() -> None:

@@ -9,7 +9,7 @@ import pytest
 from test_sim_prefix import LAW, trace_of, world
 
 from toolkit.errors import InputError
-from toolkit.estimators.steps import PassTimes
+from toolkit.estimators.pipeline import PassTimes
 from toolkit.routing.admission import LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router

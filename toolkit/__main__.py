@@ -16,6 +16,9 @@ def main() -> None:
 
         run()
     except BaseException as error:  # also what a half imported library made of Ctrl-C
+        in_order = isinstance(error, SystemExit) and not error.code
+        if in_order and interrupts.came():  # a server that has drained
+            sys.exit(interrupts.EXIT_CODE)
         if isinstance(error, SystemExit) or not interrupts.caused(error):
             raise
         print("\ninterrupted", file=sys.stderr)

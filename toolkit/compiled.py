@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeAlias
 MODULES = (
     "toolkit.estimators.laws",
     "toolkit.estimators.memory",
+    "toolkit.estimators.pipeline",
     "toolkit.estimators.steps",
     "toolkit.routing.formulas",
     "toolkit.routing.replicas",
@@ -49,6 +50,7 @@ MODULES = (
     "toolkit.sim.blocks",
     "toolkit.sim.continuous",
     "toolkit.sim.decoding",
+    "toolkit.sim.flight",
     "toolkit.sim.ledger",
     "toolkit.sim.loop",
     "toolkit.sim.paged",

@@ -149,6 +149,16 @@ def done() -> None:
     _command_line.done = True
 
 
+def note() -> None:
+    """Ctrl-C came to a command that has a handler of its own and ends in order."""
+    _command_line.came = True
+
+
+def came() -> bool:
+    """Whether Ctrl-C came."""
+    return _command_line.came
+
+
 def caused(error: BaseException) -> bool:
     """Whether Ctrl-C is why a command ended with `error`.
 

@@ -32,6 +32,7 @@ from toolkit.files.tuning import UNSERVED
 
 Floats = NDArray[np.float64]
 MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
+FRONT = "front_mean_s"  # the part of the front in the mean time to first token
 SHORTEST_S = 1e-12  # of a makespan, and of a window: a shorter one has no rate
 
 

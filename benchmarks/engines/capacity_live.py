@@ -6,10 +6,15 @@
 Takes eight minutes for a recipe, and four more where it has to be profiled. Needs an otherwise idle
 machine, and for recipes of engine `vllm` an environment with vLLM that LLMCTL_VLLM_PYTHON names.
 
-The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace.
-Its server then gets the trace at five rates around that, each for some seconds after a warm-up.
+The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace by
+the fit alone, and again by the speed that the server shows beside the load generator: at the rate
+predicted so far, `--calibrations` times, by the mean of all so far (`llmctl capacity --bench`). Its
+server then gets the trace at five rates around the last prediction, each for some seconds after a
+warm-up.
 The measured capacity lies between the highest rate that keeps all targets and the lowest one that
 does not, where the binding target crosses its limit: by the logarithms of rates and of used shares.
+A shared machine changes its speed within minutes, so the capacity by the speed that the two nearest
+runs themselves had is printed, too.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import make_parser
+from toolkit.engine_traits import traits_of
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
 
 SHARES = (0.8, 0.9, 1.0, 1.1, 1.25)  # of the predicted capacity
 START_S = 180.0
@@ -39,22 +47,36 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", default="chat-small")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--warmup", type=float, default=20.0, help="seconds before each rate")
+    parser.add_argument("--calibrations", type=int, default=4)
     given = parser.parse_args(args)
     given.work.mkdir(parents=True, exist_ok=True)
     fit = given.fit or fitted(given.recipe, given.work)
     words = [given.recipe, "--fit", str(fit), "--trace", given.trace, "--no-at-once", "--json"]
-    [told] = json.loads(llmctl("capacity", *words))["capacities"]
-    capacity_rps = float(told["capacity_rps"])
-    print(f"{given.recipe}: {capacity_rps:.1f} requests/s predicted, then {told['binding']}")
+    capacity_rps, binding = predicted(words)
+    print(f"{given.recipe}: {capacity_rps:.1f} requests/s by the fit alone, then {binding}")
     plan = given.work / "plan.json"
     llmctl("render", given.recipe, "--fit", str(fit), "--out", str(plan))
     port = free_port()
     command = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", str(port)]
+    if not traits_of(read_file(Plan, plan).recipe.engine.name).server:
+        command.append("--allow-end-after")  # outputs have the lengths of the trace
     with (given.work / "serve.log").open("w") as log:
-        server = subprocess.Popen([*command, "--allow-end-after"], stdout=log, stderr=log)
+        server = subprocess.Popen(command, stdout=log, stderr=log)
     points = []
     try:
         wait_for(f"http://127.0.0.1:{port}", server)
+        seen: list[str] = []
+        for number in range(1, given.calibrations + 1):
+            bench = given.work / f"calibration-{number}.json"
+            replay(given, plan, port, capacity_rps, bench)
+            seen += ["--bench", str(bench)]
+            capacity_rps, binding = predicted([*words, *seen])
+            slower = json.loads(bench.read_text(encoding="utf-8"))["replay_slowdown"]
+            print(
+                f"beside the load generator batches take {slower:.2f} times as long: by the mean "
+                f"so far {capacity_rps:.1f} requests/s predicted, then {binding}",
+                flush=True,
+            )
         print("| requests/s | predicted | measured | kept | limit that binds |")
         print("|---|---|---|---|---|")
         points += [measured(given, plan, port, share * capacity_rps) for share in SHARES]
@@ -67,6 +89,14 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     error = 100.0 * (capacity_rps / found - 1.0)
     print(f"measured: {found:.1f} requests/s; the prediction is {error:+.1f} % off")
+    nearest = sorted(points, key=lambda point: abs(math.log(point[0] / found)))[:2]
+    files = [given.work / f"bench-{rate:.3f}.json" for rate, _ in nearest]
+    later = [predicted([*words, "--bench", str(file)])[0] for file in files]
+    hindsight_rps = math.sqrt(math.prod(later))
+    error = 100.0 * (hindsight_rps / found - 1.0)
+    print(
+        f"by the speed of the two nearest runs: {hindsight_rps:.1f} requests/s, {error:+.1f} % off"
+    )
 
 
 def free_port() -> int:
@@ -85,12 +115,23 @@ def fitted(recipe: str, work: Path) -> Path:
     return fit
 
 
-def measured(given: Any, plan: Path, port: int, rate: float) -> tuple[float, float]:
-    """Replay the trace at this rate: the rate, and the greatest used share of a target."""
-    out = given.work / f"bench-{rate:.3f}.json"
+def predicted(words: Sequence[str]) -> tuple[float, str]:
+    """The capacity and the limit that breaks above it."""
+    [told] = json.loads(llmctl("capacity", *words))["capacities"]
+    return float(told["capacity_rps"]), str(told["binding"])
+
+
+def replay(given: Any, plan: Path, port: int, rate: float, out: Path) -> None:
+    """Replay the trace at this rate."""
     words = ["--url", f"http://127.0.0.1:{port}", "--plan", str(plan), "--trace", given.trace]
     words += ["--rate", f"{rate:.6g}", "--duration", f"{given.seconds:g}"]
     llmctl("bench", *words, "--warmup", f"{given.warmup:g}", "--out", str(out))
+
+
+def measured(given: Any, plan: Path, port: int, rate: float) -> tuple[float, float]:
+    """Replay the trace at this rate: the rate, and the greatest used share of a target."""
+    out = given.work / f"bench-{rate:.3f}.json"
+    replay(given, plan, port, rate, out)
     report = json.loads(out.read_text(encoding="utf-8"))
     shares = {one["target"]: one["measured_s"] / one["limit_s"] for one in report["targets"]}
     said = {

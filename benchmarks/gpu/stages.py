@@ -191,6 +191,9 @@ class Printing:
         if self._done % max(self._steps // 10, 1) == 0:
             print(f"{self._done} of {self._steps}: {text}", flush=True)
 
+    def expects(self, about_s: float) -> None:
+        """Nothing is told."""
+
 
 def fit(folder: Path, engine: str) -> None:
     """As `llmctl fit`; that command's output needs more than a bare machine has."""

@@ -11,14 +11,16 @@ this one compiled, one after the other, each in a process of its own that takes 
 `--repeats` runs.
 
 The world and the trace are those of `benchmarks/papers/simulator_speed.py`, and `load` multiplies
-the trace's rate, which is scaled with the workers. First and last tokens and the largest gaps must
-be equal to the last bit. Policies of `--changed` may differ from the other checkout: those with
-decisions that were corrected since.
+the trace's rate, which is scaled with the workers. `vllm-ahead` plans one pass ahead, and
+`vllm-launches` has a law of launches too; a checkout that cannot simulate one runs `vllm-ahead`.
+First and last tokens and the largest gaps must be equal to the last bit. Policies of `--changed`
+may differ from the other checkout: those with decisions that were corrected since.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import statistics
@@ -32,6 +34,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 POLICIES = "conservative,fcfs,aggressive,past-future,slice,mlfq,baton,past-future-sla"
 POLICIES += ",slice-continuous,vllm"
+AHEAD, LAUNCHES = "vllm-ahead", "vllm-launches"
+ENGINES = ("vllm", AHEAD, LAUNCHES)
 # Requests of a run where a policy takes several times as long as the others.
 SHORTER = {"mlfq": 4000, "past-future-sla": 6000, "slice-continuous": 6000}
 WARM_UP = 500  # requests that compile the kernels
@@ -61,13 +65,19 @@ def child(
 
     law = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
     passes = StepLaw(0.022956, 2e-4, 1e-3, 3.5421e-6, 0.0, (1.3e-4,))
-    engine = PagedEngine(passes, CAPACITY_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS)
+    law_of_passes = law_of_launches() if policy == LAUNCHES else None
+    engine = PagedEngine(
+        law_of_passes or passes,
+        CAPACITY_TOKENS // BLOCK_TOKENS,
+        BLOCK_TOKENS,
+        ahead=policy in (AHEAD, LAUNCHES),
+    )
     memory = ZetaMemory(CAPACITY_TOKENS, zeta=0.9)
     world = World(law, memory, workers, 1024, paged=engine)
     read, _ = read_trace(Path(trace_file))
     arrival_s = read.arrival_s * (8 / load / workers)
     count = SHORTER.get(policy, len(read))
-    chosen = VllmPolicy() if policy == VllmPolicy.name else make_policy(policy, {})
+    chosen = VllmPolicy() if policy in ENGINES else make_policy(policy, {})
     loop_s = 0.0
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +105,33 @@ def child(
     for column in (served.first_token_s, served.finish_s, served.max_gap_s):
         found.update((np.asarray(column, dtype="<f8") + 0.0).tobytes())  # -0.0 is 0.0
     print(json.dumps([statistics.median(taken[1:]) / count, found.hexdigest()]))
+
+
+def law_of_launches() -> Any:
+    """A law of the same passes on a GPU, launched in 3 ms as graphs and in 10 ms otherwise; None in
+    a checkout that cannot simulate it.
+    """
+    if not importlib.util.find_spec("toolkit.sim.flight"):
+        return None
+    from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+
+    return PipelineLaw(
+        GraphSettings("FULL_DECODE_ONLY", (1, 2, 4, *range(8, 257, 8))),
+        decode_s=0.022956,
+        row_s=2e-4,
+        cached_s=3.5421e-6,
+        floor_s=0.022956,
+        floor_token_s=1.3e-4,
+        token_s=1.3e-4,
+        attended_s=0.0,
+        beside_s=3.5421e-6,
+        graph_s=3e-3,
+        graph_row_s=3e-5,
+        piece_s=5e-3,
+        piece_row_s=3e-5,
+        eager_s=1e-2,
+        eager_chunk_s=3e-4,
+    )
 
 
 def seconds_of(tree: Path, compiled: str, case: list[str]) -> tuple[float, str]:

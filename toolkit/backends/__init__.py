@@ -42,7 +42,8 @@ class Check:
 class ServerOrder:
     """A server to start: what it serves, where, and how it ends.
 
-    `event_log` is for llmctl's own policies. `on_foreign` is called if the engine's version or the
+    `event_log` is for llmctl's own policies, `pass_log` for engines that report their passes.
+    `on_foreign` is called if the engine's version or the
     CPU differs from the fitted one; without it, such a plan is refused. `beat` is called every few
     seconds while llmctl watches the server.
     """
@@ -57,6 +58,7 @@ class ServerOrder:
     event_log: Path | None = None
     on_foreign: OnForeign | None = None
     beat: Callable[[], None] = lambda: None
+    pass_log: Path | None = None
 
 
 class Backend(Protocol):

@@ -37,7 +37,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
 from toolkit.interrupts import cancelling
-from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.grid import STEPS, GridPoint, SliceShape
 from toolkit.profiling.process import ProfileBench, Unmeasurable, visit
 from toolkit.units import MIB
 from toolkit.workers.protocol import (
@@ -55,8 +55,6 @@ from toolkit.workers.protocol import (
 
 Asked = TypeVar("Asked")
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
-# Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
-STEPS = 48
 # A request that gets its first token early is sent with this many times the tokens of its lead.
 LEAD_MARGIN = 1.25
 EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended
@@ -144,8 +142,10 @@ class Endpoint:
         samples: list[Sample],
         start_s: float | None = None,
         prompts: Sequence[Prompt] | None = None,
+        names: Sequence[str] | None = None,
     ) -> list[Sample]:
         """Send each request at its scheduled time, by default with a random prompt; wait for all.
+        The server gets the `names` of the requests, if there are any.
 
         Times count from `start_s` of the performance counter, by default from when all requests are
         built, before any has a connection, as in a replay. Raises `Unmeasurable` with the first
@@ -153,9 +153,12 @@ class Endpoint:
         """
         dialect, model = self.dialect, self.target.model
         prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
+        names = names or [""] * len(samples)
         requests = [
-            self._connection.request(dialect.request(model, prompt, sample.wanted_tokens))
-            for sample, prompt in zip(samples, prompts, strict=True)
+            self._connection.request(
+                dialect.request(model, prompt, sample.wanted_tokens), name=name
+            )
+            for sample, prompt, name in zip(samples, prompts, names, strict=True)
         ]
         zero_s = time.perf_counter() if start_s is None else start_s
 

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.endpoints.fronts import name_of
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
 from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.files.plan import Plan
@@ -126,7 +127,8 @@ class LoadSpec:
     the output length, so the scheduler knows it.
 
     With a `concurrency` so many requests run at once, in the trace's order; the first ones start
-    spread over `ramp_s`. 0: they are sent at the trace's times.
+    spread over `ramp_s`. 0: they are sent at the trace's times. `named`: the server gets a name
+    for each request (`toolkit.endpoints.fronts`).
     """
 
     lengths: Lengths
@@ -137,14 +139,18 @@ class LoadSpec:
     dialect: Dialect = FULL
     concurrency: int = 0
     ramp_s: float = 0.0
+    named: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Replay:
-    """The outcome of each request, in the trace's order, and whether the replay was interrupted."""
+    """The outcome of each request, in the trace's order, and whether the replay was interrupted.
+    Times count from `start_s` of the performance counter.
+    """
 
     samples: list[Sample]
     interrupted: bool
+    start_s: float = 0.0
 
 
 class InterruptedReplayError(Exception):
@@ -286,8 +292,8 @@ async def replay(
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            return Replay(samples, interrupted=True)
-    return Replay(samples, interrupted=False)
+            return Replay(samples, interrupted=True, start_s=sender.start_s)
+    return Replay(samples, interrupted=False, start_s=sender.start_s)
 
 
 NOT_CONTINUED = "the turn before failed"
@@ -304,7 +310,7 @@ class _Sender:
         self._load, self._samples = load, samples
         self._limits, self._priorities = trace.max_tokens.tolist(), trace.priorities
         self._prompts = Prompts(trace, load.dialect, load.vocab_size, load.seed)
-        self._start_s = 0.0
+        self.start_s = 0.0
         self._next: dict[int, int] = {}  # the row of the next turn
         self._think_s: list[float] = []
         self._sessions: list[int] = []  # of each row, as the simulator names them
@@ -316,10 +322,10 @@ class _Sender:
             self._think_s = trace.sessions.think_s.tolist()
 
     def start(self) -> None:
-        self._start_s = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     def clock(self) -> float:
-        return time.perf_counter() - self._start_s
+        return time.perf_counter() - self.start_s
 
     def first(self, row: int) -> tuple[Prompt, bytes]:
         """The prompt of a first turn, if a later one will need it, and the bytes of its request."""
@@ -342,7 +348,7 @@ class _Sender:
             keep=sample.keeps_answer,
         )
         session = str(self._sessions[row]) if self._sessions else ""
-        return self._connection.request(fields, session)
+        return self._connection.request(fields, session, name_of(row) if load.named else "")
 
     async def place(
         self,

@@ -3,7 +3,8 @@
 A shared machine is not as fast as it was while it was profiled. So a warm-up, other requests before
 the replay, shows how fast it is today, and corrects the prediction before anything is measured:
 
-- Slowdown: the server counts how long its batches took, and how long its laws predict.
+- Slowdown: the server counts how long its batches took, and how long its laws predict. Passes that
+  overlap have two: the GPU's, and that of their launches on the CPU.
 - Cost of arrivals: where workers compute on the front's cores, an arriving request takes time from
   the batches that run. The server counts the arrivals during each batch.
 - Delay of the front: clients see a token later than the server, by the time of HTTP, tokenizing and
@@ -33,8 +34,7 @@ from toolkit.endpoints.target import Target, front_state, scrape, version
 from toolkit.endpoints.wire import Sample
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError, InputError
-from toolkit.estimators.laws import WithOverhead
-from toolkit.files.bench import Front, Scheduling, Warmup
+from toolkit.files.bench import BenchReport, Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
@@ -45,29 +45,12 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.stats import SliceSums
 from toolkit.sim.api import SimResult, simulate
+from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
-from toolkit.sim.world import World, fleet, world_of
+from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
-
-
-@dataclass(slots=True, frozen=True)
-class ServerConditions:
-    """What a fit cannot know of a running server; a warm-up shows it.
-
-    Every batch takes `slowdown` times the time that the scheduler believes. Clients see tokens
-    later by the delay of the `front` (None: that of the fit). `finished` are the output lengths of
-    earlier requests: Past-Future admits by them. Each arriving request adds `arrival_cost_s` to
-    every static batch that runs then.
-    """
-
-    slowdown: float = 1.0
-    front: FrontDelay | None = None
-    finished: tuple[int, ...] = ()
-    arrival_cost_s: float = 0.0
-
-
-AS_FITTED = ServerConditions()
+from toolkit.traces.windows import mean_rate
 
 
 def predict(
@@ -88,9 +71,9 @@ def predicted(
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = fleet([_slowed(kind, conditions) for kind in world.under(policy).kinds])
-    front = world.front if conditions.front is None else conditions.front
-    world = replace(world, finished=conditions.finished, front=front)
+    world = in_conditions(world, conditions)
+    if not isinstance(policy, VllmPolicy):  # which has a law of its own, and a front
+        world = world.under(policy)
     if load is not None:
         world = replace(world, concurrency=load.concurrency, ramp_s=load.ramp_s)
     if isinstance(policy, VllmPolicy) and plan.workers > 1 and traits_of(recipe.engine.name).server:
@@ -104,17 +87,6 @@ def router_of_plan(plan: Plan) -> Router:
     """The router before the plan's replicas."""
     spec = plan.replica_router
     return make_router(spec.name, spec.parameters) if spec else RoundRobinRouter()
-
-
-def _slowed(world: World, conditions: ServerConditions) -> World:
-    """The world with workers that are slower than their scheduler believes."""
-    return replace(
-        world,
-        latency=WithOverhead(world.latency, 0.0, conditions.slowdown),
-        believed=world.latency,
-        arrival_cost_s=conditions.arrival_cost_s,
-        paged=world.paged.slowed(conditions.slowdown) if world.paged else None,
-    )
 
 
 FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
@@ -206,6 +178,9 @@ def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling 
 
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
+# of passes that overlap: their launches, and their work on the GPU
+LAUNCHES = "llmctl_launch_seconds_total", "llmctl_predicted_launch_seconds_total"
+GPU = "llmctl_gpu_seconds_total", "llmctl_predicted_gpu_seconds_total"
 SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SliceSums()}
 MIN_BATCHES = 40  # over fewer batches the machine's own drift looks like the cost of arrivals
 ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a difference of equals
@@ -215,16 +190,21 @@ SETTLING = 0.25  # of a warm-up's requests, which the server runs slowly (new sh
 TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # until the driver has the token
 
 
-def other_requests(trace: Trace, after_s: float, count: int) -> Trace:
+def other_requests(trace: Trace, after_s: float, count: int, rate_rps: float = 0.0) -> Trace:
     """`count` requests of `trace` from `after_s` on, with their gaps; from the start of the trace
-    again after its end. They arrive by time, also those of sessions.
+    again after its end. They arrive by time, also those of sessions, and at `rate_rps` on average;
+    0: at the trace's own rate there.
     """
     first = int(np.searchsorted(trace.arrival_s, after_s))
     rows = (first + np.arange(count)) % len(trace)
     gaps_s = np.diff(trace.arrival_s[rows], prepend=trace.arrival_s[rows[:1]])
     # Time continues where the trace starts again.
     alone = replace(trace, sessions=None)
-    return replace(alone.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
+    others = replace(alone.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
+    own_rps = mean_rate(others) if count > 1 else 0.0
+    if not rate_rps or not own_rps:
+        return others
+    return replace(others, arrival_s=others.arrival_s * own_rps / rate_rps)
 
 
 class ArrivalCost(NamedTuple):
@@ -239,20 +219,37 @@ NO_COST = ArrivalCost()
 
 @dataclass(slots=True, frozen=True)
 class ServerTimes:
-    """What a server of llmctl's counted between two readings of its metrics, in seconds."""
+    """What a server of llmctl's counted between two readings of its metrics, in seconds.
+
+    `launches` and `gpu` are measured and predicted seconds of passes that overlap; None: the
+    server has no such passes, or did not see these parts of them.
+    """
 
     batch_s: float
     predicted_batch_s: float  # by its laws, for the same batches
     front: Front | None  # None: it counted other requests than the clients did
     arrivals: ArrivalCost = NO_COST
+    launches: tuple[float, float] | None = None
+    gpu: tuple[float, float] | None = None
+
+    @property
+    def launch_slowdown(self) -> float | None:
+        """The time of launches over the predicted time; None: not known."""
+        if self.launches is None:
+            return None
+        took_s, predicted_s = self.launches
+        return took_s / predicted_s
 
     @property
     def slowdown(self) -> float | None:
         """The batches' time over the predicted time, without the cost of requests that arrived
-        meanwhile; None where no comparable batch ended.
+        meanwhile; where launches are known, that of the GPU. None where no comparable batch ended.
         """
         if self.predicted_batch_s <= 0.0:
             return None
+        if self.launches is not None:
+            took_s, predicted_s = self.gpu or (1.0, 1.0)  # it never held back a pass
+            return took_s / predicted_s
         arrivals_s = self.arrivals.cost_s * self.arrivals.arrived
         return (self.batch_s - arrivals_s) / self.predicted_batch_s
 
@@ -306,7 +303,17 @@ def times_between(
         after[PREDICTED] - before[PREDICTED],
         _front_delay(before, after, samples),
         arrival_cost_of(sums),
+        _grown(before, after, LAUNCHES),
+        _grown(before, after, GPU),
     )
+
+
+def _grown(
+    before: dict[str, float], after: dict[str, float], names: tuple[str, str]
+) -> tuple[float, float] | None:
+    """The growth of two sums, measured and predicted; None where nothing was predicted."""
+    took_s, predicted_s = (after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+    return (took_s, predicted_s) if predicted_s > 0.0 else None
 
 
 def _front_delay(
@@ -383,17 +390,50 @@ def warm_up(
         batch_s=times.batch_s,
         predicted_batch_s=times.predicted_batch_s,
         slowdown=times.slowdown,
+        launch_slowdown=times.launch_slowdown,
         arrival_cost_s=times.arrivals.cost_s,
         front=times.front,
     )
 
 
+def conditions_of(report: BenchReport) -> ServerConditions:
+    """The conditions that a replay showed, which has more requests than its warm-up; without the
+    server's counters of the replay, those of the warm-up. `InputError` without either.
+    """
+    if report.replay_slowdown:
+        return conditions(
+            report.replay_slowdown,
+            report.replay_front,
+            (),
+            report.replay_arrival_cost_s,
+            report.replay_launch_slowdown,
+        )
+    warmup = report.warmup
+    if warmup is None:
+        raise InputError(
+            "the bench had no warm-up, and its server counted no batches: no speed is known",
+            "run the bench again with --warmup 20",
+        )
+    return seen_by(warmup, ())
+
+
 def conditions(
-    slowdown: float, front: Front | None, finished: Sequence[int], arrival_cost_s: float = 0.0
+    slowdown: float,
+    front: Front | None,
+    finished: Sequence[int],
+    arrival_cost_s: float = 0.0,
+    launch_slowdown: float | None = None,
 ) -> ServerConditions:
     """The conditions of a prediction; without a `front` its delay is that of the fit."""
     delay = FrontDelay(front.first_s, front.last_s) if front else None
-    return ServerConditions(slowdown, delay, tuple(finished), arrival_cost_s)
+    return ServerConditions(slowdown, delay, tuple(finished), arrival_cost_s, launch_slowdown)
+
+
+def seen_by(warm: Warmup, finished: Sequence[int]) -> ServerConditions:
+    """The conditions that a warm-up saw."""
+    return conditions(
+        warm.slowdown, warm.front, finished, warm.arrival_cost_s, warm.launch_slowdown
+    )
 
 
 def in_hindsight(
@@ -410,7 +450,9 @@ def in_hindsight(
     times = times.at(load)
     if not times.slowdown:
         return {}
-    meanwhile = conditions(times.slowdown, times.front, finished, times.arrivals.cost_s)
+    meanwhile = conditions(
+        times.slowdown, times.front, finished, times.arrivals.cost_s, times.launch_slowdown
+    )
     return predicted(plan, trace, meanwhile, load=load).metrics(sla)
 
 

@@ -13,7 +13,7 @@ from toolkit.endpoints.target import CacheCounts
 from toolkit.endpoints.wire import INTERRUPTED, Sample
 from toolkit.files.bench import BenchReport, CacheUse, Compared, Scheduling, TargetResult, Warmup
 from toolkit.files.io import EnvelopeFields
-from toolkit.metrics import Served, sla_ratios, summarize
+from toolkit.metrics import FRONT, Served, sla_ratios, summarize
 from toolkit.traces.types import Trace
 from toolkit.traces.write import TraceLine, to_ms
 
@@ -21,6 +21,7 @@ COMPARED = (
     "throughput_rps",
     "goodput_rps",
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
+    FRONT,
 )
 NUMBER = re.compile(r"\d+(\.\d+)?")
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
@@ -60,6 +61,8 @@ def report(
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
     seen = served(answered)
     measured = summarize(seen, sla) if answered else {}
+    if measured and times and times.front:
+        measured[FRONT] = times.front.first_s
     if replay.interrupted:
         predicted = Prediction(warmup=predicted.warmup)
     return BenchReport(
@@ -82,6 +85,7 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=times.slowdown if times else None,
+        replay_launch_slowdown=times.launch_slowdown if times else None,
         replay_arrival_cost_s=times.arrivals.cost_s if times else 0.0,
         replay_front=times.front if times else None,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),

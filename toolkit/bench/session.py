@@ -8,6 +8,7 @@ just before it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +31,11 @@ from toolkit.bench.client import (
     served,
     try_out,
 )
+from toolkit.bench.passes import PassLogs
 from toolkit.bench.predict import (
     SEEDS,
-    ServerConditions,
     ServerTimes,
     check_server,
-    conditions,
     counts_or_none,
     in_hindsight,
     other_requests,
@@ -43,6 +43,7 @@ from toolkit.bench.predict import (
     predicted,
     reports_batch_times,
     scheduling,
+    seen_by,
     seen_by_clients,
     settle,
     times_between,
@@ -58,19 +59,21 @@ from toolkit.files.bench import (
     Validation,
     Warmup,
     WindowResult,
+    took_text,
 )
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.interrupts import held
-from toolkit.metrics import Served, summarize
+from toolkit.metrics import FRONT, Served, summarize
+from toolkit.sim.conditions import ServerConditions
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.traces.write import to_ms
 from toolkit.units import seconds
 
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # by --max-error
-METRICS = (*HELD_TO, "e2e_p95_s")
+METRICS = (*HELD_TO, "e2e_p95_s", FRONT)
 
 Floats = NDArray[np.float64]
 Loop = Literal["open", "closed"]
@@ -104,6 +107,13 @@ class RequestSettings:
     concurrency: int = 0
     ramp_s: float = 0.0
     scaled: bool = True  # whether lengths are scaled to what the server accepts
+
+
+def unused_seed() -> int:
+    """A seed that no earlier run drew prompts from: a server's prefix cache may still hold those,
+    and would find them where the trace shares nothing.
+    """
+    return time.time_ns()
 
 
 @dataclass(slots=True, frozen=True)
@@ -249,11 +259,11 @@ class Measurement:
         count = 0
         if reports_batch_times(self._plan, self._target):
             count = round(about_s * as_fitted["throughput_rps"])
-        trace = other_requests(self._whole, after_s, count)
+        trace = other_requests(self._whole, after_s, count, mean_rate(self._part))
         warm = self._warm_up(trace, about_s) if count else None
         self._finished = trace.output_tokens.tolist()
         if warm:
-            current = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+            current = seen_by(warm, self._finished)
             result = predicted(self._plan, self._part, current, load=self._load)
         ratios = result.sla_ratios(self._sla) if result.served.ok.any() else {}
         targets = values_of(ratios, self._sla)
@@ -265,7 +275,7 @@ class Measurement:
         with self._progress("warming up", len(trace)) as advance:
             warm = warm_up(self._target, trace, self._load, advance)
         if warm:
-            shown = f"batches take {warm.slowdown:.2f} times as long as fitted"
+            shown = took_text(warm.slowdown, warm.launch_slowdown, "take")
             if warm.arrival_cost_s:
                 each = seconds(warm.arrival_cost_s)
                 shown += f", and {each} more for each request that arrives meanwhile"
@@ -317,14 +327,23 @@ class Session:
     Args:
         subject: the server, and the whole trace; warm-ups are taken from behind each window.
         warmup_s: about how long they last; 0: no warm-up.
+        logs: the server's passes, if they are kept.
 
     `results`, and `lines` (each request as JSON), hold the windows that were replayed to their end.
     """
 
-    def __init__(self, subject: Subject, plan: Plan, warmup_s: float, progress: Progress) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        plan: Plan,
+        warmup_s: float,
+        progress: Progress,
+        logs: PassLogs | None = None,
+    ) -> None:
         self._target, self._whole, self._load = subject.target, subject.trace, subject.load
         self._notes = subject.notes
         self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
+        self._logs = logs
         self._reports_batches = reports_batch_times(plan, subject.target)
         self.results: list[WindowResult] = []
         self.lines: list[str] = []
@@ -359,7 +378,7 @@ class Session:
         count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
         if not count:
             return self._unwarmed()
-        trace = other_requests(self._whole, window.end_s, count)
+        trace = other_requests(self._whole, window.end_s, count, mean_rate(window.trace))
         with self._progress("warming up", count) as advance:
             if self._reports_batches:
                 warm = warm_up(self._target, trace, self._load_of(number), advance)
@@ -368,7 +387,7 @@ class Session:
         self._finished += trace.output_tokens.tolist()
         if warm is None:
             return self._unwarmed()
-        return conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+        return seen_by(warm, self._finished)
 
     def _unwarmed(self) -> ServerConditions:
         return ServerConditions(finished=tuple(self._finished))
@@ -390,13 +409,20 @@ class Session:
         """Replay one window of `count`. Raises `InterruptedReplayError`."""
         trace, sla = window.trace, self._plan.recipe.sla
         simulated = predicted(self._plan, trace, current)
-        load, counters = self._load_of(number), self._reports_batches
+        load, counters, logs = self._load_of(number), self._reports_batches, self._logs
+        if logs is not None:
+            load = replace(load, named=True)
+            logs.begin()
         with self._progress(f"window {number} of {count}", len(trace)) as advance:
             watched = watch(self._target, trace, load, advance, counters=counters)
         if watched.replay.interrupted:
             raise InterruptedReplayError
         samples, times = watched.replay.samples, watched.times
+        front_s = logs.end(number, watched.replay) if logs is not None else None
         pair = Pair(served(samples), simulated.served)
+        measured = summarize(pair.measured, sla)
+        if times and times.front:
+            measured[FRONT] = times.front.first_s
         self._finished += trace.output_tokens.tolist()
         self._pairs.append(pair)
         self.lines += request_lines(number, "window", trace, pair)
@@ -408,12 +434,16 @@ class Session:
                 failed=sum(bool(sample.failure) for sample in samples),
                 refused=sum(sample.refused for sample in samples),
                 slowdown=current.slowdown,
+                launch_slowdown=current.launch_slowdown,
                 arrival_cost_s=current.arrival_cost_s,
                 front_first_s=current.front.first_s if current.front else 0.0,
                 front_last_s=current.front.last_s if current.front else 0.0,
-                measured=summarize(pair.measured, sla),
+                measured=measured,
                 predicted=simulated.metrics(sla),
                 slowdown_meanwhile=times.slowdown if times else None,
+                launch_slowdown_meanwhile=times.launch_slowdown if times else None,
+                passes=logs.file(number).name if logs is not None else "",
+                front_by_passes_s=front_s,
                 cache=cache_use(samples, trace, watched.cached, simulated.metrics({})),
                 predicted_in_hindsight=in_hindsight(
                     self._plan, trace, sla, times, current.finished

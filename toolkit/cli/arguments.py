@@ -31,6 +31,7 @@ OUTPUTS = (
     "html",
     "save_requests",
     "event_log",
+    "pass_log",
     "request_log",
 )  # parameters: files to write
 

@@ -32,7 +32,7 @@ from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
 from toolkit.engine_traits import traits_of
 from toolkit.errors import LlmctlError
-from toolkit.files.bench import SAME_RATE, BenchReport, Validation
+from toolkit.files.bench import SAME_RATE, BenchReport, Validation, took_text
 from toolkit.files.io import check_writable, read_file, write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.interrupts import EXIT_CODE, held
@@ -62,9 +62,9 @@ class BenchOptions(TrafficOptions):
         None, "Replay this many seconds; default: to the end of the trace.", min=0.0
     )
     warmup: float = option(
-        15.0,
-        "Seconds of other requests before the replay, which tell the prediction how fast the "
-        "machine is; 0: no warm-up. Only with --plan.",
+        20.0,
+        "Seconds of other requests before the replay, at its rate, which tell the prediction how "
+        "fast the machine is; 0: no warm-up. Only with --plan.",
         min=0.0,
     )
     max_error: MaxErrorOption = None
@@ -88,7 +88,12 @@ class BenchOptions(TrafficOptions):
     model: ModelOption = None
     api_key: ApiKeyOption = ""
     timeout: float = option(600.0, "Give up a request after this many seconds.", min=0.001)
-    seed: int = option(0, "Draw the prompts from this seed.", min=0)
+    seed: int | None = option(
+        None,
+        "Draw the prompts from this seed; default: other prompts in each run, so that a prefix "
+        "cache holds none of them.",
+        min=0,
+    )
     loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
@@ -105,7 +110,7 @@ def bench(args: BenchOptions) -> None:
     """
     from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, RequestSettings, hold
+    from toolkit.bench.session import Measurement, RequestSettings, hold, unused_seed
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
@@ -113,7 +118,7 @@ def bench(args: BenchOptions) -> None:
         check_writable(file)
     planned = read_file(Plan, args.plan) if args.plan else None
     targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
-    traffic = read_traffic(args, args.rate, seed=args.seed)
+    traffic = read_traffic(args, args.rate, seed=args.seed or 0)
     if traffic.concurrency:
         refuse_useless({"--loop": args.loop}, "--concurrency is a closed loop of its own")
     of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
@@ -121,7 +126,7 @@ def bench(args: BenchOptions) -> None:
         args.rate,
         *of_prompts,
         args.timeout,
-        args.seed,
+        unused_seed() if args.seed is None else args.seed,
         args.loop,
         concurrency=traffic.concurrency,
         ramp_s=traffic.ramp_s,
@@ -227,8 +232,11 @@ def _show(result: BenchReport) -> None:
 def _print_notes(result: BenchReport) -> None:
     """Print what a reader must know before trusting the table."""
     if result.warmup and result.replay_slowdown:
-        slow = f"{result.replay_slowdown:.2f} times as long as fitted"
-        note(f"during the replay batches took {slow}; in the warm-up {result.warmup.slowdown:.2f}")
+        slow = took_text(result.replay_slowdown, result.replay_launch_slowdown)
+        before = f"{result.warmup.slowdown:.2f}"
+        if result.warmup.launch_slowdown is not None:
+            before += f" and {result.warmup.launch_slowdown:.2f}"
+        note(f"during the replay {slow}; in the warm-up {before}")
         cost_s, before_s = result.replay_arrival_cost_s, result.warmup.arrival_cost_s
         if cost_s or before_s:
             added = f"{seconds(cost_s)} to each; in the warm-up {seconds(before_s)}"
@@ -281,7 +289,7 @@ class ValidateOptions:
         "--rate.",
     )
     warmup: float = option(
-        15.0, "Seconds of other requests before each window; 0: no warm-up.", min=0.0
+        20.0, "Seconds of other requests before each window, at its rate; 0: no warm-up.", min=0.0
     )
     max_error: MaxErrorOption = None
     out: Path | None = option(
@@ -289,10 +297,20 @@ class ValidateOptions:
     )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    seed: int = option(0, "Draw the windows' positions and the prompts from this seed.", min=0)
+    seed: int = option(
+        0,
+        "Draw the windows' positions from this seed. The prompts are others in each run, so that a "
+        "prefix cache holds none of them.",
+        min=0,
+    )
     save_requests: Path | None = option(
         None,
         "Write every request, also of warm-ups, as measured and as predicted to this file (JSONL).",
+    )
+    server_passes: Path | None = option(
+        None,
+        "The server's --pass-log, on this machine: the passes of each window are written beside "
+        "the result, and the time of the front is told apart.",
     )
     loop: LoopOption = None
     force: ForeignOption = False
@@ -307,7 +325,8 @@ def validate(args: ValidateOptions) -> None:
     is now. The result is written beside the plan; `tune` and `render` show it if it is about their
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
-    from toolkit.bench.session import RequestSettings, Session, hold
+    from toolkit.bench.passes import PassLogs
+    from toolkit.bench.session import RequestSettings, Session, hold, unused_seed
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
@@ -316,10 +335,11 @@ def validate(args: ValidateOptions) -> None:
     for file in filter(None, (written, args.save_requests)):
         check_writable(file)
     planned = read_file(Plan, args.plan)
+    logs = PassLogs(args.server_passes, written) if args.server_passes else None
     path = trace_path(args.trace)
     tuned = read_tuning(args.tuning, {"trace": path})
     rate = tuned.request_rate_rps if tuned else args.rate
-    settings = RequestSettings(rate, seed=args.seed, loop=args.loop)
+    settings = RequestSettings(rate, seed=unused_seed(), loop=args.loop)
     traffic = Traffic(read_trace(path)[0], path=path)
     subject = _look_at_server(args, traffic, planned, settings)
     if tuned:
@@ -330,7 +350,7 @@ def validate(args: ValidateOptions) -> None:
         subject, chosen = replace(subject, trace=windows.trace), windows.search
     note_trace(subject.trace)
     note(*subject.notes)
-    session = Session(subject, planned, args.warmup, progress)
+    session = Session(subject, planned, args.warmup, progress, logs)
     interrupted = session.run(chosen)
     if not session.results:
         note("interrupted before a window was replayed to its end: nothing was written")
@@ -365,10 +385,21 @@ def _show_validation(result: Validation) -> None:
     table(["request by request", ">median error", ">median size of it", ">requests"], rows)
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
     took = f"batches took {slow} times as long as fitted"
+    launches = [window.launch_slowdown for window in result.windows]
+    if any(launches):
+        slow_launches = ", ".join(f"{one:.2f}" if one else "unknown" for one in launches)
+        took = f"passes took {slow} times as long as fitted on the GPU, launches {slow_launches}"
     note(f"before the windows, {took}; the predictions include that")
     for number, window in enumerate(result.windows, start=1):
         if window.cache:
             note(f"window {number}: {window.cache.text()}")
+        if window.front_by_passes_s is not None:
+            front, ttft = (
+                seconds(each) for each in (window.front_by_passes_s, window.measured["ttft_mean_s"])
+            )
+            note(f"window {number}: {front} of the TTFT of {ttft} were the front's, by its passes")
+        elif window.passes:
+            note(f"window {number}: --server-passes has none of its passes: is it this server's?")
     failed = sum(window.failed for window in result.windows)
     refused = sum(window.refused for window in result.windows)
     if failed:

@@ -53,6 +53,7 @@ from toolkit.files.tuning import share_used
 from toolkit.units import number
 
 if TYPE_CHECKING:
+    from toolkit.sim.conditions import ServerConditions
     from toolkit.traces.types import Trace
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import Deployment, Measured
@@ -110,6 +111,11 @@ class CapacityOptions(LengthOptions):
         "USD an hour of one GPU of this name, such as H200=3.60; repeatable; default: recipes'.",
         metavar="GPU=USD",
     )
+    bench: list[Path] | None = option(
+        None,
+        "By the speed that this bench.json found on a server of the recipe; repeatable: by their "
+        "mean. Default: the fit's.",
+    )
     force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     seed: int | None = option(
         None, "Draw memory limits and the policies' samples from this seed.", min=0
@@ -126,9 +132,10 @@ def command(args: CapacityOptions) -> None:
     a whole trace; for several recipes, policies and routers side by side.
 
     The arrivals of the trace are compressed until a target breaks, by bisection to 1 %; all rates
-    have the same requests and draws. With a price, it says what requests and tokens cost at that
-    rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps
-    the limits.
+    have the same requests and draws. With --bench, workers are as fast as they were in that bench,
+    which may be slower than they were in the profile. With a price, it says what requests and
+    tokens cost at that rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means
+    that no rate keeps the limits.
     """
     from toolkit.tuning.deployments import deployments_of, measure
     from toolkit.tuning.executor import collect
@@ -141,6 +148,7 @@ def command(args: CapacityOptions) -> None:
     targets = parse_sla(args.sla)
     pairs = _recipes(args)
     tuning = read_tuning(args.tuning)
+    seen = _seen(args, pairs)
     deployments: list[Deployment] = []
     for _, recipe, fit, _ in pairs:
         changed = _changed(recipe, args, targets)
@@ -151,6 +159,7 @@ def command(args: CapacityOptions) -> None:
             tuning=own,
             policies=_names(args.policies),
             routers=_names(args.routers),
+            conditions=seen,
         )
     traces = [_trace(args, deployment.recipe, deployment.fit) for deployment in deployments]
     note_scaling(traces[0])
@@ -196,6 +205,26 @@ def _note_counts(found: Sequence[Measured]) -> None:
         for count in dict.fromkeys(counts):
             if count != deployment.fit.workers:
                 note_other_count(f"{deployment.recipe.name} was measured", deployment.fit, count)
+
+
+def _seen(args: CapacityOptions, recipes: Sequence[object]) -> ServerConditions:
+    """The conditions of --bench; without it, as fitted."""
+    from toolkit.bench.predict import conditions_of
+    from toolkit.files.bench import BenchReport, took_text
+    from toolkit.sim.conditions import AS_FITTED, mean_conditions
+
+    if not args.bench:
+        return AS_FITTED
+    if len(recipes) > 1:
+        raise InputError(
+            f"--bench: it is of one server, and {len(recipes)} recipes are given",
+            "give one recipe with --bench",
+        )
+    each = [conditions_of(read_file(BenchReport, path)) for path in args.bench]
+    seen = mean_conditions(each)
+    files = ", ".join(str(path) for path in args.bench)
+    note(f"by {files}: {took_text(seen.slowdown, seen.launch_slowdown, 'take')}")
+    return seen
 
 
 def _names(listed: str | None) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Annotated, TextIO
 
 import typer
@@ -30,12 +31,16 @@ from toolkit.files.bench import BenchReport
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
+from toolkit.files.profile import Profile
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.interrupts import held
 from toolkit.units import seconds
 
 LOAD = 1.0  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
+STEADY = 1.1  # a machine that was at most this much slower for a while has no margin
+SHARE_SLOWEST = 0.1  # of the profile's time: how slow the machine was then is its spread
+POINTS_MIN = 8  # of a moment of the profile that says how fast the machine was
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
@@ -80,7 +85,15 @@ def command(
     stage.title("2/7  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/7  search the scheduler's parameters on the trace")
-    given = ["--fit", fit, "--trace", trace, "--load", LOAD]
+    slower = spread(read_file(Profile, profile))
+    load = LOAD
+    if slower > STEADY:
+        load = round(LOAD / slower, 2)
+        stage.say(
+            f"While it was profiled, this machine was at times {slower:.2f} times slower: other "
+            f"programs run here. So the demo tunes for {load:g} of what the fit keeps."
+        )
+    given = ["--fit", fit, "--trace", trace, "--load", load]
     allowed = stage.tune(named, *given, "--out", tuning)
     promised = read_file(Tuning, tuning)
     stage.title("4/7  serve what was found, at the rate that it was tuned for")
@@ -107,6 +120,26 @@ def command(
     took_s = time.monotonic() - start
     result = Achieved(promised.request_rate_rps, held, compared, str(page), took_s, sharing)
     emit(as_json, result, lambda: _show(result, out))
+
+
+def spread(profile: Profile) -> float:
+    """How many times slower than usual the machine was in the slowest tenth of the profile.
+
+    Every visit of the profile goes round the whole grid, so the k-th samples of all points are of
+    one moment. The ratio to each point's median, in the median over the points, is how slow the
+    machine was then. At least 1.
+    """
+    points = [point.seconds for point in profile.prefill]
+    points += [point.seconds for point in profile.decode]
+    moments = []
+    for k in range(max((len(one) for one in points), default=0)):
+        ratios = [one[k] / median(one) for one in points if len(one) > k and median(one) > 0.0]
+        if len(ratios) >= POINTS_MIN:
+            moments.append(median(ratios))
+    if not moments:
+        return 1.0
+    slow = sorted(moments)[-max(round(SHARE_SLOWEST * len(moments)), 1)]
+    return max(slow, 1.0)
 
 
 @dataclass(slots=True, frozen=True)

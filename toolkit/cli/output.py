@@ -215,15 +215,20 @@ def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
     return show
 
 
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
 @contextmanager
 def progress(
     description: str, total: int, about_s: float | None = None
 ) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields `advance(steps=1, text='', total=None)`, where `total` is
-    another number of steps in all. Silent where stderr is not a terminal.
+    """A progress bar on stderr; yields `advance(steps=1, text=None, total=None, about_s=None)`,
+    where `total` is another number of steps in all. Silent where stderr is not a terminal.
 
     `about_s`: how long all of it is expected to take, in seconds. The bar then shows that beside
-    the time so far. Without it the bar shows the time that is left if all steps take equally long.
+    the time so far, and `advance` may correct it. Without it the bar shows the time that is left if
+    all steps take equally long.
 
     with progress("measuring", len(points)) as advance:
         for point in points:
@@ -243,7 +248,7 @@ def progress(
     console = Console(stderr=True)
     times: tuple[ProgressColumn, ...] = (TimeRemainingColumn(),)
     if about_s is not None:
-        about = TextColumn(f"of about {timedelta(seconds=round(about_s))}")
+        about = TextColumn("of about {task.fields[about]}")
         times = (TimeElapsedColumn(), about)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -254,10 +259,19 @@ def progress(
     )
     silent = not console.is_terminal
     with Progress(*columns, console=console, disable=silent, transient=True) as bar:
-        task = bar.add_task(description, total=total, text="")
+        task = bar.add_task(description, total=total, text="", about=_clock(about_s or 0.0))
 
-        def advance(steps: int = 1, text: str = "", total: int | None = None) -> None:
-            bar.update(task, advance=steps, text=text, total=total)
+        def advance(
+            steps: int = 1,
+            text: str | None = None,
+            total: int | None = None,
+            about_s: float | None = None,
+        ) -> None:
+            if text is not None:
+                bar.update(task, text=text)
+            if about_s is not None:
+                bar.update(task, about=_clock(about_s))
+            bar.update(task, advance=steps, total=total)
 
         yield advance
 

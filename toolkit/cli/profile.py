@@ -23,7 +23,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import InputError, TargetMissedError
-from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit
+from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.shipped import recipe_path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from toolkit.profiling.run import ProfileEstimate
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
+TOLD_AGAIN = 0.25  # a time that differs by this share from the announced one is announced again
 LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
 EXPLAINED_PERCENT = 10.0  # a law with a median error above this says which points it misses
 
@@ -122,6 +123,13 @@ def fit(args: FitOptions) -> None:
     write_file(made, args.out)
     emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
     note(*analytic_notes(measured.engine))
+    passes = made.steps
+    if passes and passes.async_scheduling and not (passes.pipeline or measured.engine.analytic):
+        found = passes.error.median_percent
+        note(
+            "passes overlap, and this profile does not say how they were launched: fitted by their "
+            f"ends alone, {found:.0f} % off (held-out median); profile again for their own law"
+        )
     note(*missed_points("prefill", made.prefill, made.engine))
     note(*missed_points("decode", made.decode, made.engine))
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
@@ -175,10 +183,17 @@ class TerminalWatch:
             f"{_points(plan.points)}, {plan.steps} measurements to go,"
             f" about {seconds(plan.about_s)}{resumed}"
         )
+        self._told_s = plan.about_s
         self._advance = self._stack.enter_context(progress("measuring", plan.steps, plan.about_s))
 
     def advanced(self, text: str) -> None:
         self._advance(text=text)
+
+    def expects(self, about_s: float) -> None:
+        self._advance(steps=0, about_s=about_s)
+        if abs(about_s / self._told_s - 1.0) > TOLD_AGAIN:
+            note(f"the measurements take about {seconds(about_s)} in all")
+            self._told_s = about_s
 
 
 def _points(count: int) -> str:
@@ -279,6 +294,8 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     if not any(segment.flat for segment in fit.decode.segments):
         columns = columns[:-1]
     table(columns, coefficients, "coefficients in microseconds")
+    if fit.steps and fit.steps.pipeline:
+        _show_pipeline(fit.steps.pipeline)
     errors = [{tried.form: tried.error for tried in law.candidates} for _, law in laws]
     forms = []
     for form in errors[0] | errors[1]:
@@ -292,6 +309,39 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     if fitted:
         _show_points("prefill", fitted.prefill)
         _show_points("decode", fitted.decode)
+
+
+COEFFICIENTS = (  # of overlapping passes: what it is, its field, per so many
+    ("GPU, decodes alone", "decode_s", 1, "pass"),
+    ("", "row_s", 1, "row"),
+    ("", "cached_s", 1000, "1,000 cached tokens"),
+    ("GPU, with chunks, at least", "floor_s", 1, "pass"),
+    ("", "floor_token_s", 1000, "1,000 tokens"),
+    ("GPU, with chunks", "token_s", 1000, "1,000 tokens"),
+    ("", "attended_s", 10**6, "1,000 x 1,000 attended"),
+    ("", "beside_s", 1000, "1,000 cached tokens"),
+    ("launch of a graph", "graph_s", 1, "pass"),
+    ("", "graph_row_s", 1, "row"),
+    ("launch in pieces", "piece_s", 1, "pass"),
+    ("", "piece_row_s", 1, "row"),
+    ("launch kernel by kernel", "eager_s", 1, "pass"),
+    ("", "eager_chunk_s", 1, "chunk"),
+)
+
+
+def _show_pipeline(fit: PipelineFit) -> None:
+    """The coefficients of overlapping passes, each with its standard deviation."""
+    rows = []
+    part = ""
+    for name, field, count, unit in COEFFICIENTS:
+        part = name or part
+        value = getattr(fit, field)
+        if value:
+            share = 100.0 * fit.deviation.get(field, 0.0) / value
+            rows.append([part, f"{number(1e3 * value * count)} ms", unit, f"{share:.1f} %"])
+            part = ""
+    title = f"overlapping passes, cudagraph_mode {fit.graph_mode}"
+    table(["", ">time", "per", ">+-"], rows, title)
 
 
 def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
@@ -353,6 +403,10 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
         lines.append(("swap", form, *_errors(swap.error), f"{swap.error.points} points"))
     if steps:
         form = f"knots {', '.join(map(str, steps.knots))}"
+        if steps.pipeline:
+            form = f"overlapping, launches {steps.pipeline.launches}"
+        elif steps.beside_s is not None:
+            form = f"{form}, reads beside chunks"
         lines.append(
             ("pass", form, *_errors(steps.error), f"{steps.valid.tokens_max:,} new tokens")
         )

@@ -26,7 +26,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import accept, warn
 from toolkit.cli.output import note
 from toolkit.errors import InputError
-from toolkit.files.io import read_file
+from toolkit.files.io import check_writable, read_file
 from toolkit.files.plan import Plan
 
 if TYPE_CHECKING:
@@ -180,6 +180,10 @@ class ServeOptions:
         None,
         "Write every call of the scheduler, or of the router, to this file; it replays exactly.",
     )
+    pass_log: Path | None = _watch(
+        None,
+        "Write a line for each forward pass of engine vllm to this file: lengths and times only.",
+    )
     request_log: Path | None = _watch(
         None, "Write a trace of the requests to this file: lengths and times only."
     )
@@ -257,6 +261,7 @@ def _launch(args: ServeOptions, plan: Plan, access: Access, ray: str, manager: M
     from toolkit.serve.launch import Launch
     from toolkit.serve.server import Ending, is_loopback
 
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log")
     callers, watched_keys = access
     host, port = _address(args, plan)
     return Launch(
@@ -300,6 +305,8 @@ def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
+    if args.pass_log is not None:
+        check_writable(args.pass_log)
     return ServerOrder(
         plan,
         args.served_model_name or model_name(plan),
@@ -309,6 +316,7 @@ def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder
         args.insecure,
         args.event_log,
         warn if args.force else None,
+        pass_log=args.pass_log,
     )
 
 
@@ -333,7 +341,8 @@ def _gateway(
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending, is_loopback
 
-    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
+    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
+            "--pass-log")  # fmt: skip
     source = _replica_source(args, ray)
     callers, watched_keys = access
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)

@@ -543,10 +543,13 @@ class ClientConnection:
         lines += [f"{name}: {value}" for name, value in target.headers.items()]
         self._head = "\r\n".join(lines).encode()
 
-    def request(self, fields: dict[str, object], session: str = "") -> bytes:
-        """The bytes of one request, head and body; `session` names its conversation."""
+    def request(self, fields: dict[str, object], session: str = "", name: str = "") -> bytes:
+        """The bytes of one request, head and body; `session` names its conversation, `name` the
+        request itself.
+        """
         body = msgspec.json.encode(fields)
         named = b"\r\nx-session-id: %s" % session.encode() if session else b""
+        named += b"\r\nx-request-id: %s" % name.encode() if name else b""
         return b"%s%s\r\ncontent-length: %d\r\n\r\n%s" % (self._head, named, len(body), body)
 
     async def send(

@@ -20,6 +20,7 @@ from toolkit.errors import InputError
 from toolkit.estimators import forms
 from toolkit.estimators.forms import Floats, Form, Points, Rows
 from toolkit.estimators.laws import SegmentedLaw, scaled_segment
+from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import (
     fit_memory,
     fit_rounds,
@@ -29,7 +30,6 @@ from toolkit.estimators.part_fits import (
     resampled_steps,
     with_step_law,
 )
-from toolkit.estimators.steps import law_of_steps
 from toolkit.files.fit import (
     Candidate,
     Fit,

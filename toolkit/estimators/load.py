@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from toolkit.engine_traits import traits_of
 from toolkit.estimators.laws import (
     LinearSwap,
     SegmentedLaw,
@@ -12,7 +13,9 @@ from toolkit.estimators.laws import (
     swap_from_fit,
 )
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
-from toolkit.files.fit import Fit, MemoryFit
+from toolkit.estimators.pipeline import GraphSettings, OverlappingRounds, PipelineLaw
+from toolkit.estimators.steps import StepLaw
+from toolkit.files.fit import Fit, MemoryFit, PipelineFit, StepsFit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
 
@@ -28,7 +31,8 @@ class Laws:
     host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
     joining: Joining | None  # of rows to a running batch that is a padded slab; None: paged memory
     slots: int  # the most rows that run at once
-    front_s: float  # of a server's time to first token that delay no other request, in rounds
+    # of a server's time to first token that delay no other request, in rounds: HTTP and text
+    front_s: float
     # of a worker that keeps its rows; without measured rounds those of batches
     rounds: LatencyLaw
     round_memory: MemoryLaw
@@ -48,7 +52,15 @@ def laws_from_fit(fit: Fit) -> Laws:
     rounds: LatencyLaw = latency
     round_memory: MemoryLaw = memory
     front_s = 0.0
-    if fit.engine.is_server:
+    if traits_of(fit.engine.engine).timed_by_pass:
+        # The engine itself timed its passes, and its front was measured apart from them.
+        rounds = in_rounds
+        if fit.steps is not None:
+            front_s = fit.steps.front_s
+            law = law_of_steps(fit.steps)
+            if isinstance(law, PipelineLaw):
+                rounds = OverlappingRounds(law, in_rounds)
+    elif fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.
         rounds, front_s = without_front(in_rounds)
@@ -66,6 +78,46 @@ def laws_from_fit(fit: Fit) -> Laws:
         front_s=front_s,
         rounds=rounds,
         round_memory=round_memory,
+    )
+
+
+def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
+    """The law of an engine's passes."""
+    if fit.pipeline is not None:
+        return _law_of_pipeline(fit.pipeline)
+    return StepLaw(
+        fit.base_s,
+        fit.row_s,
+        fit.prefill_s,
+        fit.cached_s,
+        fit.attended_s,
+        tuple(fit.token_s),
+        tuple(fit.knots),
+        fit.host_s,
+        fit.host_row_s,
+        fit.behind_s,
+        fit.beside_s,
+    )
+
+
+def _law_of_pipeline(fit: PipelineFit) -> PipelineLaw:
+    return PipelineLaw(
+        GraphSettings(fit.graph_mode, tuple(fit.graph_sizes), fit.apart),
+        fit.decode_s,
+        fit.row_s,
+        fit.cached_s,
+        fit.floor_s,
+        fit.floor_token_s,
+        fit.token_s,
+        fit.attended_s,
+        fit.beside_s,
+        fit.graph_s,
+        fit.graph_row_s,
+        fit.piece_s,
+        fit.piece_row_s,
+        fit.eager_s,
+        fit.eager_chunk_s,
+        tuple(fit.spread),
     )
 
 

@@ -18,7 +18,7 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
@@ -28,9 +28,12 @@ from scipy.optimize import minimize, nnls
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
 from toolkit.errors import InputError
-from toolkit.estimators import forms
+from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
+from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.pipeline import COEFFICIENTS, PipelineLaw
 from toolkit.estimators.steps import StepLaw, StepShape, features
 from toolkit.files.fit import (
     BatchRule,
@@ -46,7 +49,6 @@ from toolkit.files.fit import (
 )
 from toolkit.files.profile import (
     EngineFacts,
-    FrontPoint,
     MemoryPoint,
     Profile,
     RoundPoint,
@@ -359,18 +361,61 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 PASSES_MIN = 40
 KNOT_TOKENS = (8, 32, 128, 512)  # new tokens at which a knot may be
 KNOTS_MAX = 2
+OVERLAPPING = "overlapping passes"  # the form of `PipelineLaw`
 CLIP_ROUNDS = 4  # of fitting and clipping
 SAMPLES_COUNTED_MAX = 16  # a point with more samples weighs no more
 GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
+
+
+CACHED, BESIDE = 3, 4  # columns of `features`: decodes' cached tokens alone, and beside chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StepForm:
+    """A form of `StepLaw`: where the cost of a new token changes, and whether decodes beside chunks
+    read their caches at a cost of their own.
+    """
+
+    knots: tuple[int, ...]
+    beside: bool = False
+
+    @property
+    def name(self) -> str:
+        knots = f"knots {', '.join(map(str, self.knots))}"
+        return f"{knots}, reads beside chunks" if self.beside else knots
+
+    def law(self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats) -> StepLaw:
+        """The law of this form that is nearest to the passes."""
+        values = _solve_passes(self._columns(shapes), seconds, root_weight)
+        if not self.beside:
+            values = np.insert(values, BESIDE, values[CACHED])
+        return StepLaw.of(values.tolist(), self.knots)
+
+    def held_out(
+        self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats, seed: int
+    ) -> Floats:
+        """Seconds [n] of each pass by laws that did not see it."""
+        return _held_out(self._columns(shapes), seconds, root_weight, seed)
+
+    def _columns(self, shapes: Sequence[StepShape]) -> Floats:
+        columns = np.array([features(shape, self.knots) for shape in shapes])
+        if self.beside:
+            return columns
+        columns[:, CACHED] += columns[:, BESIDE]
+        return np.delete(columns, BESIDE, axis=1)
 
 
 def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     """The law of a profile's passes; None if passes were not measured.
 
     Coefficients are >= 0, by least relative squares. Where the cost of a new token changes
-    (`StepLaw.knots`) is chosen by held-out error, the fewest knots first. A pass is measured once,
+    (`StepLaw.knots`) is chosen by held-out error, the fewest knots first; then whether decodes
+    beside chunks have a cost of their own. A pass is measured once,
     so a disturbed pass counts at most 1.5 times its prediction, and the law is then raised to the
     mean, which is what serving pays.
+
+    Passes that overlap have a law of their own (`pipeline_fit`), if the profile says how they were
+    launched; the error is then that law's.
 
     Raises `InputError` if there are too few passes, if passes with or without chunks are missing,
     or if a pass took no time.
@@ -385,31 +430,50 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     root_weight = np.sqrt([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
 
     places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
-    tried = [(0, *k) for count in range(KNOTS_MAX + 1) for k in combinations(places, count)]
-    columns = [np.array([features(shape, knots) for shape in shapes]) for knots in tried]
-    predicted = [_held_out(matrix, seconds, root_weight, seed) for matrix in columns]
-    kept = forms.choose(predicted, seconds)
-    law = StepLaw.of(_solve_passes(columns[kept], seconds, root_weight).tolist(), tried[kept])
+    tried = [
+        StepForm((0, *knots))
+        for count in range(KNOTS_MAX + 1)
+        for knots in combinations(places, count)
+    ]
+    predicted = [form.held_out(shapes, seconds, root_weight, seed) for form in tried]
+    form = tried[forms.choose(predicted, seconds)]
+    beside = replace(form, beside=True)
+    predicted.append(beside.held_out(shapes, seconds, root_weight, seed))
+    tried.append(beside)
+    best = tried.index(form)
+    if forms.choose([predicted[best], predicted[-1]], seconds):
+        best = len(tried) - 1
+    law = tried[best].law(shapes, seconds, root_weight)
     errors = [forms.percent_error(prediction, seconds) for prediction in predicted]
+    candidates = [
+        Candidate(form=form.name, error=error) for form, error in zip(tried, errors, strict=True)
+    ]
+    error = errors[best]
+    pipeline = None
+    graphs = pipeline_fit.graphs_of(measured)
+    if graphs is not None:
+        passes = pipeline_fit.PassColumns.of(points, graphs)
+        pipeline = pipeline_fit.fit_pipeline(passes, seed)
+        means = np.array([np.mean(point.seconds) for point in points])
+        error = forms.percent_error(pipeline_fit.held_out_s(passes, seed), means)
+        candidates.append(Candidate(form=OVERLAPPING, error=error))
     host_s, host_row_s = _fit_host(points)
-    front_s, front_row_s = _fit_front(measured.front)
+    front = fit_front(measured)
     return StepsFit(
         **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
-        error=errors[kept],
-        candidates=[
-            Candidate(form=f"knots {', '.join(map(str, knots))}", error=error)
-            for knots, error in zip(tried, errors, strict=True)
-        ],
+        error=error,
+        candidates=candidates,
         valid=StepRange(
             rows_max=max(shape.rows for shape in shapes),
             tokens_max=tokens_max,
             cached_max=max(shape.decode_cached for shape in shapes),
         ),
-        front_s=front_s,
-        front_row_s=front_row_s,
+        front_s=front.constant_s,
+        front_row_s=front.row_s,
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
+        pipeline=pipeline,
     )
 
 
@@ -456,19 +520,32 @@ def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floa
 def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
     """The law of passes with the knots of `fit`, from passes with random weights (the Bayesian
     bootstrap). The gaps between passes are drawn with replacement; the front stays as fitted.
+
+    Of passes that overlap, whole runs have random weights.
     """
     points = measured.points
-    columns = np.array([features(shape_of(point), fit.knots) for point in points])
+    graphs = pipeline_fit.graphs_of(measured)
+    if fit.pipeline is not None and graphs is not None:
+        law = law_of_steps(fit)
+        assert isinstance(law, PipelineLaw)
+        passes = pipeline_fit.PassColumns.of(points, graphs)
+        return with_step_law(fit, pipeline_fit.drawn_law(passes, law, rng))
+    form = StepForm(tuple(fit.knots), beside=fit.beside_s is not None)
+    shapes = [shape_of(point) for point in points]
     seconds = np.array([forms.typical(point.seconds) for point in points])
     counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
     root_weight = np.sqrt(counted * rng.exponential(size=len(points)))
-    law = StepLaw.of(_solve_passes(columns, seconds, root_weight).tolist(), tuple(fit.knots))
-    host = _fit_host(picked(points, rng))
-    return with_step_law(fit, replace(law, host_s=host[0], host_row_s=host[1]))
+    drawn = form.law(shapes, seconds, root_weight)
+    host_s, host_row_s = _fit_host(picked(points, rng))
+    return with_step_law(fit, replace(drawn, host_s=host_s, host_row_s=host_row_s))
 
 
-def with_step_law(fit: StepsFit, law: StepLaw) -> StepsFit:
+def with_step_law(fit: StepsFit, law: StepLaw | PipelineLaw) -> StepsFit:
     """`fit` with the coefficients of `law`."""
+    if isinstance(law, PipelineLaw):
+        changed = {name: getattr(law, name) for name in COEFFICIENTS}
+        assert fit.pipeline is not None
+        return fit.model_copy(update={"pipeline": fit.pipeline.model_copy(update=changed)})
     return fit.model_copy(update=_coefficients(law))
 
 
@@ -489,20 +566,6 @@ def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
         [point.decodes + point.prefills for point in points],
         [forms.typical(point.host_s) for point in points],
     )
-
-
-def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
-    """Seconds that the front adds to the first token of a request alone, and to the response for
-    each other row.
-    """
-    alone = [point.seconds for point in points if point.rows == 1]
-    several = [point for point in points if point.rows > 1]
-    if not alone or not several:
-        return (forms.typical(alone) if alone else 0.0), 0.0
-    _, row_s = _line_in_rows(
-        [point.rows for point in several], [point.seconds for point in several]
-    )
-    return forms.typical(alone), row_s
 
 
 def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

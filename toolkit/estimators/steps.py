@@ -4,8 +4,12 @@ together.
     forward = base + row * rows + prefill * chunks + f(new tokens)
               + cached * (sum of the decodes' cached tokens)
               + attended * (sum over chunks of new * (cached + new / 2))
-            + behind * (sum over chunks of the cached tokens before them)
+              + behind * (sum over chunks of the cached tokens before them)
     pass    = forward + host + host_row * rows
+
+In a pass with chunks, `beside` takes the place of `cached`: attention kernels that compute decodes
+and chunks together read a decode's cache more slowly than kernels for decodes alone (1.9 times on
+an RTX 4090, by the measured operators of LLMServingSim).
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
 arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
@@ -13,6 +17,8 @@ attend to theirs and to themselves, and also pay for reading theirs, as a short 
 cache shows. The host schedules the pass and delivers its tokens before the next pass begins. Only
 sums over the batch matter, as in Vidur (arXiv:2405.05465), so a pass needs no list of its rows.
 Cache reads are counted in tokens, not in blocks.
+
+An engine that launches a pass while another one runs has the law of `toolkit.estimators.pipeline`.
 
 The fit of the coefficients and its errors are in `part_fits`.
 """
@@ -23,12 +29,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mypy_extensions import mypyc_attr
-
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
+
+FIXED = 7  # coefficients of `StepLaw` before those of new tokens
 
 
 class StepShape:
@@ -108,6 +113,7 @@ class StepLaw:
         host_s, host_row_s: from the end of a forward pass to the start of the next, constant and
             per row.
         behind_s: per cached token before a chunk.
+        beside_s: per cached token of a decode in a pass with chunks; None: `cached_s`.
     """
 
     base_s: float
@@ -120,6 +126,7 @@ class StepLaw:
     host_s: float = 0.0
     host_row_s: float = 0.0
     behind_s: float = 0.0
+    beside_s: float | None = None
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
@@ -152,24 +159,42 @@ class StepLaw:
         host_row_s: float = 0.0,
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
-        base_s, row_s, prefill_s, cached_s, attended_s, behind_s, *token_s = map(
-            float, coefficients
+        values = [float(value) for value in coefficients]
+        base_s, row_s, prefill_s, cached_s, beside_s, attended_s, behind_s = values[:FIXED]
+        return cls(
+            base_s,
+            row_s,
+            prefill_s,
+            cached_s,
+            attended_s,
+            tuple(values[FIXED:]),
+            knots,
+            host_s,
+            host_row_s,
+            behind_s,
+            None if beside_s == cached_s else beside_s,
         )
-        fixed = base_s, row_s, prefill_s, cached_s, attended_s
-        return cls(*fixed, tuple(token_s), knots, host_s, host_row_s, behind_s)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The coefficients of the forward pass, in the order of `features`."""
-        fixed = self.base_s, self.row_s, self.prefill_s, self.cached_s, self.attended_s
-        return (*fixed, self.behind_s, *self.token_s)
+        fixed = self.base_s, self.row_s, self.prefill_s, self.cached_s
+        beside_s = self.cached_s if self.beside_s is None else self.beside_s
+        return (*fixed, beside_s, self.attended_s, self.behind_s, *self.token_s)
+
+    def read_s(self, shape: StepShape) -> float:
+        """Seconds per cached token of a decode in such a pass."""
+        if shape.prefills and self.beside_s is not None:
+            return self.beside_s
+        return self.cached_s
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
         decodes, prefills = shape.decodes, shape.prefills
         rows, tokens = decodes + prefills, decodes + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
-        seconds += self.cached_s * shape.decode_cached + self.attended_s * shape.prefill_attended
+        read_s = self.read_s(shape)
+        seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
         if self.behind_s:
             seconds += self.behind_s * shape.prefill_cached
         for slope, start, end in self._slopes:
@@ -177,6 +202,10 @@ class StepLaw:
                 break
             seconds += slope * ((end if tokens > end else tokens) - start)
         return seconds
+
+    def prompt_token_s(self, attended: float) -> float:
+        """Seconds that a token of a long chunk adds, which attends to so many tokens."""
+        return self.token_s[-1] + self.attended_s * attended
 
     def after_s(self, rows: int) -> float:
         """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
@@ -186,65 +215,41 @@ class StepLaw:
         """Seconds from the start of a pass to the start of the next."""
         return self.forward_s(shape) + self.after_s(shape.rows)
 
-    def stretch_s(self, shape: StepShape, steps: int) -> float:
-        """Seconds of `steps` consecutive passes, of which the first has `shape`: the sum of step_s
-        over decode_cached + i * decodes, i = 0..steps - 1. Chunks do not change.
-        """
-        return steps * (self.step_s(shape) + self.cached_s * shape.decodes * 0.5 * (steps - 1))
+    def gpu_s(self, shape: StepShape) -> float:
+        """As `forward_s`: all of a pass, where nothing is known of launches."""
+        return self.forward_s(shape)
+
+    def launch_s(self, shape: StepShape) -> float:
+        """Zero: launches are part of `forward_s`."""
+        return 0.0
+
+    def drawn_launch_s(self, shape: StepShape, number: int) -> float:
+        """As `launch_s`."""
+        return 0.0
+
+    def waits_for_launch(self, shape: StepShape) -> bool:
+        """Whether the pass begins when its launch has ended, which here takes no time."""
+        return True
 
     def times(self, factor: float) -> StepLaw:
         """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
 
-    def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
-        """The number of passes of such a stretch that begin less than `seconds` after its start, at
-        most `limit`: the least k with stretch_s(shape, k) >= seconds. The engine sees a request
-        that arrives at `seconds` after k passes.
-        """
-        if not 0.0 < seconds < math.inf:
-            return limit if seconds > 0.0 else 0
-        first_s, half_s = self.step_s(shape), self.cached_s * shape.decodes * 0.5
-        guess = _root(half_s, first_s - half_s, seconds)
-        k = limit if guess >= limit else int(guess)
-        while k > 0 and (k - 1) * (first_s + half_s * (k - 2)) >= seconds:
-            k -= 1
-        while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
-            k += 1
-        return k
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PassTimes:
-    """The law of an engine's passes, for a router that asks for averages."""
-
-    def __init__(self, law: StepLaw) -> None:
-        self._law, self.behind_s = law, law.behind_s
-
-    def pass_s(
-        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
-    ) -> float:
-        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
-        return self._law.step_s(shape)
-
-
-def law_of_steps(fit: StepsFit) -> StepLaw:
-    """The law with the coefficients of `fit`."""
-    coefficients = (fit.base_s, fit.row_s, fit.prefill_s, fit.cached_s, fit.attended_s)
-    host = fit.host_s, fit.host_row_s
-    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), *host, fit.behind_s)
-
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
-    """The factor of each coefficient: 1, rows, chunks, cached, attended, cached before chunks, and
-    the new tokens between each knot and the next.
+    """The factor of each coefficient: 1, rows, chunks, the decodes' cached tokens in a pass of
+    decodes alone and in one with chunks, attended, cached before chunks, and the new tokens between
+    each knot and the next.
     """
+    cached = float(shape.decode_cached)
     ends = (*knots[1:], math.inf)
     return (
         1.0,
         float(shape.rows),
         float(shape.prefills),
-        float(shape.decode_cached),
+        0.0 if shape.prefills else cached,
+        cached if shape.prefills else 0.0,
         float(shape.prefill_attended),
         float(shape.prefill_cached),
         *(max(0.0, min(shape.tokens, end) - start) for start, end in zip(knots, ends, strict=True)),
@@ -263,12 +268,3 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
 def chunk_attended(cached: int, new: int) -> float:
     """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
-
-
-def _root(square: float, slope: float, value: float) -> float:
-    """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
-    if not square:
-        return value / slope if slope else math.inf
-    root = math.sqrt(slope * slope + 4.0 * square * value)
-    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
-    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)

@@ -23,6 +23,14 @@ class Front(Strict):
     last_s: float  # of last tokens
 
 
+def took_text(slowdown: float, launch_slowdown: float | None, verb: str = "took") -> str:
+    """How long batches take against the fit, in words."""
+    if launch_slowdown is None:
+        return f"batches {verb} {slowdown:.2f} times as long as fitted"
+    launches = f"their launches {launch_slowdown:.2f} times"
+    return f"passes {verb} {slowdown:.2f} times as long as fitted on the GPU, {launches}"
+
+
 class Warmup(Strict):
     """Batch times of other requests before the replay, measured and predicted by the laws."""
 
@@ -31,7 +39,10 @@ class Warmup(Strict):
     predicted_batch_s: float
     slowdown: float = Field(
         description="batch_s / predicted_batch_s without the arrivals' cost; the prediction "
-        "multiplies every batch time by it"
+        "multiplies every batch time by it. Of passes that overlap: of their work on the GPU"
+    )
+    launch_slowdown: float | None = optional(
+        "the same of the launches of passes that overlap; none: there are none, or not known"
     )
     arrival_cost_s: float = Field(
         0.0, description="what each arriving request adds to every slice that runs then"
@@ -176,6 +187,7 @@ class BenchReport(Envelope):
     replay_slowdown: float | None = Field(
         description="as in `warmup`, from the replay's own batches; known afterwards"
     )
+    replay_launch_slowdown: float | None = optional("as in `warmup`, likewise")
     replay_arrival_cost_s: float = Field(0.0, description="as in `warmup`, from the replay itself")
     replay_front: Front | None = optional("as in `warmup`, from the replay itself")
     predicted_in_hindsight: dict[str, float] = Field(
@@ -205,7 +217,11 @@ class WindowResult(Strict):
         0, description="of the failed: for load (HTTP 429, 503), which is not predicted"
     )
     slowdown: float = Field(
-        description="measured over fitted batch time, just before the window; 1: not known"
+        description="measured over fitted batch time, just before the window; 1: not known. Of "
+        "passes that overlap: of their work on the GPU"
+    )
+    launch_slowdown: float | None = optional(
+        "the same of launches of passes that overlap; none: there are none, or not known"
     )
     arrival_cost_s: float = Field(
         0.0, description="what each arrival added to every slice that ran, just before"
@@ -218,6 +234,11 @@ class WindowResult(Strict):
     predicted: dict[str, float]
     slowdown_meanwhile: float | None = optional(
         "as `slowdown`, from the window's own batches, afterwards; none: not known"
+    )
+    launch_slowdown_meanwhile: float | None = optional("as `launch_slowdown`, likewise")
+    passes: str = Field("", description="the file of its passes beside this one; empty: not kept")
+    front_by_passes_s: float | None = optional(
+        "mean time before a first token that no pass explains, by that file; none: not kept"
     )
     cache: CacheUse | None = optional("as in bench.json")
     predicted_in_hindsight: dict[str, float] = Field(

@@ -163,8 +163,42 @@ class StepRange(Strict):
     cached_max: float = Field(description="sum over all rows that decode")
 
 
+class PipelineFit(Strict):
+    """Passes that overlap (`estimators.pipeline.PipelineLaw`): times on the GPU, and launches."""
+
+    graph_mode: str = Field(description="vLLM's cudagraph_mode")
+    graph_sizes: list[int] = Field(description="the tokens of each CUDA graph, ascending")
+    apart: bool = Field(description="passes are launched in processes of their own")
+    decode_s: float
+    row_s: float
+    cached_s: float
+    floor_s: float
+    floor_token_s: float
+    token_s: float
+    attended_s: float
+    beside_s: float
+    graph_s: float
+    graph_row_s: float
+    piece_s: float
+    piece_row_s: float
+    eager_s: float
+    eager_chunk_s: float
+    spread: list[float] = Field(
+        description="quantiles of launches that are not graphs, over their mean"
+    )
+    launches: Literal["measured", "inferred"] = Field(
+        description="inferred: from passes that waited for the next launch"
+    )
+    deviation: dict[str, float] = Field(
+        description="standard deviation of each coefficient, over runs drawn with replacement"
+    )
+
+
 class StepsFit(Strict):
-    """A paged engine's forward pass (`estimators.steps.StepLaw`), its KV cache, and its front."""
+    """A paged engine's forward pass (`estimators.steps.StepLaw`), its KV cache, and its front.
+
+    With `pipeline` passes overlap, and the law of a single pass is only what their ends show.
+    """
 
     base_s: float
     row_s: float
@@ -174,12 +208,19 @@ class StepsFit(Strict):
     behind_s: float = Field(
         0.0, description="per cached token before a chunk; 0 in fits of older profiles"
     )
+    beside_s: float | None = optional(
+        "per cached token of decodes in a pass with chunks; none: as in passes of decodes alone"
+    )
     token_s: list[float]
     knots: list[int]
-    host_s: float
+    host_s: float = Field(
+        description="between passes; 0 where passes overlap, which have nothing between them"
+    )
     host_row_s: float
     error: HeldOutError = Field(description="of forward passes")
-    candidates: list[Candidate] = Field(description="the knots that were tried")
+    candidates: list[Candidate] = Field(
+        description="the forms that were tried: knots of a single pass, and overlapping passes"
+    )
     valid: StepRange
     front_s: float = Field(
         description="a client's wait for a first token besides passes: HTTP and text, both ways"
@@ -188,6 +229,9 @@ class StepsFit(Strict):
     block_tokens: int
     blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
+    pipeline: PipelineFit | None = optional(
+        "none: passes do not overlap, or the profile does not say how they were launched"
+    )
 
 
 class Fit(Envelope):

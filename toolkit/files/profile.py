@@ -108,7 +108,8 @@ class RoundsProfile(Strict):
 class StepPoint(Strict):
     """Forward passes of one composition, with a shape as in `estimators.steps.StepShape`.
 
-    A point of decodes only describes consecutive passes by their mean.
+    A point of decodes only describes consecutive passes by their mean. The points of a profile are
+    in the order of their passes: where passes overlap, a pass's time depends on its neighbours.
     """
 
     decodes: int
@@ -119,7 +120,14 @@ class StepPoint(Strict):
     prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
-        description="from the tokens to scheduling the next pass, where there was work for one"
+        description="from the tokens to scheduling the next pass, where there was work for one; "
+        "empty where the next one was under way already"
+    )
+    idle: bool = Field(
+        False, description="no pass was under way when the first of these was scheduled"
+    )
+    launch_s: list[float] = Field(
+        [], description="from scheduling a pass to its last kernel launched; empty: not known"
     )
 
 
@@ -134,6 +142,24 @@ class FrontPoint(Strict):
     seconds: float
 
 
+class TrafficFront(Strict):
+    """What a request of traffic waited besides passes, on its way in and until its first token.
+
+    The engine looks for requests when it schedules a pass. So `in_s` is right in the mean only:
+    half of the time since the schedule before is taken off.
+    """
+
+    rows: int = Field(description="in the pass of its first token")
+    tokens_per_s: float = Field(description="of all requests, in the second before that")
+    in_s: float = Field(
+        description="from sending it to the schedule of its first pass, less half of `scheduled_s`"
+    )
+    scheduled_s: float = Field(
+        description="between that schedule and the one before; 0: the engine was idle"
+    )
+    out_s: float = Field(description="from the end of its first token's pass to that token")
+
+
 class StepsProfile(Strict):
     """Measurements of a paged engine, pass by pass."""
 
@@ -141,8 +167,18 @@ class StepsProfile(Strict):
     blocks: int = Field(description="usable by requests")
     max_num_batched_tokens: int = Field(description="during the measurement")
     async_scheduling: bool
+    graph_sizes: list[int] = Field(
+        [], description="the tokens of each CUDA graph, ascending; empty: none, or not known"
+    )
+    graph_mode: str = Field("", description="vLLM's cudagraph_mode; empty: not known")
+    executor: str = Field(
+        "", description="uni: the scheduler's thread launches passes; empty: not known"
+    )
     points: list[StepPoint]
     front: list[FrontPoint]
+    front_in_traffic: list[TrafficFront] = Field(
+        [], description="by request; empty in older profiles"
+    )
 
 
 class HitPoint(Strict):
@@ -165,6 +201,9 @@ class FailedPoint(Strict):
         "mix",
         "traffic",
         "hit",
+        "lone",
+        "burst",
+        "load",
         "slice",
         "memory",
         "rounds",

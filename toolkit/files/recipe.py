@@ -288,7 +288,9 @@ class EngineSpec(Strict):
 
 
 class ProfileSpec(Strict):
-    """The grid to measure. Every point is measured `repeats` times after `warmups`."""
+    """The grid to measure. Every point is measured `repeats` times after `warmups`. A vLLM with
+    async scheduling has a grid of its own instead (docs/explanation/vllm.md).
+    """
 
     batch_sizes: Grid = Field(description="N: prefill and decode are measured at each")
     input_lengths: Grid = Field(

@@ -25,7 +25,8 @@ import uvloop
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LlmctlError
-from toolkit.estimators.steps import PassTimes, law_of_steps
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.pipeline import PassTimes
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus

@@ -14,7 +14,19 @@ from toolkit.files.profile import EngineFacts, FailedPoint
 from toolkit.files.recipe import ProfileSpec
 
 Kind = Literal[
-    "prefill", "decode", "mix", "traffic", "hit", "join", "leave", "grow", "swap_out", "swap_in"
+    "prefill",
+    "decode",
+    "mix",
+    "traffic",
+    "hit",
+    "lone",
+    "burst",
+    "load",
+    "join",
+    "leave",
+    "grow",
+    "swap_out",
+    "swap_in",
 ]
 
 
@@ -25,6 +37,10 @@ class GridPoint:
     In a part of a round, N rows join, leave or move while `others` run. In a mix, `others` prompts
     of `length` tokens arrive while N rows decode. In traffic, `others` is the number of requests.
     In a hit, a prompt has `length` tokens that the prefix cache holds and `others` new ones.
+
+    Where passes overlap: `others` prompts arrive while N rows decode, one at a time and at least
+    `APART` passes apart in `lone`, at once in `burst`. A `load` is traffic at `others` percent of
+    what the engine can serve with N rows, for `LOAD_S` seconds, with prompts of about `length`.
     """
 
     kind: Kind
@@ -36,6 +52,8 @@ class GridPoint:
     def tokens(self) -> int:
         if self.kind == "hit":
             return self.length + self.others
+        if self.kind == "load":
+            return self.batch_size * self.length
         return (self.batch_size + self.others) * self.length
 
     @property
@@ -125,6 +143,11 @@ def hit_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
     ]
 
 
+STEPS = 48  # tokens of a request with timed decode steps
+HITS = 4  # prompts that begin like the one before them, in one run of such a point
+APART = 8  # decode steps between two lone prompts
+BESIDE_STEPS = 48  # tokens of the rows that decode beside lone prompts and bursts
+LOAD_S = 12.0  # in which the requests of a load arrive
 WAVES = 3  # requests of traffic, as a multiple of those that run at once
 MIX_STEPS = 24  # prompt and output tokens of the decoding rows of a mix
 JOINING = (1, 4, 16)  # rows at once
@@ -208,6 +231,13 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
                 shapes[number] = SliceShape(batch_size, length, steps)
                 break
     return shapes
+
+
+def log_uniform_mean(least: float, greatest: float) -> float:
+    """The mean of a log-uniform number between the two."""
+    if greatest <= least:
+        return least
+    return (greatest - least) / math.log(greatest / least)
 
 
 def log_uniform(values: Sequence[int], rng: random.Random) -> int:

@@ -20,27 +20,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from toolkit.errors import InputError
 from toolkit.files.profile import (
     DecodePoint,
     EngineFacts,
     FailedPoint,
-    FrontPoint,
     MemoryPoint,
     PartPoint,
     PrefillPoint,
     RoundSequence,
     SlicePoint,
-    StepPoint,
     differences,
     identity,
 )
 from toolkit.files.recipe import ProfileSpec
 from toolkit.files.strict import Environment, Strict
-from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, SliceShape, in_rounds
-from toolkit.profiling.process import TimedEngine, Unmeasurable
+from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.process import Passes, TimedEngine, Unmeasurable
 
 
 class JournalConditions(Strict):
@@ -69,12 +67,10 @@ class JournalConditions(Strict):
         return changed
 
 
-class PointVisit(Strict):
+class PointVisit(Passes):
     """Samples of a visit to a grid point, in seconds, and its passes if the engine reports them."""
 
     seconds: list[float]
-    steps: list[StepPoint] = Field(default=[])
-    front: list[FrontPoint] = Field(default=[])
 
 
 ResultT = TypeVar("ResultT")
@@ -209,12 +205,12 @@ def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
 
 
 def visits_left(
-    points: Sequence[GridPoint], spec: ProfileSpec, journal: Journal
+    visits: Iterable[tuple[int, GridPoint]], journal: Journal
 ) -> list[tuple[int, GridPoint]]:
     """(number, point) of every visit that the journal lacks."""
     return [
         (number, point)
-        for number, point in in_rounds(points, spec)
+        for number, point in visits
         if journal.results.keys().isdisjoint((point.key, f"{point.key}/{number}"))
     ]
 
@@ -224,9 +220,11 @@ def measure(
     bench: TimedEngine,
     spec: ProfileSpec,
     journal: Journal,
-    advance: Callable[[str], None],
+    visited: Callable[[int, GridPoint], None],
 ) -> None:
-    """Make the visits. A point that cannot be measured is recorded as failed and left out then."""
+    """Make the visits, and tell `visited` of each. A point that cannot be measured is recorded as
+    failed, and left out then.
+    """
     for number, point in visits:
         if point.key not in journal.results:
             try:
@@ -234,10 +232,9 @@ def measure(
             except Unmeasurable as reason:
                 journal.put(point.key, point.failed(str(reason)))
             else:
-                steps, front = bench.take_passes()
-                visit = PointVisit(seconds=seconds, steps=steps, front=front)
+                visit = PointVisit(seconds=seconds, **dict(bench.take_passes()))
                 journal.put(f"{point.key}/{number}", visit)
-        advance(str(point))
+        visited(number, point)
 
 
 def warmups(number: int, spec: ProfileSpec) -> int:
@@ -249,11 +246,11 @@ def warmups(number: int, spec: ProfileSpec) -> int:
 
 
 def grid_points(
-    points: Sequence[GridPoint], spec: ProfileSpec, results: dict[str, Result]
+    points: Sequence[GridPoint], results: dict[str, Result]
 ) -> tuple[list[PrefillPoint], list[DecodePoint]]:
     """The points of the profile, with the samples of all their visits."""
     prefill, decode = [], []
-    for point, seconds in _measured(points, spec, results):
+    for point, seconds in _measured(points, results):
         rows, length = point.batch_size, point.length
         if point.kind == "prefill":
             prefill.append(PrefillPoint(batch_size=rows, input_length=length, seconds=seconds))
@@ -262,9 +259,7 @@ def grid_points(
     return prefill, decode
 
 
-def round_parts(
-    points: Sequence[GridPoint], spec: ProfileSpec, results: dict[str, Result]
-) -> list[PartPoint]:
+def round_parts(points: Sequence[GridPoint], results: dict[str, Result]) -> list[PartPoint]:
     """The parts of rounds, with the samples of all their visits."""
     return [
         PartPoint(
@@ -274,18 +269,19 @@ def round_parts(
             others=point.others,
             seconds=seconds,
         )
-        for point, seconds in _measured(points, spec, results)
+        for point, seconds in _measured(points, results)
         if point.kind not in ("prefill", "decode", "mix", "traffic")
     ]
 
 
 def _measured(
-    points: Sequence[GridPoint], spec: ProfileSpec, results: dict[str, Result]
+    points: Sequence[GridPoint], results: dict[str, Result]
 ) -> Iterator[tuple[GridPoint, list[float]]]:
     """Points that were measured and never failed, with all their samples."""
     for point in points:
-        keys = (f"{point.key}/{number}" for number in range(spec.repeats * CHEAP_VISITS))
-        visits = of_kind(PointVisit, (results.get(key) for key in keys))
+        visits: list[PointVisit] = []
+        while isinstance(visit := results.get(f"{point.key}/{len(visits)}"), PointVisit):
+            visits.append(visit)
         seconds = [second for visit in visits for second in visit.seconds]
         if seconds and point.key not in results:
             yield point, seconds

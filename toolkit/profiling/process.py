@@ -21,27 +21,50 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, Literal, TypeVar, cast
 
 import msgspec
+from pydantic import Field
 
 from toolkit import guard
 from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
 from toolkit.errors import EngineError, InputError
-from toolkit.files.profile import EngineFacts, FrontPoint, HitPoint, StepPoint, StepsProfile
+from toolkit.files.profile import (
+    EngineFacts,
+    FrontPoint,
+    HitPoint,
+    StepPoint,
+    StepsProfile,
+    TrafficFront,
+)
 from toolkit.files.recipe import Recipe
+from toolkit.files.strict import Strict
 from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.pace import VISIT_SAMPLES, ServerPace
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
 
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
-# A visit to a cheap point ends after this long, setup included, or with this many samples. More
-# would tell little: disturbances last longer than a visit, and another visit sees another moment.
+# A visit to a cheap point ends after this long, setup included, or with `VISIT_SAMPLES` samples.
+# More would tell little: disturbances last longer than a visit, and another visit sees another
+# moment.
 VISIT_S = 0.02
-VISIT_SAMPLES = 3
 
 
 class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a failure of the profile)
     """Why a point could not be measured. The engine, perhaps a new one, is ready for the next."""
+
+
+class Passes(Strict):
+    """The passes of an engine that reports them, in order, and what clients waited besides.
+
+    `sampler_s` is the least time that a launch went on after the end that `StepPoint.launch_s`
+    has here; None: not known.
+    """
+
+    steps: list[StepPoint] = Field([])
+    front: list[FrontPoint] = Field([])
+    traffic: list[TrafficFront] = Field([])
+    sampler_s: float | None = None
 
 
 class TimedEngine(ABC):
@@ -68,9 +91,13 @@ class TimedEngine(ABC):
         """The limits of its passes, without points; None if it reports no passes."""
         return None
 
-    def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
+    def take_passes(self) -> Passes:
         """The passes since the last call."""
-        return [], []
+        return Passes()
+
+    def pace(self, points: Sequence[GridPoint]) -> ServerPace | None:
+        """How long its runs take, by some quick ones of the `points`; None: it does not know."""
+        return None
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
         """What a prompt of each length takes at first, and again if a prefix cache may hold it."""
@@ -119,6 +146,9 @@ class LocalTimedEngine(TimedEngine):
             assert kind != "mix"
             assert kind != "traffic"
             assert kind != "hit"
+            assert kind != "lone"
+            assert kind != "burst"
+            assert kind != "load"
             engine = cast(RoundEngine, self._engine)
             return engine.time_part(kind, rows, length, point.others, clock)
 

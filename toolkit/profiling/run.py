@@ -23,22 +23,23 @@ from toolkit.errors import EngineError
 from toolkit.files.io import EnvelopeFields, head
 from toolkit.files.profile import (
     MEASURED_SECTIONS,
-    EngineFacts,
     FailedPoint,
     HitPoint,
     MemoryPoint,
     Profile,
     SlicePoint,
-    StepsProfile,
+    StepPoint,
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
 from toolkit.interrupts import cancelling
+from toolkit.profiling import overlapping
 from toolkit.profiling.grid import (
     GridPoint,
     Kind,
     SliceShape,
     grid,
     hit_points,
+    in_rounds,
     mix_points,
     slice_shapes,
     traffic_points,
@@ -59,9 +60,9 @@ from toolkit.profiling.measure import (
     visits_left,
     warmups,
 )
+from toolkit.profiling.pace import VISIT_SAMPLES, Remaining, ServerPace
 from toolkit.profiling.process import (
     VISIT_S,
-    VISIT_SAMPLES,
     ProfileBench,
     TimedEngine,
     Unmeasurable,
@@ -175,6 +176,10 @@ class ProfileProgress(Protocol):
         """One of `ProfileEstimate.steps` is done; its result is on disk."""
         ...
 
+    def expects(self, about_s: float) -> None:
+        """All of the work is now expected to take so long, from when it was `planned`."""
+        ...
+
 
 def journal_path(out: Path) -> Path:
     """The file for the results of an unfinished profile, next to the profile."""
@@ -217,7 +222,7 @@ def profile(
             engine=bench.facts,
         )
         with Journal(journal_path(out), conditions, fresh=fresh) as journal:
-            session = _Session(recipe, bench.facts, journal, watch, load_s)
+            session = _Session(recipe, bench, journal, watch, load_s)
             watch.planned(session.plan(bench))
             session.probe_memory(bench)
             session.measure(bench)
@@ -232,25 +237,37 @@ class _Session:
     def __init__(
         self,
         recipe: Recipe,
-        facts: EngineFacts,
+        bench: TimedEngine,
         journal: Journal,
         watch: ProfileProgress,
         load_s: float,
     ) -> None:
+        facts = bench.facts
         self._recipe, self._facts, self._load_s = recipe, facts, load_s
         self._journal, self._progress, self._spec = journal, watch, recipe.profile
-        self._points, self._skipped = grid(self._spec, facts)
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
-        self._steps: StepsProfile | None = None
+        self._steps = bench.steps
+        self._pace: ServerPace | None = None
+        self._remaining: Remaining | None = None
         self._hits: list[HitPoint] = []
-        parts = self._rounds.points if self._rounds else []
-        if traits.timed_by_pass:
-            parts = mix_points(self._spec, facts)
-            parts += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
-            parts += hit_points(self._spec, facts)
+        if self._steps is not None and overlapping.overlaps(self._steps):
+            # All shapes run before the first timing, so no point needs a run of its own for that.
+            self._spec = self._spec.model_copy(update={"warmups": 0})
+            self._points = overlapping.grid(facts, self._steps)
+            self._skipped: list[FailedPoint] = []
+            points = [*self._points, *overlapping.other_points(facts, self._steps)]
+            visits = overlapping.in_rounds(points, self._spec)
+        else:
+            self._points, self._skipped = grid(self._spec, facts)
+            parts = self._rounds.points if self._rounds else []
+            if traits.timed_by_pass:
+                parts = mix_points(self._spec, facts)
+                parts += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
+                parts += hit_points(self._spec, facts)
+            visits = in_rounds([*self._points, *parts], self._spec)
         self._work = Work(
-            visits=visits_left([*self._points, *parts], self._spec, journal),
+            visits=visits_left(visits, journal),
             memory=[
                 (length, steps)
                 for length, steps in probe_shapes(self._spec, facts)
@@ -273,17 +290,39 @@ class _Session:
 
     def plan(self, bench: TimedEngine) -> ProfileEstimate:
         work = self._work
-        # The neighbours load once; the workers load for slices and again for sequences.
+        # The neighbours load once; the workers load for slices and again for sequences. A server
+        # that runs is its own worker.
         loads = bool(work.visits) + bool(work.slices) + bool(work.sequences)
-        work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
+        if self._facts.is_server:
+            loads = 0
+        points = [*self._points, *(point for _, point in work.visits)]
+        pace = bench.pace(points) if work.visits else None
+        if pace is None:
+            work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
+        else:
+            slices_s = pace.slices_s(work.slices.values()) / self._recipe.workers
+            work_s = slices_s + sum(self._visit_s(pace, *visit) for visit in work.visits)
+            self._remaining = Remaining(work_s, time.perf_counter)
+        self._pace = pace
+        about_s = work_s + loads * self._load_s
         return ProfileEstimate(
             points=len(self._points),
             steps=work.steps,
-            about_s=work_s + loads * self._load_s,
+            about_s=about_s,
             resumed=len(self._journal.results),
             skipped=dict(Counter(point.reason for point in self._skipped)),
             set_aside=self._journal.set_aside,
         )
+
+    def _visit_s(self, pace: ServerPace, number: int, point: GridPoint) -> float:
+        return pace.visit_s(point, warmups(number, self._spec))
+
+    def _visited(self, number: int, point: GridPoint) -> None:
+        """A visit has ended: tell the observer, and how long all will take."""
+        self._progress.advanced(str(point))
+        if self._pace is not None and self._remaining is not None:
+            visit_s = self._visit_s(self._pace, number, point)
+            self._progress.expects(self._remaining.done(visit_s))
 
     def probe_memory(self, bench: TimedEngine) -> None:
         """Search the memory edge of static batches, and of rounds if the engine runs them."""
@@ -299,14 +338,12 @@ class _Session:
         """Measure the grid, and what a prefix cache saves if the engine may have one. On a CPU as
         many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
         """
-        self._steps = bench.steps
         if self._work.visits:
             shared = self._recipe.hardware.device == "cpu"
             others = self._recipe.workers - 1 if shared else 0
             shapes = list(self._shapes().values())
             with busy_neighbours(self._recipe, others, shapes):
-                progress, journal = self._progress.advanced, self._journal
-                measure(self._work.visits, bench, self._spec, journal, progress)
+                measure(self._work.visits, bench, self._spec, self._journal, self._visited)
         self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
 
     def run_workers(self, bench: ProfileBench) -> None:
@@ -326,7 +363,7 @@ class _Session:
 
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
-        prefill, decode = grid_points(self._points, self._spec, results)
+        prefill, decode = grid_points(self._points, results)
         if not prefill or not decode:
             failed = [one.reason for one in of_kind(FailedPoint, results.values())]
             kind, why = "decode step" if prefill else "prefill", [*failed, "nothing fits"][0]
@@ -336,7 +373,11 @@ class _Session:
         if steps is not None:  # with all passes that were logged while the grid was measured
             passes = [point for visit in visits for point in visit.steps]
             front = [point for visit in visits for point in visit.front]
-            steps = steps.model_copy(update={"points": passes, "front": front})
+            traffic = [point for visit in visits for point in visit.traffic]
+            known = [visit.sampler_s for visit in visits if visit.sampler_s is not None]
+            passes = [with_sampler(point, min(known, default=0.0)) for point in passes]
+            found = {"points": passes, "front": front, "front_in_traffic": traffic}
+            steps = steps.model_copy(update=found)
         # A server that ran before was not loaded here.
         load_s = round(self._load_s, 1) if traits_of(self._facts.engine).started else None
         return Profile(
@@ -354,6 +395,14 @@ class _Session:
             steps=steps,
             hits=self._hits,
         )
+
+
+def with_sampler(point: StepPoint, sampler_s: float) -> StepPoint:
+    """The passes with launches that last until the sampler is launched, too."""
+    if not point.launch_s:
+        return point
+    launch_s = [each + sampler_s for each in point.launch_s]
+    return point.model_copy(update={"launch_s": launch_s})
 
 
 def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:

@@ -341,7 +341,7 @@ class RoundsStage:
             total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             host_bytes = int(HOST_SHARE * total_bytes) // recipe.workers
         return RoundsProfile(
-            parts=round_parts(self.points, recipe.profile, results),
+            parts=round_parts(self.points, results),
             sequences=of_kind(RoundSequence, results.values()),
             memory=self._admissions(),
             host_bytes=host_bytes,

@@ -146,8 +146,11 @@ def fit_section(files: Material) -> Section:
         form = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
         errors.append((name, form, *error_cells(overhead.error), "", ""))
     if fit.steps:
-        knots, most = f"knots {', '.join(map(str, fit.steps.knots))}", fit.steps.valid.rows_max
-        errors.append(("passes", knots, *error_cells(fit.steps.error), most, ""))
+        form = f"knots {', '.join(map(str, fit.steps.knots))}"
+        if fit.steps.pipeline:
+            form = f"overlapping, graphs {fit.steps.pipeline.graph_mode}"
+        most = fit.steps.valid.rows_max
+        errors.append(("passes", form, *error_cells(fit.steps.error), most, ""))
     columns = ["law", "form", "median error", "p95", "worst", "points"]
     columns += ["up to batch", "up to length"]
     section.tables.append(Table("Errors on points that the fit did not see", columns, errors))

@@ -27,7 +27,11 @@ class LoggedRow(NamedTuple):
 
 
 class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's resolved settings: its limits, its cache and its model."""
+    """The engine's resolved settings: its limits, its cache, its model and its CUDA graphs.
+
+    `executor` is where passes are launched: `uni` in the thread that schedules them, others in
+    processes of their own. Logs of older versions have no graphs and no executor.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -44,14 +48,19 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     kv_bytes_per_token: int
+    graph_sizes: list[int] = []  # the tokens of each CUDA graph, ascending
+    graph_mode: str = ""  # vLLM's cudagraph_mode, such as FULL_AND_PIECEWISE; empty: not known
+    executor: str = ""  # vLLM's distributed_executor_backend; empty: not known
+    not_modelled: list[str] = []  # what the server does that no law or simulation knows
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
-    tokens. With async scheduling passes overlap: a pass begins when it was requested, but not
-    before the previous one ended.
+    tokens. With async scheduling passes overlap: a pass is scheduled and launched while the one
+    before it runs. `launched_s` is when its forward pass was launched, `ready_s` when its tokens
+    had come from the GPU; 0: not known.
     """
 
     step: int
@@ -62,6 +71,8 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     ended: list[str]
     waiting: int
     free_blocks: int
+    launched_s: float = 0.0
+    ready_s: float = 0.0
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

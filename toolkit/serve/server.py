@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive
 
+from toolkit import interrupts
 from toolkit.errors import InputError, LlmctlError
 from toolkit.serve.driver import Driver
 from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
@@ -117,14 +118,16 @@ class Signals:
         self.second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-        def on_signal() -> None:
+        def on_signal(number: int) -> None:
+            if number == signal.SIGINT:
+                interrupts.note()
             (self.second if self.first.is_set() else self.first).set()
 
         ending = end_signals()
         if signal.SIGHUP not in ending:
             self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
         for number in ending:
-            self._loop.add_signal_handler(number, on_signal)
+            self._loop.add_signal_handler(number, on_signal, number)
 
     def close(self) -> None:
         """Give the signals back. A closed loop of uvloop would keep them and do nothing."""

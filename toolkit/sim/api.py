@@ -20,7 +20,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.tuning import BEHIND
 from toolkit.interrupts import check, held
-from toolkit.metrics import Floats, Served, behind_percent, latencies, sla_ratios, summarize
+from toolkit.metrics import FRONT, Floats, Served, behind_percent, latencies, sla_ratios, summarize
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.parameters import Value, parameters
@@ -47,7 +47,8 @@ class SimResult:
     since they can never be served. Of a fleet of servers also the results of its `kinds`.
 
     `concurrency`: so many requests at once were served in a closed loop; 0: they came by
-    themselves, so that arrivals have a rate.
+    themselves, so that arrivals have a rate. `front_s`: the part of the front in a mean time to
+    first token.
     """
 
     served: Served
@@ -55,12 +56,14 @@ class SimResult:
     refusals: Sequence[Refusal] = ()
     kinds: Sequence[SimResult] = ()
     concurrency: int = 0
+    front_s: float = 0.0
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
         closed = self.concurrency > 0
         behind = {} if closed else {BEHIND: behind_percent(self.served)}
-        return summarize(self.served, sla, closed=closed) | behind | self.counters
+        front = {FRONT: self.front_s} if self.front_s else {}
+        return summarize(self.served, sla, closed=closed) | front | behind | self.counters
 
     def sla_ratios(self, sla: Mapping[str, float]) -> dict[str, float]:
         """Each target's value over its limit."""
@@ -124,7 +127,8 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     arrivals = _reuse(trace, world).arrivals(range(len(requests)), ledger.arrival_s)
     refusals = _run(requests, policy, world, ledger, arrivals)
     counts = counters(ledger, len(refusals), usable[0])
-    return SimResult(world.front.seen(ledger.served()), counts, refusals)
+    served = world.front.seen(ledger.served())
+    return SimResult(served, counts, refusals, front_s=world.front.first_s)
 
 
 def _reuse(trace: Trace, world: World) -> Reuse:
@@ -148,9 +152,10 @@ def _served_by_engines(
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if in_line else None)
     if routing is None:
         refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
-        served = kinds[0].usual_front.seen(ledger.served())
+        usual = kinds[0].usual_front
+        served = usual.seen(ledger.served())
         counts = counters(ledger, len(refusals), engine.capacity_tokens)
-        return SimResult(served, counts, refusals)
+        return SimResult(served, counts, refusals, front_s=usual.first_s)
     with collector_off():  # what cycles there are live as long as the caches
         routed = RoutedRun(requests, kinds, ledger, reuse, routing)
         refusals = routed.serve(drain=world.drain)
@@ -160,13 +165,15 @@ def _served_by_engines(
     # as clients see the requests, each behind the front of the kind that served it
     kind_of, fronts = np.array(routed.kind_of), [kind.usual_front for kind in kinds]
     served = ledger.served()
+    first_s = np.array([front.first_s for front in fronts])[kind_of]
     served = replace(
         served,
-        first_token_s=served.first_token_s + np.array([front.first_s for front in fronts])[kind_of],
+        first_token_s=served.first_token_s + first_s,
         finish_s=served.finish_s + np.array([front.last_s for front in fronts])[kind_of],
     )
     counts = counters(ledger, len(refusals), engine.capacity_tokens)
-    return SimResult(served, counts, refusals, _parts(served, kinds, kind_of) if several else [])
+    parts = _parts(served, kinds, kind_of) if several else []
+    return SimResult(served, counts, refusals, parts, front_s=float(first_s.mean()))
 
 
 def _parts(

@@ -1,29 +1,31 @@
 """A paged engine on virtual time: vLLM's scheduler, a law of passes, and what clients saw.
 
 The engine's loop plans a pass, runs it and hands out its tokens before it plans the next. With
-`ahead` (vLLM's `async_scheduling`) it plans a pass while the one before runs. The host's time is
-then hidden behind the pass, a new request is admitted one pass later, the blocks of ended rows are
-free one pass later, and a row that ends before its limit computes one token too many. Passes of
-decodes alone are computed in one leap, up to the next arrival that could change anything, the first
-end, or the first missing block.
+`ahead` (vLLM's `async_scheduling`) it plans a pass while the one before runs. Then a new request is
+admitted one pass later, the blocks of ended rows are free one pass later, and a row that ends
+before its limit computes one token too many. The host's time is hidden behind the pass, unless the
+law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one leap, up to the next
+arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
 
-`PagedEngine` describes an engine, `PagedRun` runs it, and `serve` gives the engines of a world
-requests in turn; `toolkit.sim.replicas` puts them behind a router.
+`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, and
+`toolkit.sim.flight` times them. `serve` gives the engines of a world requests in turn;
+`toolkit.sim.replicas` puts them behind a router.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from toolkit.compiled import Reduced, reduced
-from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.pipeline import PipelineLaw
+from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
@@ -31,6 +33,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
+from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedPass, PagedScheduler
@@ -71,14 +74,14 @@ class PagedEngine:
     `believed` is the law that a router believes; None: `steps`.
     """
 
-    steps: StepLaw
+    steps: EngineLaw
     blocks: int
     block_tokens: int
     ahead: bool = False
     valid: PassRange | None = None
     front_s: float = 0.0
     front_row_s: float = 0.0
-    believed: StepLaw | None = None
+    believed: EngineLaw | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -108,13 +111,18 @@ class PagedEngine:
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
 
-    def drawn(self, steps: StepLaw) -> PagedEngine:
+    def drawn(self, steps: EngineLaw) -> PagedEngine:
         """The same engine with passes by another law, while routers believe the one so far."""
         return replace(self, steps=steps, believed=self.believed or self.steps)
 
-    def slowed(self, factor: float) -> PagedEngine:
-        """The same engine with every pass `factor` times as long."""
-        return replace(self, steps=self.steps.times(factor))
+    def slowed(self, factor: float, launch_factor: float | None = None) -> PagedEngine:
+        """The same engine with every pass `factor` times as long, and every launch, where the law
+        has them, `launch_factor` times (None: as all else).
+        """
+        steps = self.steps
+        if isinstance(steps, PipelineLaw):
+            return replace(self, steps=steps.times(factor, launch_factor))
+        return replace(self, steps=steps.times(factor))
 
 
 @dataclass(slots=True, frozen=True)
@@ -182,12 +190,33 @@ class Reuse:
         return DueRequests(arrival_s, first, turns)
 
 
+class Tokens:
+    """The rows that get tokens from passes of the same rows.
+
+    Attributes:
+        decoding: how many rows get one from each pass.
+        joined: the rows that get one from the first pass, as their input is complete.
+        ended: the rows that get their last from the last pass.
+        running: how many rows ran.
+    """
+
+    __slots__ = ("decoding", "ended", "joined", "running")
+
+    def __init__(
+        self, decoding: int, joined: list[PagedRequest], ended: list[PagedRequest], running: int
+    ) -> None:
+        self.decoding = decoding
+        self.joined = joined
+        self.ended = ended
+        self.running = running
+
+
 class PagedRun:
     """One engine that serves requests. Its caller tells it of each that comes (`arrive`), and calls
     `work` at `next_s`.
 
-    A request that comes during a leap ends the leap with the pass that runs then, so that an engine
-    costs nothing while others work.
+    A request that comes during a leap ends the leap with the pass that is planned then, so that an
+    engine costs nothing while others work.
 
     Args:
         index: its place in the ledger.
@@ -214,9 +243,6 @@ class PagedRun:
         self._index, self._engine, self._flags, self._ledger = index, engine, flags, ledger
         self._ahead, self._shares, self._tells = engine.ahead, shares, tells
         self._blocks, self._block_tokens = engine.blocks, engine.block_tokens
-        self._law = (
-            replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
-        )
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
@@ -230,10 +256,11 @@ class PagedRun:
             self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
         )
         self._arrived: list[PagedRequest] = []
-        self._leap: PagedPass | None = None  # its first pass; the passes that run are a leap
-        self._begin_s, self._steps = 0.0, 0  # of the leap: when it begins, and how many passes
+        self._flight = flight_of(self._engine.steps, ahead=self._ahead)
+        self._leap: PagedPass | None = None  # the first of the passes that are under way
+        self._since_s = 0.0  # when the engine began to work for them alone
         self._can_cut = False  # whether a request that comes ends the leap
-        self._begun_s = self._done_s = -math.inf  # of the leap's last pass
+        self._done_s = -math.inf  # when the tokens of the last pass before them exist
         self._under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
         self._plan_s = now_s  # when the next pass is planned
         self.next_s = math.inf
@@ -247,7 +274,9 @@ class PagedRun:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
-            self._set_leap(self._leap, self._begin_s, self._steps, now_s)
+            self._can_cut = False
+            self._flight.cut(now_s)
+            self.next_s = self._flight.due_s
 
     def work(self, *, drain: bool, follow: bool, until_s: float = math.inf) -> None:
         """Do what is due at `next_s`: finish the passes that run, and plan the next.
@@ -258,52 +287,58 @@ class PagedRun:
                 pass is planned.
             until_s: no other request comes before that time, if it is known.
         """
-        now_s, scheduler, leap = self.next_s, self._scheduler, self._leap
+        now_s = self.next_s
+        scheduler = self._scheduler
+        flight = self._flight
+        leap = self._leap
+        tokens: Tokens | None = None  # of passes that end when the next one is launched
         if leap is not None:
             self._leap = None
-            ended = self._finish(leap)
+            tokens = self._commit(leap)
             if self._ahead:
                 scheduler.settle(self._under_way)
-                self._under_way, self._plan_s = ended, self._begun_s
+                self._under_way = tokens.ended
             else:
-                scheduler.settle(ended)
-                self._plan_s = self._done_s + self._law.after_s(leap.rows)
-            if self._plan_s > now_s or (follow and ended):
-                self.next_s = self._plan_s
-                return
-        if not (drain or self._arrived or scheduler.waiting):
-            self.next_s = math.inf
+                self._give(tokens, now_s)
+                scheduler.settle(tokens.ended)
+                self._plan_s = now_s + self._engine.steps.after_s(leap.rows)
+                if self._plan_s > now_s or (follow and tokens.ended):
+                    self.next_s = self._plan_s
+                    return
+                tokens = None
+        plan: PagedPass | None = None
+        if drain or self._arrived or scheduler.waiting:
+            plan = self._planned()
+        shape = plan.shape if plan is not None and plan.rows else None
+        if tokens is not None or shape is not None:
+            end_s = flight.follow(shape, now_s)
+            if tokens is not None:
+                self._give(tokens, end_s)
+        if plan is not None:
+            for row in plan.preempted:
+                if row.mark:  # it had its last token with the last pass; else none since admitted
+                    self._close(row, self._last_s)
+        if plan is not None and shape is not None:
+            self._begin(plan, now_s, until_s)
             return
-        for row in self._arrived:
-            scheduler.add(row)
-        self._arrived.clear()
-        plan = scheduler.schedule()
-        self._ledger.evictions += len(plan.preempted)
-        for row in plan.preempted:
-            if row.mark:  # it had its last token with the last pass; else none since its admission
-                self._close(row, self._last_s)
-        if plan.rows:
-            steps = scheduler.ahead()
-            self._can_cut = steps > 1 and not scheduler.waiting
-            self._set_leap(plan, max(now_s, self._done_s), steps, until_s)
-        elif self._under_way:  # no other row can run before these have left
+        self._plan_s = max(self._done_s, now_s)
+        self.next_s = math.inf
+        if plan is not None and self._under_way:  # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
-            self._plan_s = self.next_s = max(self._done_s, now_s)
-        else:
-            self._plan_s, self.next_s = now_s, math.inf
+            self.next_s = self._plan_s
 
     def die(self, now_s: float) -> list[PagedRequest]:
         """The engine dies and comes back empty; its requests in order, with what they lack as
-        `left`.
+        `left`. A pass counts as ended if the pass after it was planned.
         """
-        leap = self._leap
+        leap, flight = self._leap, self._flight
         if leap is not None:
-            passes = range(1, self._steps + 1)
-            self._steps = bisect_right(passes, now_s, key=lambda k: self._times(leap, k)[1])
-            if self._steps:
-                self._begun_s, self._done_s = self._times(leap, self._steps)
-                self._finish(leap)
+            ended = flight.ended(now_s)
+            if ended:
+                end_s = flight.tokens_s(ended)
+                flight.keep(ended)
+                self._give(self._commit(leap), end_s)
         self.close()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
@@ -314,11 +349,11 @@ class PagedRun:
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
-        scheduler = self._scheduler
+        scheduler, flight = self._scheduler, self._flight
         used = self._blocks - scheduler.pool.free
-        if self._leap is not None and self._steps > 1:
-            share = (now_s - self._begin_s) / max(self._done_s - self._begin_s, 1e-9)
-            used += int(share * self._steps * self._leap.shape.decodes / self._block_tokens)
+        if self._leap is not None and flight.steps > 1:
+            share = (now_s - flight.begin_s) / max(flight.end_s - flight.begin_s, 1e-9)
+            used += int(share * flight.steps * self._leap.shape.decodes / self._block_tokens)
         waiting = len(scheduler.waiting) + len(self._arrived)
         return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
 
@@ -331,34 +366,35 @@ class PagedRun:
         ledger.preempted_query_tokens += pool.preempted_queries
         ledger.preempted_hit_tokens += pool.preempted_hits
 
-    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int, until_s: float) -> None:
-        """At most `steps` passes run like the planned one, from `begin_s` on, the last of them when
-        a request comes at `until_s`.
-        """
-        if self._can_cut and until_s < math.inf:
-            planned = int(self._ahead)  # one more pass is planned already
-            begun = self._law.steps_before(plan.shape, until_s - begin_s, steps - planned)
-            steps, self._can_cut = max(planned + begun, 1), False
-        self._leap, self._begin_s, self._steps = plan, begin_s, steps
-        self._begun_s, self._done_s = self._times(plan, steps)
-        self.next_s = self._begun_s if self._ahead else self._done_s
+    def _planned(self) -> PagedPass:
+        """Plan the next pass, with all requests that have come."""
+        scheduler = self._scheduler
+        for row in self._arrived:
+            scheduler.add(row)
+        self._arrived.clear()
+        plan = scheduler.schedule()
+        self._ledger.evictions += len(plan.preempted)
+        return plan
 
-    def _times(self, plan: PagedPass, steps: int) -> tuple[float, float]:
-        """When the last of the first `steps` passes of the leap begins and ends."""
-        law, shape, begin_s = self._law, plan.shape, self._begin_s
-        if steps == 1:
-            return begin_s, begin_s + law.forward_s(shape)
-        begun_s = begin_s + law.stretch_s(shape, steps - 1)
-        return begun_s, begun_s + law.forward_s(_grown(shape, steps))
+    def _begin(self, plan: PagedPass, now_s: float, until_s: float) -> None:
+        """The planned pass begins, and with it those that decode the same rows."""
+        scheduler, flight = self._scheduler, self._flight
+        steps = scheduler.ahead()
+        self._can_cut = steps > 1 and not scheduler.waiting
+        if not self._can_cut:
+            until_s = math.inf
+        elif until_s < math.inf:
+            self._can_cut = False
+        flight.start(plan.shape, now_s, steps, until_s)
+        self._leap = plan
+        self._since_s = max(now_s, self._done_s)
+        self.next_s = flight.due_s
 
-    def _finish(self, plan: PagedPass) -> list[PagedRequest]:
-        """Record the passes of the leap; the rows that ended."""
-        scheduler, ledger, law = self._scheduler, self._ledger, self._law
-        steps, begin_s, end_s = self._steps, self._begin_s, self._done_s
-        first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
-        last = _grown(plan.shape, steps)
-        last_gap_s = law.after_s(plan.rows) + end_s - self._begun_s
-        self._give(plan, steps, first_s, last_gap_s)
+    def _commit(self, plan: PagedPass) -> Tokens:
+        """Record the passes that are under way, but for their times."""
+        scheduler, ledger, steps = self._scheduler, self._ledger, self._flight.steps
+        decoding = scheduler.decoding
+        joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
         size = self._block_tokens
         used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
@@ -369,46 +405,45 @@ class PagedRun:
         if plan.chunks:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
-            for chunk in plan.chunks:
-                ledger.rows += chunk.completes
         ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
         if used > ledger.peak_tokens:
             ledger.peak_tokens = float(used)
         valid = self._engine.valid
-        if valid is not None and not valid.holds(last):
-            ledger.extrapolated += steps
-        self._last_s = end_s
-        for row in ended:
+        if valid is not None:
+            last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
+            if not valid.holds(last):
+                ledger.extrapolated += steps
+        return Tokens(decoding, joined, ended, len(scheduler.running))
+
+    def _give(self, tokens: Tokens, end_s: float) -> None:
+        """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
+        ledger, gaps, flight = self._ledger, self._gaps, self._flight
+        steps, decoding = flight.steps, tokens.decoding
+        first_s = end_s if steps == 1 else flight.first_s
+        if decoding:
+            gap_s = first_s - self._last_s
+            gaps.push(gap_s if steps == 1 else max(gap_s, flight.largest_gap_s(end_s)))
+            if ledger.token_gaps is not None:
+                ledger.token_gaps.add(decoding, gap_s, gap_s)
+                if steps > 1:
+                    flight.add_gaps(ledger.token_gaps, decoding, end_s)
+        if tokens.joined:
+            self._join(tokens.joined, gaps.mark(alone=not decoding), first_s)
+        self._last_s = self._done_s = end_s
+        for row in tokens.ended:
             self._close(row, end_s)
             ledger.outcomes[row.number].ok = True
             if self._tells:
-                self.ends.append((end_s, row.number, len(scheduler.running)))
-        ledger.busy_s[self._index] += end_s - begin_s
+                self.ends.append((end_s, row.number, tokens.running))
+        ledger.busy_s[self._index] += end_s - self._since_s
         ledger.completed_s[self._index] = end_s
-        return ended
 
-    def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
-        """Record the tokens of every row in the pass: one at `first_s`, and one with each of the
-        following steps, each longer than the one before.
-        """
-        ledger, gaps, decoding = self._ledger, self._gaps, self._scheduler.decoding
-        gap_s = first_s - self._last_s
-        if decoding:
-            gaps.push(max(gap_s, last_gap_s) if steps > 1 else gap_s)
-            if ledger.token_gaps is not None:
-                growth_s = self._law.cached_s * plan.shape.decodes
-                ledger.token_gaps.add(decoding, gap_s, gap_s)
-                ledger.token_gaps.add(
-                    decoding * (steps - 1), last_gap_s - (steps - 2) * growth_s, last_gap_s
-                )
-        if not plan.chunks:
-            return
-        joined = [chunk.row for chunk in plan.chunks if chunk.completes]
-        if not joined:
-            return
-        mark = gaps.mark(alone=not decoding)
+    def _join(self, joined: list[PagedRequest], mark: int, first_s: float) -> None:
+        """Rows have computed their input and get a token at `first_s`."""
+        ledger = self._ledger
         for row in joined:
-            row.mark, outcome = mark, ledger.outcomes[row.number]
+            row.mark = mark
+            outcome = ledger.outcomes[row.number]
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
                 if self._tells:
@@ -428,13 +463,6 @@ class PagedRun:
         outcome.last_token_s = last_s
         outcome.max_gap_s = max(outcome.max_gap_s, self._gaps.largest(row.mark))
         row.mark = 0
-
-
-def _grown(shape: StepShape, steps: int) -> StepShape:
-    """The shape of the last of `steps` passes of the same rows."""
-    if steps == 1:
-        return shape
-    return StepShape(shape.decodes, shape.decode_cached + (steps - 1) * shape.decodes)
 
 
 def serve(

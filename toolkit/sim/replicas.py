@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from toolkit.errors import InputError
-from toolkit.estimators.steps import PassTimes
+from toolkit.estimators.pipeline import PassTimes
 from toolkit.interrupts import check
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.files.tuning import BEHIND, Cost
 from toolkit.metrics import MOST_BEHIND_PERCENT
@@ -51,10 +53,11 @@ def cost_of(
     cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
     new = prompt - cached
     rows = max(metrics.get("batch_size_mean", 1.0), 1.0)
-    in_s = steps.token_s[-1] + steps.attended_s * new / 2
-    cached_s = steps.attended_s * new
-    out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
-    out_s += steps.token_s[0] + steps.cached_s * (prompt + output / 2)
+    law = law_of_steps(steps)
+    in_s = law.prompt_token_s(new / 2)
+    cached_s = law.prompt_token_s(new) - law.prompt_token_s(0.0)
+    decodes = max(round(rows), 1)
+    out_s = law.step_s(StepShape(decodes, round(decodes * (prompt + output / 2)))) / decodes
     usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
     return cost.model_copy(
         update={

@@ -18,6 +18,7 @@ from toolkit.files.tuning import Outcome, Tuning
 from toolkit.routing.routers import ROUTERS, router_of
 from toolkit.sched.policies import BUILT_IN, make_any, refuse_unservable
 from toolkit.sim.api import usual_policies
+from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_rate
 from toolkit.tuning.alternatives import WORKERS_MAX
@@ -38,6 +39,7 @@ class Deployment:
     fit: Fit
     label: str  # what its settings are: "defaults", "tuned", "policy NAME", "router NAME"
     outcome: Outcome  # its metrics do not count
+    conditions: ServerConditions = AS_FITTED  # of its machine
 
     @property
     def gpus(self) -> int:
@@ -61,7 +63,7 @@ class Deployment:
 
     def setup(self, trace: Trace) -> EvaluationSetup:
         """Where its settings are judged: on the whole trace."""
-        world = make_world(self.recipe, self.fit)
+        world = in_conditions(make_world(self.recipe, self.fit), self.conditions)
         label = f"{self.recipe.name}, {self.recipe.workers} workers"
         return whole_setup(world, trace, self.recipe, self.outcome.policy, label)
 
@@ -92,10 +94,12 @@ def deployments_of(
     tuning: Tuning | None = None,
     policies: Sequence[str] = (),
     routers: Sequence[str] = (),
+    conditions: ServerConditions = AS_FITTED,
 ) -> list[Deployment]:
     """The recipe's own settings, then the tuned ones, then policies and routers by name.
 
-    "all" stands for all that the engine can run, and for all routers. Raises `InputError` for a
+    "all" stands for all that the engine can run, and for all routers. All have the
+    `conditions` of one machine. Raises `InputError` for a
     policy or router that does not exist, a policy that the engine cannot run, and routers where
     there is one worker.
     """
@@ -112,7 +116,7 @@ def deployments_of(
     for name in _routers(recipe, routers):
         outcome = own.model_copy(update={"replica_router": router_of(recipe, name)})
         found.append(Deployment(recipe, fit, f"router {name}", outcome))
-    return found
+    return [replace(one, conditions=conditions) for one in found]
 
 
 def _unrouted(recipe: Recipe) -> Recipe:

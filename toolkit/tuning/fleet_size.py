@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError, LimitsBrokenError
+from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.fleet import CountRange
 from toolkit.files.io import EnvelopeFields
@@ -469,6 +470,10 @@ class LeastWork:
     ) -> Floats:
         """The least seconds that each request adds to the passes of such a server."""
         law, prompt, output = engine.steps, self._prompt, self._output
+        if isinstance(law, PipelineLaw):
+            return self._overlapping_s(law, flags)
+        if law.beside_s is not None and law.beside_s < law.cached_s:
+            law = replace(law, cached_s=law.beside_s)
         to_rows, to_tokens, to_memory = (share * law.base_s for share in shares)
         row_s = law.row_s + to_rows / flags.max_num_seqs
         token_s = _token_s(law, to_tokens, flags.max_num_batched_tokens)
@@ -484,6 +489,19 @@ class LeastWork:
             work += token_s * output
         else:
             work += token_s * (prompt + steps) + law.attended_s * prompt**2 / 2.0
+        return work
+
+    def _overlapping_s(self, law: PipelineLaw, flags: VllmPolicy) -> Floats:
+        """The same where passes overlap: the least seconds of the GPU, which runs one at a time. A
+        decode runs in a pass of decodes alone, or beside a chunk.
+        """
+        decode_s = min(law.row_s + law.decode_s / flags.max_num_seqs, law.token_s)
+        read_s = min(law.cached_s, law.beside_s)
+        steps = self._output - 1.0
+        cached = steps * self._prompt + steps * (steps - 1.0) / 2.0
+        work: Floats = decode_s * steps + read_s * cached
+        if not self._finds:
+            work += law.token_s * self._prompt + law.attended_s * self._prompt**2 / 2.0
         return work
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import resampled_fits, scaled_fits
-from toolkit.estimators.load import laws_from_fit
-from toolkit.estimators.steps import law_of_steps
+from toolkit.estimators.load import law_of_steps, laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 import toolkit
+from toolkit import interrupts
 from toolkit.backends import Check, GivenDevices, ServerCommand, ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
@@ -40,8 +41,8 @@ from toolkit.backends.vllm.command import (
     vllm_server,
     vllm_version,
 )
-from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
-from toolkit.errors import EngineError, ForeignError, LlmctlError
+from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, ITERATIONS_VARIABLE, PLAN_VARIABLE
+from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
@@ -260,6 +261,13 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
         variables["VLLM_API_KEY"] = order.api_key
     if policy.name != POLICY and order.event_log is not None:
         variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
+    if order.pass_log is not None:
+        if plan.fit.steps is None:
+            raise InputError(
+                "--pass-log: the fit has no law of passes, which logs them",
+                "profile engine vllm again; then: llmctl fit, render",
+            )
+        variables[ITERATIONS_VARIABLE] = str(order.pass_log.absolute())
     flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
     model = saved_model(plan.recipe.model, plan.recipe.hardware)
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
@@ -309,6 +317,8 @@ class _Signals:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if number == signal.SIGINT:
+            interrupts.note()
         if self.loading and self.count == 1:
             raise EndRequested
 

@@ -7,7 +7,8 @@ vLLM's own /metrics.
 --scheduler-cls toolkit.backends.vllm.iterations.counted_scheduler
     vLLM's scheduler, or ours inside it, with sums of the passes' times and of the times that the
     laws of LLMCTL_VLLM_PLAN predict; /metrics shows the sums if PROMETHEUS_MULTIPROC_DIR names an
-    empty folder, through which vLLM's processes share their metrics
+    empty folder, through which vLLM's processes share their metrics; with LLMCTL_VLLM_ITERATIONS
+    it writes the same log, too
 
 `PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
 them from the passes, and `Counted` feeds it from inside a scheduler.
@@ -19,6 +20,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -29,13 +31,53 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
 from toolkit.backends.vllm.command import POLICY
+from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepLaw, law_of_steps, shape_of_rows
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.pipeline import PipelineLaw
+from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+
+MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
+
+
+def _not_modelled(config: Any, groups: Any) -> list[str]:
+    """What this server does that llmctl's laws and its model of vLLM's scheduler do not know."""
+    found = []
+    if len(groups) > 1:
+        found.append(f"{len(groups)} groups of KV caches (sliding windows or hybrid layers)")
+    for group in groups:
+        spec = group.kv_cache_spec
+        name = type(spec).__name__
+        if name not in MODELLED_CACHES:
+            found.append(f"a KV cache of kind {name}")
+        elif getattr(spec, "sliding_window", None):
+            found.append(f"a sliding window of {spec.sliding_window} tokens")
+    if config.speculative_config is not None:
+        found.append("speculative decoding")
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        found.append(f"data_parallel_size {parallel.data_parallel_size}")
+    if parallel.pipeline_parallel_size > 1:
+        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
+    return found
+
+
+@dataclass(slots=True)
+class ScheduledPass:
+    """A pass that was scheduled and has not ended."""
+
+    start_s: float
+    rows: list[LoggedRow]
+    preempted: list[str]
+    waiting: int
+    free_blocks: int
+    launched_s: float = 0.0
+    settled_before: bool = False  # a pass before it has ended since it was scheduled
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
@@ -43,87 +85,19 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # of each pass: its start, rows, preempted requests, waiting requests, free blocks
-        self._under_way: deque[tuple[float, list[LoggedRow], list[str], int, int]] = deque()
+        self._under_way: deque[ScheduledPass] = deque()
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
 
     def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        start_s = time.monotonic()
-        output = super().schedule(throttle_prefills)
-        rows = []
-        for request_id, new in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            computed = request.num_computed_tokens - new  # which already includes this pass
-            rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
-        _running, waiting = self.get_request_counts()
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._under_way.append((start_s, rows, self._preempted, waiting, free))
-        self._preempted = []
-        return output
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: Any
-    ) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        start_s, rows, preempted, waiting, free = self._under_way.popleft()
-        ended = [
-            output.request_id
-            for client in outputs.values()
-            for output in client.outputs
-            if output.finish_reason is not None
-        ]
-        if rows or preempted or ended or self._gone:
-            logged = LoggedPass(
-                step=self.current_step - len(self._under_way),
-                start_s=start_s,
-                end_s=time.monotonic(),
-                rows=rows,
-                preempted=preempted,
-                ended=[*self._gone, *ended],
-                waiting=waiting,
-                free_blocks=free,
-            )
-            self._gone = []
-            self._passed(logged)
-        return outputs
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: Any
-    ) -> list[VllmRequest]:
-        finished: list[VllmRequest] = super().finish_requests(request_ids, finished_status)
-        self._gone += [request.request_id for request in finished]
-        return finished
-
-    def _preempt_request(
-        self, request: VllmRequest, timestamp: float, drop_stale_output: bool = False
-    ) -> None:
-        self._preempted.append(request.request_id)
-        super()._preempt_request(request, timestamp, drop_stale_output)
-
-
-class Logged(PassLoggingMixin):
-    """Writes the passes to the log. Raises `InputError` if the log is not named or not writable."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        with one_line():
-            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
-            try:
-                self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
-            except OSError as error:
-                raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-        self._log.write(to_line(self._header()))
-
-    def shutdown(self) -> None:
-        self._log.close()
-        super().shutdown()
-
-    def _passed(self, logged: LoggedPass) -> None:
-        self._log.write(to_line(logged))
+    def _following(self) -> Following | None:
+        """The pass that is under way and computes something, if there is one."""
+        for one in self._under_way:
+            if one.rows:
+                return Following(one.start_s, one.rows, one.launched_s)
+        return None
 
     def _header(self) -> IterationLogHeader:
         config, cache = self.vllm_config, self.cache_config
@@ -146,7 +120,113 @@ class Logged(PassLoggingMixin):
             max_model_len=self.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
             kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
+            graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
+            graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
+            executor=str(config.parallel_config.distributed_executor_backend or ""),
+            not_modelled=_not_modelled(config, groups),
         )
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        start_s = time.monotonic()
+        output = super().schedule(throttle_prefills)
+        rows = []
+        for request_id, new in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens - new  # which already includes this pass
+            rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
+        _running, waiting = self.get_request_counts()
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
+        self._preempted = []
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        # vLLM asks for it directly after `execute_model` has returned (core.py, `step` and
+        # `step_with_batch_queue`), so when all kernels but the sampler's are launched. Where
+        # sampling waits for the tokens of the pass before, it asks only after those: then the end
+        # of the launch is not known.
+        launched = self._under_way[-1] if self._under_way else None
+        if launched is not None and not launched.settled_before:
+            launched.launched_s = time.monotonic()
+        return super().get_grammar_bitmask(scheduler_output)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        ready_s = time.monotonic()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        done = self._under_way.popleft()
+        for later in self._under_way:
+            later.settled_before = True
+        ended = [
+            output.request_id
+            for client in outputs.values()
+            for output in client.outputs
+            if output.finish_reason is not None
+        ]
+        if done.rows or done.preempted or ended or self._gone:
+            logged = LoggedPass(
+                step=self.current_step - len(self._under_way),
+                start_s=done.start_s,
+                end_s=time.monotonic(),
+                rows=done.rows,
+                preempted=done.preempted,
+                ended=[*self._gone, *ended],
+                waiting=done.waiting,
+                free_blocks=done.free_blocks,
+                launched_s=done.launched_s,
+                ready_s=ready_s,
+            )
+            self._gone = []
+            self._passed(logged)
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: Any
+    ) -> list[VllmRequest]:
+        finished: list[VllmRequest] = super().finish_requests(request_ids, finished_status)
+        self._gone += [request.request_id for request in finished]
+        return finished
+
+    def _preempt_request(
+        self, request: VllmRequest, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        self._preempted.append(request.request_id)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+
+class PassLog:
+    """The log of passes. Raises `InputError` if it is not named or not writable."""
+
+    def __init__(self, header: IterationLogHeader) -> None:
+        with one_line():
+            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            try:
+                self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        self._file.write(to_line(header))
+
+    def write(self, logged: LoggedPass) -> None:
+        self._file.write(to_line(logged))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Logged(PassLoggingMixin):
+    """Writes the passes to the log. Raises `InputError` if the log is not named or not writable."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._log = PassLog(self._header())
+
+    def shutdown(self) -> None:
+        self._log.close()
+        super().shutdown()
+
+    def _passed(self, logged: LoggedPass) -> None:
+        self._log.write(logged)
 
 
 class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
@@ -162,23 +242,39 @@ def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
 
 class PassSeries:
     """The sums as Prometheus series, in seconds. They have the names of llmctl's own server, so a
-    dashboard or an alert for one server works for the other.
+    dashboard or an alert for one server works for the other. Passes that overlap have sums of
+    their launches and of their work on the GPU, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlapping: bool) -> None:
         self.took = Counter("llmctl_batch_seconds", "Time of passes.")
         self.predicted = Counter(
             "llmctl_predicted_batch_seconds", "Time of the same passes as the laws predict it."
         )
         self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
         self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
+        if not overlapping:
+            return
+        self.launches = Counter(
+            "llmctl_launch_seconds", "Time of the launches of passes that overlap."
+        )
+        self.predicted_launches = Counter(
+            "llmctl_predicted_launch_seconds", "Time of the same launches as the law predicts it."
+        )
+        self.gpu = Counter(
+            "llmctl_gpu_seconds", "Time on the GPU, of passes that overlap and waited for it."
+        )
+        self.predicted_gpu = Counter(
+            "llmctl_predicted_gpu_seconds", "Time of the same work as the law predicts it."
+        )
 
 
 class PassCounts:
     """Computes the sums from what a scheduler sees. All times are seconds of one clock.
 
     A pass counts from its start to its end, plus the gap since the previous pass if requests were
-    there during all of that gap.
+    there during all of that gap. Where passes overlap it counts from the end of the previous pass
+    (`toolkit.backends.vllm.overlap`).
 
     The engine sees a request that arrives during a pass only after that pass. Its arrival is then
     the time at which the front made it, plus the mean time from the front to an idle engine. (The
@@ -186,8 +282,9 @@ class PassCounts:
     tokenizing before that, and all after the end of a pass, belong to the front and do not count.
     """
 
-    def __init__(self, law: StepLaw, series: PassSeries) -> None:
+    def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
         self._law, self._series = law, series
+        self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
         self._arrived_s: dict[str, float] = {}  # requests that have not ended
         self._without_token: set[str] = set()  # a subset of them
         # The last time the engine looked for requests, and the end of the last pass. None if no
@@ -220,9 +317,11 @@ class PassCounts:
         if self._arrived_s.pop(request_id, None) is not None:
             self._reset_if_idle()
 
-    def passed(self, logged: LoggedPass) -> None:
-        """A pass has ended, and its tokens exist."""
-        if logged.rows:
+    def passed(self, logged: LoggedPass, following: Following | None = None) -> None:
+        """A pass has ended, and its tokens exist; `following` was scheduled behind it meanwhile."""
+        if logged.rows and self._overlapping is not None:
+            self._count_overlapping(self._overlapping.ended(logged, following))
+        elif logged.rows:
             shape = shape_of_rows(logged.rows)
             start_s, predicted_s = logged.start_s, self._law.forward_s(shape)
             if self._ended_s is not None:
@@ -242,16 +341,28 @@ class PassCounts:
                 self._series.e2e.observe(logged.end_s - arrived_s)
         self._reset_if_idle()
 
+    def _count_overlapping(self, ended: EndedPass) -> None:
+        series = self._series
+        series.took.inc(ended.pass_s)
+        series.predicted.inc(ended.predicted_s)
+        series.launches.inc(ended.launch_s)
+        series.predicted_launches.inc(ended.predicted_launch_s)
+        series.gpu.inc(ended.gpu_s)
+        series.predicted_gpu.inc(ended.predicted_gpu_s)
+
     def _reset_if_idle(self) -> None:
         if not self._arrived_s:
             self._looked_s = self._ended_s = None
 
 
 class Counted(PassLoggingMixin):
-    """Counts passes, of vLLM's schedulers or ours. `InputError` if the plan has no such law."""
+    """Counts passes, of vLLM's schedulers or ours, and logs them where a log is named. `InputError`
+    if the plan has no such law.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
         with one_line():
             fit = _plan().fit.steps
             if fit is None:
@@ -259,7 +370,9 @@ class Counted(PassLoggingMixin):
                     f"{PLAN_VARIABLE}: its fit has no law of passes",
                     "profile engine vllm again; then: llmctl fit, render",
                 )
-            self._counts = PassCounts(law_of_steps(fit), PassSeries())
+            law = law_of_steps(fit)
+            series = PassSeries(overlapping=isinstance(law, PipelineLaw))
+            self._counts = PassCounts(law, series)
 
     def add_request(self, request: VllmRequest) -> None:
         if request.request_id not in self.requests:
@@ -279,9 +392,16 @@ class Counted(PassLoggingMixin):
             self._counts.gone(request.request_id)
         return finished
 
+    def shutdown(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        super().shutdown()
+
     def _passed(self, logged: LoggedPass) -> None:
         super()._passed(logged)
-        self._counts.passed(logged)
+        if self._log is not None:
+            self._log.write(logged)
+        self._counts.passed(logged, self._following())
 
 
 class CountedAsyncScheduler(Counted, AsyncScheduler):  # type: ignore[misc]

@@ -9,39 +9,65 @@ and of traffic too, are kept for the law of passes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import IO
 
-from toolkit.backends.openai import STEPS, TRIES, Endpoint, ServerBench, prompt_around
+from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
 from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
+from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
 from toolkit.engines.loading import saved_model
+from toolkit.errors import InputError
+from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
-from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
+from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.grid import MIX_STEPS, GridPoint, log_uniform
-from toolkit.profiling.process import VISIT_SAMPLES, Unmeasurable
+from toolkit.profiling.grid import (
+    APART,
+    BESIDE_STEPS,
+    HITS,
+    LOAD_S,
+    MIX_STEPS,
+    STEPS,
+    GridPoint,
+    log_uniform,
+    log_uniform_mean,
+)
+from toolkit.profiling.pace import ServerPace, samples_of, warm_runs
+from toolkit.profiling.process import Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 
 
 @dataclass(slots=True, frozen=True)
 class TimedPass:
-    """A pass that computed something. `host_s`: the gap to the next pass, None if nothing waits."""
+    """A pass that computed something.
+
+    Attributes:
+        host_s: the gap to the next pass; None if nothing waits, or the next pass was scheduled
+            before this one ended, so that there is no gap.
+        idle: no pass was under way when it was scheduled.
+        launch_s: from its scheduling to the end of its launch; None: not known.
+    """
 
     shape: StepShape
     start_s: float
     end_s: float
     host_s: float | None
+    idle: bool
+    launch_s: float | None
 
     @property
     def seconds(self) -> float:
@@ -56,29 +82,40 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
     end_s = -1.0
     for one, following in pairwise([*[one for one in passes if one.rows], None]):
         assert one is not None
+        idle = one.start_s >= end_s
+        launch_s = one.launched_s - one.start_s if one.launched_s else None
         start_s, end_s = max(one.start_s, end_s), one.end_s
         busy = following is not None and (
             one.waiting or {row.request_id for row in one.rows} - set(one.ended)
         )
-        host_s = max(following.start_s - end_s, 0.0) if busy and following else None
-        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s))
+        apart = following is not None and following.start_s >= end_s
+        host_s = following.start_s - end_s if busy and apart and following else None
+        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s, idle, launch_s))
     return times
 
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
     """One point for each pass with chunks, and one for each stretch of equally many decodes."""
     stretches: list[list[TimedPass]] = []
-    for chunked, group in groupby(passes, key=lambda one: one.shape.prefills > 0):
-        if chunked:
-            stretches += [[one] for one in group]
+    for one in passes:
+        if stretches and _continues(stretches[-1][-1], one):
+            stretches[-1].append(one)
         else:
-            equal = groupby(group, key=lambda one: one.shape.decodes)
-            stretches += [list(stretch) for _, stretch in equal]
+            stretches.append([one])
     return [_point(stretch) for stretch in stretches]
+
+
+def _continues(before: TimedPass, one: TimedPass) -> bool:
+    """Whether both passes decode the same number of rows, without a rest between them."""
+    if before.shape.prefills or one.shape.prefills:
+        return False
+    rested = one.idle and before.host_s is None
+    return before.shape.decodes == one.shape.decodes and not rested
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     shape = stretch[0].shape
+    launches = [one.launch_s for one in stretch if one.launch_s is not None]
     return StepPoint(
         decodes=shape.decodes,
         decode_cached=fmean(one.shape.decode_cached for one in stretch),
@@ -88,12 +125,29 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         prefill_cached=shape.prefill_cached,
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
+        idle=stretch[0].idle,
+        launch_s=launches if len(launches) == len(stretch) else [],
     )
 
 
+def refuse_not_modelled(header: IterationLogHeader) -> None:
+    """`InputError` for a server that does what no law or simulation knows."""
+    found = list(header.not_modelled)
+    if header.async_scheduling and header.graph_mode and header.graph_mode not in LAUNCHES:
+        found.append(f"cudagraph_mode {header.graph_mode}")
+    if found:
+        raise InputError(
+            f"this vLLM server has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
+            "profile it without that, or as engine openai, from outside",
+        )
+
+
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
-HITS = 4  # prompts that begin like the one before them, in one run of such a point
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
+POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
+LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load
+LOAD_REQUESTS_MIN = 8
+PACE_ROWS = 32  # of the larger decode step that shows the pace
 
 
 class VllmBench(ServerBench):
@@ -103,13 +157,19 @@ class VllmBench(ServerBench):
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server, self._log = server, log
         self._header: IterationLogHeader = header_of(log.readline())
+        refuse_not_modelled(self._header)
         self.facts = facts_of(recipe, self._header)
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
         self._step_s = 0.0  # of a decode step, roughly
+        self._pace: ServerPace | None = None
+        self._took_s = 0.0  # the last run, with all of its requests
+        self._passes: list[TimedPass] = []  # of the last run
         self._steps: list[StepPoint] = []
         self._front: list[FrontPoint] = []
+        self._traffic: list[TrafficFront] = []
+        self._sampler_s: float | None = None
         self._log.readlines()
 
     @property
@@ -120,14 +180,52 @@ class VllmBench(ServerBench):
             blocks=header.blocks,
             max_num_batched_tokens=header.max_num_batched_tokens,
             async_scheduling=header.async_scheduling,
+            graph_sizes=header.graph_sizes,
+            graph_mode=header.graph_mode,
+            executor=header.executor,
             points=[],
             front=[],
         )
 
-    def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
-        passes = self._steps, self._front
-        self._steps, self._front = [], []
+    def take_passes(self) -> Passes:
+        passes = Passes(
+            steps=self._steps,
+            front=self._front,
+            traffic=self._traffic,
+            sampler_s=self._sampler_s,
+        )
+        self._steps, self._front, self._traffic = [], [], []
+        self._sampler_s = None
         return passes
+
+    def pace(self, points: Sequence[GridPoint]) -> ServerPace | None:
+        """See `TimedEngine.pace`. Where passes overlap, every length of a lone prompt runs once,
+        too, so that what an engine compiles or allocates at first is in no timing.
+
+        Raises `EngineError` when the server has ended.
+        """
+        if not {"prefill", "decode"} <= {point.kind for point in points}:
+            return None
+        for point in points:
+            if point.kind == "lone" and not point.batch_size:
+                self._try(point)
+        self._pace = pace_of(points, self._timed_run, self._header, self._longest)
+        self.take_passes()
+        return self._pace
+
+    def _timed_run(self, point: GridPoint) -> tuple[float, list[TimedPass]]:
+        """Seconds of a run, with all of its requests, and its passes; the first run is left out."""
+        self._try(point)
+        self._try(point)
+        return self._took_s, self._passes
+
+    def _try(self, point: GridPoint) -> None:
+        """Run a point that need not succeed."""
+        self._took_s, self._passes = 0.0, []
+        with contextlib.suppress(Unmeasurable):
+            self._measure(point)
+        if not self._server.running:
+            raise self._server.died("during a measurement")
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `EngineError` when the server has ended, or `FAILURES_MAX`
@@ -135,12 +233,10 @@ class VllmBench(ServerBench):
         """
         with self.counting_failures():
             try:
-                for _ in range(warmups if point.kind != "traffic" else 0):
+                for _ in range(warm_runs(point, warmups)):
                     self._measure(point)
                 self.take_passes()
-                samples = [self._measure(point)]
-                while len(samples) < VISIT_SAMPLES and point.tokens <= STEPS:
-                    samples.append(self._measure(point))
+                samples = [self._measure(point) for _ in range(samples_of(point))]
             except Unmeasurable:
                 if not self._server.running:
                     raise self._server.died("during a measurement") from None
@@ -159,16 +255,35 @@ class VllmBench(ServerBench):
     def _measure_once(self, point: GridPoint) -> float:
         if point.kind == "hit":
             return self._measure_hits(point)
+        beside = point.kind in ("lone", "burst")
+        requests = self._requests(point)
+        names = names_of(requests)
         start_s = perf_counter()
-        samples = self._runner.run(self._endpoint.at_times(self._requests(point), start_s))
-        passes = timed(passes_of(self._log.readlines()))
+        if beside:
+            sent = self._beside(point, requests, names, start_s)
+        else:
+            sent = self._endpoint.at_times(requests, start_s, names=names)
+        samples = self._runner.run(sent)
+        self._took_s = perf_counter() - start_s
+        logged = passes_of(self._log.readlines())
+        passes = self._passes = timed(logged)
         if not passes:
             raise Unmeasurable("no pass was logged")
         steps = [one for one in passes if not one.shape.prefills]
         self._step_s = fmean(one.seconds for one in steps) if steps else self._step_s
         self._steps += points(passes)
-        if point.kind != "traffic":  # its last request may end long after the others
+        self._see_sampler(logged)
+        if point.kind in ("traffic", "load"):
+            self._traffic += seen_in_traffic(samples, names, logged, start_s)
+        elif not beside:
             self._front.append(_front(samples, passes, start_s))
+        elif not point.batch_size:  # every prompt came alone
+            alone = seen_in_traffic(samples, names, logged, start_s)
+            self._front += [
+                FrontPoint(rows=1, prompt_tokens=point.length, seconds=one.in_s + one.out_s)
+                for one in alone
+                if one.in_s + one.out_s > 0.0
+            ]
         if point.kind != "decode":
             return passes[-1].end_s - passes[0].start_s
         whole = [one for one in steps if one.shape.decodes == point.batch_size]
@@ -177,6 +292,41 @@ class VllmBench(ServerBench):
                 "its rows never decoded all at once: raise max_num_batched_tokens or max_num_seqs"
             )
         return fmean(one.seconds + (one.host_s or 0.0) for one in whole)
+
+    async def _beside(
+        self, point: GridPoint, requests: list[Sample], names: list[str], start_s: float
+    ) -> list[Sample]:
+        """Send prompts, one at a time or at once, while the first N of the requests decode."""
+        count, send = point.batch_size, self._endpoint.at_times
+        rows, prompts = requests[:count], requests[count:]
+        apart_s = APART * (self._pace.steps_s(count) if self._pace else self._step_s)
+        decoding = asyncio.create_task(send(rows, start_s, names=names[:count]))
+        try:
+            while not decoding.done() and any(math.isnan(one.first_token_s) for one in rows):
+                await asyncio.sleep(POLL_S)
+            at_once = len(prompts) if point.kind == "burst" else 1
+            for first in range(0, len(prompts), at_once):
+                await asyncio.sleep(apart_s)
+                sent_s = perf_counter() - start_s
+                group = prompts[first : first + at_once]
+                for one in group:
+                    one.scheduled_s = sent_s
+                place = count + first
+                await send(group, start_s, names=names[place : place + at_once])
+        finally:
+            await decoding
+        return requests
+
+    def _see_sampler(self, logged: Sequence[LoggedPass]) -> None:
+        """Keep the least time that a launch went on after its stamp."""
+        end_s = -math.inf
+        for one, later in pairwise([one for one in logged if one.rows]):
+            if later.start_s < one.end_s:
+                following = Following(later.start_s, later.rows, later.launched_s)
+                shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
+                if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
+                    self._sampler_s = shown_s
+            end_s = one.end_s
 
     def _measure_hits(self, point: GridPoint) -> float:
         """A prompt, then others that begin with it, one after another; seconds of such a pass. A
@@ -207,6 +357,12 @@ class VllmBench(ServerBench):
             steps = min(STEPS, longest - 1)
             prompt = prompt_around(length, steps, longest)
             return [Sample(0.0, prompt, steps) for _ in range(point.batch_size)]
+        if point.kind in ("lone", "burst"):
+            steps = min(BESIDE_STEPS, longest - MIX_STEPS)
+            decoding = [Sample(0.0, MIX_STEPS, steps) for _ in range(point.batch_size)]
+            return decoding + [Sample(0.0, length, 1) for _ in range(point.others)]
+        if point.kind == "load":
+            return self._load(point)
         if not self._step_s:
             self._measure(GridPoint("decode", point.batch_size, MIX_STEPS))
         if point.kind != "traffic":
@@ -222,6 +378,80 @@ class VllmBench(ServerBench):
             samples.append(Sample(start_s, prompt, output))
             start_s += rng.expovariate(rate)
         return samples
+
+    def _load(self, point: GridPoint) -> list[Sample]:
+        """Requests that arrive with exponential gaps, for `LOAD_S`, at a share of the rate at which
+        N rows of them would always decode.
+        """
+        if self._pace is None or not self._pace.step_s:
+            raise Unmeasurable("how long its passes take is not known")
+        rng, pace, rows = self._rng, self._pace, point.batch_size
+        around = (point.length // 2 + 1, 2 * point.length)
+        outputs = (LOAD_OUTPUTS[0], min(LOAD_OUTPUTS[1], self._longest))
+        prompts_s = pace.token_s * log_uniform_mean(*around)
+        request_s = prompts_s + log_uniform_mean(*outputs) * pace.steps_s(rows) / rows
+        rate = point.others / 100.0 / request_s
+        samples: list[Sample] = []
+        at_s = 0.0
+        while at_s < LOAD_S or len(samples) < LOAD_REQUESTS_MIN:
+            prompt = log_uniform(around, rng)
+            room = self.facts.max_model_len - prompt
+            samples.append(Sample(at_s, prompt, min(log_uniform(outputs, rng), room)))
+            at_s += rng.expovariate(rate)
+        return samples
+
+
+def pace_of(
+    points: Sequence[GridPoint],
+    run: Callable[[GridPoint], tuple[float, list[TimedPass]]],
+    header: IterationLogHeader,
+    longest: int,
+) -> ServerPace:
+    """The pace of a server by four runs: prompts of few and of many tokens, decode steps of few and
+    of more rows. `run` gives the seconds of a point's run, and its passes.
+    """
+    prefills = sorted(
+        (point for point in points if point.kind == "prefill"),
+        key=lambda point: (point.batch_size, point.length),
+    )
+    alone = [point for point in prefills if point.batch_size == prefills[0].batch_size]
+    decodes = sorted(
+        (point for point in points if point.kind == "decode"),
+        key=lambda point: (point.length, point.batch_size),
+    )
+    first = decodes[0]
+    several = [
+        point for point in decodes if point.length == first.length and point.batch_size <= PACE_ROWS
+    ]
+    chunks = [_chunks(run(point)[1]) for point in (alone[0], alone[-1])]
+    (few, few_s, few_passes), (many, many_s, many_passes) = chunks
+    token_s = max(many_s - few_s * many_passes / few_passes, 0.0) / max(many - few, 1)
+    chunk_s = max(few_s - token_s * few, 0.0) / few_passes
+    steps_s, besides_s = [], []
+    for point in (several[0], several[-1]):
+        took_s, passes = run(point)
+        steps = [one.seconds + (one.host_s or 0.0) for one in passes if not one.shape.prefills]
+        steps_s.append(fmean(steps) if steps else 0.0)
+        inside_s = passes[-1].end_s - passes[0].start_s if passes else 0.0
+        besides_s.append(max(took_s - inside_s, 0.0))
+    more_rows = max(several[-1].batch_size - several[0].batch_size, 1)
+    return ServerPace(
+        step_s=steps_s[0],
+        row_s=max(steps_s[1] - steps_s[0], 0.0) / more_rows,
+        chunk_s=chunk_s,
+        token_s=token_s,
+        run_s=besides_s[0],
+        request_s=max(besides_s[1] - besides_s[0], 0.0) / more_rows,
+        budget=header.max_num_batched_tokens,
+        longest=longest,
+    )
+
+
+def _chunks(passes: Sequence[TimedPass]) -> tuple[int, float, int]:
+    """Tokens, seconds and number of the passes with chunks, at least one."""
+    with_chunks = [one for one in passes if one.shape.prefills]
+    tokens = sum(one.shape.prefill_tokens for one in with_chunks)
+    return tokens, sum(one.seconds for one in with_chunks), max(len(with_chunks), 1)
 
 
 class NeverAtOnce(Unmeasurable):

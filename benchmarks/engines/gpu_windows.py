@@ -1,0 +1,148 @@
+"""Two windows that vLLM served on an H200, predicted from its profile: passes that overlap.
+
+    python -m benchmarks.engines.gpu_windows [--fit FILE] [--json FILE]
+
+Takes some seconds. Needs nothing else: the windows' requests and what clients measured are in
+docs/results/data/h200-windows.json; the profile and the fit are those that ship as
+llama-3.1-8b-h200-measured. Nothing is adjusted to the windows but where a row says *in hindsight*.
+
+Rows of each window: by the fit alone; with the front and the speed that the warm-up before it
+showed; in hindsight, with the launches and the front that the window itself had. The second window
+found prompts of the first one in the cache, so it is simulated after that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.command import make_parser
+from toolkit.bench.predict import ServerConditions
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles
+from toolkit.sched.policies import make_any
+from toolkit.sim.api import simulate
+from toolkit.sim.conditions import in_conditions
+from toolkit.sim.worker import FrontDelay
+from toolkit.sim.world import world_from_fit
+from toolkit.traces.types import SharedBlocks, Trace
+
+NAME = "llama-3.1-8b-h200-measured"
+WINDOWS = Path(__file__).parents[2] / "docs/results/data/h200-windows.json"
+REST_S = 1000.0  # between two windows
+SHOWN = ("throughput_rps", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "e2e_mean_s")
+
+
+def trace_of(rows: Sequence[Sequence[float]], before: Sequence[Sequence[float]]) -> Trace:
+    """The window's requests after those `before`, which have the same prompts in turn."""
+    table = np.array([*before, *rows])
+    arrival_s = table[:, 0] / 1e3
+    if len(before):
+        arrival_s[len(before) :] += arrival_s[len(before) - 1] + REST_S
+    prompts = table[:, 1].astype(np.int64)
+    outputs = table[:, 2].astype(np.int64)
+    shared = shared_prompts(prompts, len(before)) if len(before) else None
+    return Trace(arrival_s, prompts, outputs, outputs.copy(), shared=shared)
+
+
+def shared_prompts(prompts: np.ndarray, first: int) -> SharedBlocks:
+    """The blocks of prompts: request k of each window has the k-th stream of random tokens."""
+    size = 16
+    numbers = [*range(first), *range(len(prompts) - first)]
+    blocks: list[int] = []
+    offsets = [0]
+    for number, tokens in zip(numbers, prompts.tolist(), strict=True):
+        blocks += [1000 * number + k for k in range(-(-tokens // size))]
+        offsets.append(len(blocks))
+    return SharedBlocks(size, np.array(blocks, np.int64), np.array(offsets, np.int64))
+
+
+def conditions_of(said: dict[str, float] | None) -> ServerConditions:
+    """The conditions that the file says; without any, as fitted."""
+    if said is None:
+        return ServerConditions()
+    front = FrontDelay(said["front_first_s"], said["front_last_s"])
+    launches = said["launch_slowdown"]
+    return ServerConditions(said["slowdown"], front, launch_slowdown=launches)
+
+
+def predicted(
+    fit: Fit, recipe: Recipe, windows: Sequence[dict[str, Any]], place: int, conditions: str | None
+) -> dict[str, float]:
+    """Its metrics by the fit, under its `conditions`: "warmup", "hindsight" or as fitted."""
+    window = windows[place]
+    before = windows[window["after"]]["requests"] if window["after"] is not None else []
+    trace = trace_of(window["requests"], before)
+    policy = make_any(recipe.policy.name, recipe.policy.parameters)
+    world = world_from_fit(fit, workers=1, max_new_tokens=recipe.serve.max_new_tokens)
+    said = window[conditions] if conditions else None
+    served = simulate(trace, policy, in_conditions(world, conditions_of(said))).served
+    first = len(before)
+    return figures(
+        served.arrival_s[first:],
+        served.first_token_s[first:] - served.arrival_s[first:],
+        served.finish_s[first:] - served.arrival_s[first:],
+        trace.output_tokens[first:],
+    )
+
+
+def figures(
+    sent_s: np.ndarray, ttft_s: np.ndarray, e2e_s: np.ndarray, outputs: np.ndarray
+) -> dict[str, float]:
+    """The figures of requests, measured or simulated, by one definition."""
+    several = outputs > 1
+    tpot_s = (e2e_s - ttft_s)[several] / (outputs[several] - 1)
+    return {
+        "throughput_rps": len(sent_s) / float((sent_s + e2e_s).max() - sent_s.min()),
+        "ttft_mean_s": float(ttft_s.mean()),
+        "ttft_p50_s": float(np.median(ttft_s)),
+        "ttft_p99_s": float(np.percentile(ttft_s, 99)),
+        "tpot_mean_s": float(tpot_s.mean()),
+        "e2e_mean_s": float(e2e_s.mean()),
+    }
+
+
+def measured(window: dict[str, Any]) -> dict[str, float]:
+    """The window's figures as its clients measured them."""
+    table = np.array(window["requests"])
+    times_s = table[:, [0, 3, 4]] / 1e3
+    return figures(times_s[:, 0], times_s[:, 1], times_s[:, 2], table[:, 2])
+
+
+def errors_of(fit: Fit) -> list[dict[str, Any]]:
+    """Each window under each conditions: the error of each figure, in percent."""
+    windows = json.loads(WINDOWS.read_text(encoding="utf-8"))["windows"]
+    recipe = load_recipe(recipe_path(NAME))
+    found = []
+    for place, window in enumerate(windows):
+        truth = measured(window)
+        for conditions in (None, "warmup", "hindsight"):
+            said = predicted(fit, recipe, windows, place, conditions)
+            error = {name: 100.0 * (said[name] / truth[name] - 1.0) for name in SHOWN}
+            found.append({"rate_rps": window["rate_rps"], "conditions": conditions, "error": error})
+    return found
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Print a row for each window and each knowledge of its conditions."""
+    parser = make_parser(__doc__)
+    default = shipped_profiles() / NAME / "fit.json"
+    parser.add_argument("--fit", type=Path, default=default, help="default: the shipped one")
+    given = parser.parse_args(args)
+    rows = errors_of(read_file(Fit, given.fit))
+    print(f"| requests/s | with | {' | '.join(SHOWN)} |")
+    print("|---" * (len(SHOWN) + 2) + "|")
+    for row in rows:
+        cells = [f"{row['error'][name]:+.1f} %" for name in SHOWN]
+        known = row["conditions"] or "the fit alone"
+        print(f"| {row['rate_rps']:g} | {known} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,432 @@
+"""Predicts runs of vLLM that others measured on GPUs, from operators that they measured there.
+
+    python -m benchmarks.public.llmservingsim --data DIR
+
+Takes half a minute. Needs a checkout of LLMServingSim (KAIST, MIT licence) in DIR:
+git clone https://github.com/casys-kaist/LLMServingSim DIR
+
+For each run in bench/examples, the profile of its GPU and model (profiler/perf) has the times of
+all operators. A law of passes is fitted to their sums; nothing of the run is in it, and no host.
+The simulator then serves the run's requests: arrival times and lengths of requests.jsonl, what
+prompts share by the tokens of the workload file, vLLM's flags and blocks of meta.json. Times are
+those at the engine, where the run's were taken. A run that cannot be predicted is refused by name.
+
+Each run is predicted with two costs per cached token (decodes alone, decodes beside chunks) and
+with one; from attention at decodes of equal lengths, and of unequal ones; and by an engine that
+plans ahead (`async_scheduling`) and by one that does not. The mode of the run is in its meta.json;
+without it, it is the default of vLLM 0.19, which plans ahead.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks.common.command import make_parser
+from toolkit.errors import InputError
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.operators import (
+    Attention,
+    Operator,
+    OperatorLaw,
+    law_of_passes,
+    pass_times,
+)
+from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
+from toolkit.metrics import Served, latencies
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import SimResult, simulate
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import World
+from toolkit.traces.types import SharedBlocks, Trace
+
+KNOTS = (0, 64, 128, 256, 512, 1024)  # new tokens, where the cost of one more may change
+BLOCK_TOKENS = 16  # vLLM's default on CUDA
+BYTES = 2  # of a number in bf16
+REDUCES = 2  # of a layer under tensor parallelism: after attention, after the MLP
+RANKS_MAX = 2  # of tensor parallelism
+US = 1e-6
+HEAD = """\
+| run | | measured | predicted | two costs, equal | one, equal | two, unequal | one, unequal \
+| two, unequal, other mode | two, unequal, nothing shared |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
+LAW_HEAD = f"""\
+| law | costs | pass, ms | row, us | new token, us, from {", ".join(map(str, KNOTS))} \
+| cached, ns | beside chunks, ns | attended, ns | before a chunk, ns \
+| error without chunks, % (worst) | with, % (worst) |
+|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that others measured: `measured` has its requests in order of their arrival, on the
+    clock of the trace.
+    """
+
+    gpu: str
+    model: str
+    meta: dict[str, Any]
+    trace: Trace
+    measured: Served
+
+    @property
+    def name(self) -> str:
+        """GPU and model."""
+        return f"{self.gpu} {self.model}"
+
+    @property
+    def flags(self) -> VllmPolicy:
+        """vLLM's flags."""
+        given = self.meta["engine_kwargs"]
+        return VllmPolicy(given["max_num_seqs"], given["max_num_batched_tokens"])
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one engine."""
+        return int(self.meta["engine_kwargs"]["tensor_parallel_size"])
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the engine plans ahead."""
+        settings = self.meta.get("resolved_config", {}).get("scheduler_config", {})
+        return bool(settings.get("async_scheduling", True))
+
+    @property
+    def cached_max(self) -> int:
+        """No more tokens are ever cached: the lengths of the longest requests that fit in one pass,
+        or the cache.
+        """
+        lengths = np.sort(self.trace.prompt_tokens + self.trace.output_tokens)
+        longest = int(lengths[-self.flags.max_num_seqs :].sum())
+        return min(longest, BLOCK_TOKENS * self.blocks)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the KV cache, without the one that vLLM keeps. A meta.json without them is
+        taken as a cache with room for all; `facts` prints what is used of it.
+        """
+        if "kv_cache" in self.meta:
+            return int(self.meta["kv_cache"]["num_gpu_blocks"]) - 1
+        lengths = self.trace.prompt_tokens + self.trace.output_tokens
+        return int(lengths.sum()) // BLOCK_TOKENS + len(lengths)
+
+
+def read_case(data: Path, folder: Path) -> Case:
+    """The run with its files in `folder`. `InputError` if it is not modelled.
+
+    `arrival_time` is on the wall's clock, the other times are on the machine's. The least time from
+    a request's arrival to the engine's queue is taken as their difference.
+    """
+    gpu, model = folder.parts[-3:-1]
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    given = meta["engine_kwargs"]
+    if given["data_parallel_size"] > 1 or given["enable_expert_parallel"]:
+        raise InputError(
+            f"{gpu} {model}: engines that wait for one another (data_parallel_size "
+            f"{given['data_parallel_size']}, enable_expert_parallel "
+            f"{given['enable_expert_parallel']}) are not modelled"
+        )
+    if given["tensor_parallel_size"] > RANKS_MAX:
+        ranks = given["tensor_parallel_size"]
+        raise InputError(f"{gpu} {model}: the all-reduce of {ranks} GPUs is not modelled")
+    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+    requests = [json.loads(line) for line in lines]
+    column = {name: np.array([request[name] for request in requests]) for name in requests[0]}
+    arrival_s = column["arrival_time"] + (column["queued_ts"] - column["arrival_time"]).min()
+    begin_s = arrival_s.min()
+    order = np.argsort(arrival_s, kind="stable")
+    outputs = column["output_toks"]
+    shared = shared_prompts(data / meta["dataset_path"], meta["dataset_hash"])
+    trace = Trace(arrival_s - begin_s, column["input_toks"], outputs, outputs, shared=shared)
+    trace = trace.take(order)
+    measured = Served(
+        trace.arrival_s,
+        column["first_token_ts"][order] - begin_s,
+        column["last_token_ts"][order] - begin_s,
+        trace.output_tokens,
+        np.zeros(len(trace)),
+        np.ones(len(trace), dtype=bool),
+    )
+    return Case(gpu, model, meta, trace, measured)
+
+
+def shared_prompts(path: Path, sha256: str) -> SharedBlocks:
+    """What the prompts of a workload file share, by their tokens."""
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(f"{path}: it is not the workload of the run, with the sha256 {sha256}")
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    ids: list[int] = []
+    offsets = [0]
+    for line in content.splitlines():
+        tokens = json.loads(line)["input_tok_ids"]
+        number = -1
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            block = number, tuple(tokens[start : start + BLOCK_TOKENS])
+            number = numbers.setdefault(block, len(numbers))
+            ids.append(number)
+        offsets.append(len(ids))
+    return SharedBlocks(BLOCK_TOKENS, np.array(ids), np.array(offsets))
+
+
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file."""
+    with path.open(encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def read_operators(data: Path, case: Case) -> list[Operator]:
+    """The operators of the case's model on its GPU, except attention. How often each runs is in the
+    profile's description of the architecture.
+    """
+    tables = tables_of(data, case)
+    architecture = profiled(tables)["architecture"]
+    described = data / "profiler" / "models" / f"{architecture}.yaml"
+    sequence = yaml.safe_load(described.read_text(encoding="utf-8"))["sequence"]
+    layers = layers_of(data, case)
+    times: dict[str, int] = defaultdict(int)
+    for part, names in sequence.items():
+        for name in names:
+            times[name] += 1 if part in ("prologue", "head") else layers
+    del times["attention"]
+    seconds: dict[str, dict[int, float]] = defaultdict(dict)
+    by_rows = set()
+    for row in read_rows(tables / "dense.csv"):
+        seconds[row["layer"]][int(row["tokens"])] = US * float(row["time_us"])
+    for row in read_rows(tables / "per_sequence.csv"):
+        by_rows.add(row["layer"])
+        seconds[row["layer"]][int(row["sequences"])] = US * float(row["time_us"])
+    if seconds.keys() != times.keys():
+        differ = ", ".join(sorted(seconds.keys() ^ times.keys()))
+        raise InputError(f"{case.name}: operators without times, or unknown: {differ}")
+    return [
+        Operator(
+            name,
+            "rows" if name in by_rows else "tokens",
+            times[name],
+            tuple(sorted(measured)),
+            tuple(measured[size] for size in sorted(measured)),
+        )
+        for name, measured in seconds.items()
+    ]
+
+
+def tables_of(data: Path, case: Case) -> Path:
+    """The folder of the profile's tables."""
+    model = str(case.meta["model"])
+    return data / "profiler" / "perf" / case.gpu / model / "bf16" / f"tp{case.ranks}"
+
+
+def profiled(tables: Path) -> dict[str, Any]:
+    """What the profile says of itself."""
+    about: dict[str, Any] = yaml.safe_load((tables.parent / "meta.yaml").read_text("utf-8"))
+    return about
+
+
+def model_of(data: Path, case: Case) -> dict[str, Any]:
+    """The model's configuration."""
+    path = data / "configs" / "model" / f"{case.meta['model']}.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def layers_of(data: Path, case: Case) -> int:
+    """Layers of the model."""
+    return int(model_of(data, case)["num_hidden_layers"])
+
+
+def all_reduce(data: Path, case: Case) -> Operator:
+    """The all-reduce of two GPUs, which the profile does not have: that of a ring over the link
+    that the run's config.json gives to LLMServingSim's own simulation, two latencies and the bytes
+    over the bandwidth.
+    """
+    path = data / "bench" / "examples" / case.gpu / case.model / "config.json"
+    link = json.loads(path.read_text(encoding="utf-8"))
+    token_s = BYTES * model_of(data, case)["hidden_size"] / (1e9 * link["link_bw"])
+    sizes = 1, case.flags.max_num_batched_tokens
+    seconds = tuple(2e-9 * link["link_latency"] + token_s * tokens for tokens in sizes)
+    return Operator("all-reduce", "tokens", REDUCES * layers_of(data, case), sizes, seconds)
+
+
+def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
+    """The measured attention at those passes that the run could have: by its flags, by the lengths
+    of its requests and by its cache.
+
+    In attention.csv all decodes of a pass have as much cached. With `unequal`, passes of several
+    decodes are those of skew.csv in its place, where a share of them has more than the others. Its
+    times are sums over the measured iterations; those of attention.csv are means.
+    """
+    tables = tables_of(data, case)
+    flags, lengths = case.flags, case.trace.prompt_tokens + case.trace.output_tokens
+    shapes: list[StepShape] = []
+    seconds: list[float] = []
+
+    def add(chunk: int, behind: int, decodes: int, mean: float, most: float, us: float) -> None:
+        attended = chunk_attended(behind, chunk)
+        cached = round(decodes * mean)
+        shape = StepShape(decodes, cached, int(chunk > 0), chunk, attended, behind)
+        if (
+            shape.tokens <= flags.max_num_batched_tokens
+            and shape.rows <= flags.max_num_seqs
+            and max(chunk + behind, most) <= lengths.max()
+            and cached + behind <= case.cached_max
+        ):
+            shapes.append(shape)
+            seconds.append(US * us)
+
+    for row in read_rows(tables / "attention.csv"):
+        decodes, cached = int(row["n_decode"]), float(row["kv_decode"])
+        chunk, behind = int(row["prefill_chunk"]), int(row["kv_prefill"])
+        if decodes <= 1 or not unequal:
+            add(chunk, behind, decodes, cached, cached, float(row["time_us"]))
+    if unequal:
+        iterations = profiled(tables)["measurement_iterations"]
+        for row in read_rows(tables / "skew.csv"):
+            mean, most = float(row["kv_mean"]), float(row["kv_big"])
+            us = float(row["t_skew_us"]) / iterations
+            add(int(row["pc"]), int(row["kp"]), int(row["n"]), mean, most, us)
+    return Attention(layers_of(data, case), tuple(shapes), tuple(seconds))
+
+
+def predict(case: Case, law: StepLaw, *, ahead: bool) -> SimResult:
+    """Serve the case's requests."""
+    engine = PagedEngine(law, case.blocks, BLOCK_TOKENS, ahead)
+    memory = ZetaMemory(engine.capacity_tokens, zeta=1.0)
+    return simulate(case.trace, case.flags, World(unit_step(), memory, 1, 1, paged=engine))
+
+
+def metrics(served: Served) -> dict[str, float]:
+    """What is compared."""
+    of = latencies(served)
+    return {
+        "makespan, s": float(served.finish_s.max() - served.arrival_s.min()),
+        "mean TTFT, s": float(of["ttft"].mean()),
+        "p50 TTFT, s": float(np.median(of["ttft"])),
+        "p99 TTFT, s": float(np.percentile(of["ttft"], 99)),
+        "mean TPOT, ms": float(1e3 * of["tpot"].mean()),
+        "mean E2E, s": float(of["e2e"].mean()),
+    }
+
+
+def errors_of(name: str, case: Case, results: list[SimResult]) -> list[str]:
+    """The rows of one run: each metric as measured, as predicted first, and all errors."""
+    measured = metrics(case.measured)
+    predicted = [metrics(result.served) for result in results]
+    rows = []
+    for metric, value in measured.items():
+        errors = [f"{100.0 * (one[metric] / value - 1.0):+.1f} %" for one in predicted]
+        cells = [name, metric, f"{value:.2f}", f"{predicted[0][metric]:.2f}", *errors]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def law_row(name: str, costs: str, fitted: OperatorLaw) -> str:
+    """The row of a law."""
+    law = fitted.law
+    beside_s = law.cached_s if law.beside_s is None else law.beside_s
+    cells = [
+        name,
+        costs,
+        f"{1e3 * law.base_s:.2f}",
+        f"{1e6 * law.row_s:.1f}",
+        ", ".join(f"{1e6 * slope:.0f}" for slope in law.token_s),
+        f"{1e9 * law.cached_s:.0f}",
+        f"{1e9 * beside_s:.0f}",
+        f"{1e9 * law.attended_s:.2f}",
+        f"{1e9 * law.behind_s:.0f}",
+        f"{fitted.alone.median_percent:.1f} ({fitted.alone.worst_percent:.0f})",
+        f"{fitted.mixed.median_percent:.1f} ({fitted.mixed.worst_percent:.0f})",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def facts(name: str, case: Case, result: SimResult) -> str:
+    """A line about the run, and what its first simulation counted."""
+    trace, meta, counts = case.trace, case.meta, result.counters
+    most = counts["peak_memory_percent"] / 100.0 * BLOCK_TOKENS * case.blocks
+    preempted = counts["evicted_percent"] / 100.0 * len(trace)
+    size = "given" if "kv_cache" in meta else "taken as larger than what is used"
+    mode = "plans ahead" if case.ahead else "does not plan ahead"
+    return (
+        f"{name}: {len(trace)} requests, {trace.prompt_tokens.sum():,} + "
+        f"{trace.output_tokens.sum():,} tokens; vLLM {meta['vllm_version']}, {mode}; cache {size}, "
+        f"{most:,.0f} tokens at most; {preempted:.0f} preemptions; "
+        f"{counts['hit_percent']:.1f} % of the prompts' tokens found"
+    )
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is printed: lines about the runs, the rows of their errors, those of their laws."""
+
+    lines: list[str]
+    errors: list[str]
+    laws: list[str]
+
+
+def add_run(found: Tables, data: Path, folder: Path) -> None:
+    """Predict one run. `InputError` if it is not modelled."""
+    case = read_case(data, folder)
+    operators = {case.name: read_operators(data, case)}
+    if case.ranks > 1:
+        profiled_only = operators[case.name]
+        operators[case.name] = [*profiled_only, all_reduce(data, case)]
+        operators[f"{case.name}, no all-reduce"] = profiled_only
+    for name, each in operators.items():
+        laws: dict[tuple[str, str], OperatorLaw] = {}
+        for lengths in ("equal", "unequal"):
+            attention = read_attention(data, case, unequal=lengths == "unequal")
+            seconds = pass_times(each, attention)
+            for costs in ("two", "one"):
+                fitted = law_of_passes(attention.shapes, seconds, KNOTS, beside=costs == "two")
+                laws[lengths, costs] = fitted
+                found.laws.append(law_row(f"{name}, {lengths}", costs, fitted))
+        results = [predict(case, fitted.law, ahead=case.ahead) for fitted in laws.values()]
+        law = laws["unequal", "two"].law
+        results.append(predict(case, law, ahead=not case.ahead))
+        alone = replace(case, trace=replace(case.trace, shared=None))
+        results.append(predict(alone, law, ahead=case.ahead))
+        found.lines.append(facts(name, case, results[0]))
+        found.errors.extend(errors_of(name, case, results))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the checkout")
+    data = parser.parse_args().data
+    folders = sorted(path.parent for path in data.glob("bench/examples/*/*/vllm/meta.json"))
+    if not folders:
+        raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
+    found = Tables([], [], [])
+    for folder in folders:
+        try:
+            add_run(found, data, folder)
+        except InputError as error:
+            found.lines.append(f"Refused: {error.message}")
+        except OSError as error:
+            raise SystemExit(
+                f"{error.filename}: {error.strerror}; the checkout lacks it"
+            ) from error
+    print("\n".join(found.lines))
+    if not found.errors:
+        raise SystemExit("no run was predicted")
+    print()
+    print(HEAD)
+    print("\n".join(found.errors))
+    print()
+    print(LAW_HEAD)
+    print("\n".join(found.laws))
+
+
+if __name__ == "__main__":
+    main()

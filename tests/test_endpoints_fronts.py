@@ -1,0 +1,82 @@
+"""What a front adds to requests, told from the passes that its engine logged."""
+
+import numpy as np
+import pytest
+
+from toolkit.endpoints.fronts import names_of, seen_in_traffic
+from toolkit.endpoints.wire import Sample
+from toolkit.sched.iterations import LoggedPass, LoggedRow
+
+IN_S, OUT_S = 0.003, 0.002
+PASS_S = 0.02
+
+
+def served(rng: np.random.Generator, count: int = 200, start_s: float = 50.0):
+    """Requests of three tokens that come at random to an engine that is always busy."""
+    samples = [Sample(0.0, 8, 3, sent_s=sent_s, failure="") for sent_s in rng.uniform(1, 9, count)]
+    names = names_of(samples)
+    busy = LoggedRow("cmpl-other-0-x", 9, 1, 8)
+    passes = []
+    left = {}
+    waiting = sorted(zip(samples, names, strict=True), key=lambda pair: pair[0].sent_s)
+    now_s = 0.0
+    while waiting or left:
+        while waiting and waiting[0][0].sent_s + IN_S <= now_s:
+            sample, name = waiting.pop(0)
+            left[name] = [sample, 0]
+        rows = [busy]
+        for name, (_, tokens) in left.items():
+            request_id = f"cmpl-{name}-0-abc"
+            computed, new = (0, 8) if not tokens else (7 + tokens, 1)
+            rows.append(LoggedRow(request_id, computed, new, 8))
+        end_s = now_s + PASS_S
+        ended = []
+        for name, row in list(left.items()):
+            if not row[1]:
+                row[0].first_token_s = end_s + OUT_S
+            row[1] += 1
+            if row[1] == 3:
+                ended.append(f"cmpl-{name}-0-abc")
+                del left[name]
+        passes.append(one(start_s + now_s, start_s + end_s, rows, ended))
+        now_s = end_s
+    return samples, names, passes
+
+
+def one(start_s: float, end_s: float, rows: list[LoggedRow], ended: list[str], waiting: int = 0):
+    rest = {"preempted": [], "waiting": waiting, "free_blocks": 9, "step": 1}
+    return LoggedPass(start_s=start_s, end_s=end_s, rows=rows, ended=ended, **rest)
+
+
+def test_the_time_on_the_way_in_is_right_in_the_mean_though_the_engine_looks_now_and_then():
+    samples, names, passes = served(np.random.default_rng(0))
+    found = seen_in_traffic(samples, names, passes, 50.0)
+    assert len(found) == len(samples)
+    assert np.mean([each.in_s for each in found]) == pytest.approx(IN_S, abs=1.2e-3)
+    assert [each.out_s for each in found] == pytest.approx([OUT_S] * len(found))
+    assert [each.scheduled_s for each in found] == pytest.approx([PASS_S] * len(found))
+    later = [each for each in found if each.tokens_per_s > 60]
+    assert np.mean([each.tokens_per_s for each in later]) == pytest.approx(50 + 25 * 3, rel=0.15)
+
+
+def test_an_idle_engine_takes_a_request_as_it_comes():
+    sample = Sample(0.0, 8, 1, sent_s=1.0, first_token_s=1.1, failure="")
+    early = one(0.0, 0.5, [LoggedRow("cmpl-x-0-y", 0, 8, 8)], ["cmpl-x-0-y"])
+    its = one(1.004, 1.09, [LoggedRow("cmpl-llmctl0-0-y", 0, 8, 8)], ["cmpl-llmctl0-0-y"])
+    (found,) = seen_in_traffic([sample], names_of([sample]), [early, its], 0.0)
+    assert (found.in_s, found.scheduled_s) == (pytest.approx(0.004), 0.0)
+    assert found.out_s == pytest.approx(0.01)
+
+
+def test_a_request_that_may_have_waited_for_room_is_left_out():
+    sample = Sample(0.0, 8, 1, sent_s=1.0, first_token_s=1.1, failure="")
+    full = one(0.9, 1.0, [LoggedRow("cmpl-x-0-y", 9, 1, 8)], [], waiting=1)
+    its = one(1.0, 1.09, [LoggedRow("cmpl-llmctl0-0-y", 0, 8, 8)], [])
+    assert seen_in_traffic([sample], names_of([sample]), [full, its], 0.0) == []
+
+
+def test_a_failed_request_and_one_without_passes_are_left_out():
+    failed = Sample(0.0, 8, 1, sent_s=1.0)
+    its = one(1.0, 1.09, [LoggedRow("cmpl-llmctl0-0-y", 0, 8, 8)], [])
+    lost = Sample(0.0, 8, 1, sent_s=1.0, first_token_s=1.1, failure="")
+    assert seen_in_traffic([failed, lost], names_of([failed, lost]), [its], 0.0) == []

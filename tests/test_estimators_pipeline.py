@@ -1,0 +1,221 @@
+"""The law of passes that overlap, and its fit from profiles of servers with known times."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.overlapping_server import chunk, decodes, ends_of, grid, profile_of
+from toolkit.errors import InputError
+from toolkit.estimators import pipeline_fit
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.pipeline import (
+    COEFFICIENTS,
+    EAGER,
+    GRAPH,
+    PIECEWISE,
+    GraphSettings,
+    OverlappingRounds,
+    PipelineLaw,
+)
+from toolkit.estimators.steps import StepShape
+from toolkit.files.fit import Segment
+
+SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+FULL = GraphSettings("FULL_DECODE_ONLY", SIZES)
+LAW = PipelineLaw(
+    graphs=FULL,
+    decode_s=5e-3,
+    row_s=1e-5,
+    cached_s=3.2e-8,
+    floor_s=5e-3,
+    floor_token_s=0.0,
+    token_s=2.3e-5,
+    attended_s=2e-9,
+    beside_s=5e-8,
+    graph_s=3e-3,
+    graph_row_s=3e-5,
+    piece_s=0.0,
+    piece_row_s=0.0,
+    eager_s=2.5e-2,
+    eager_chunk_s=4e-4,
+)
+DEFAULT = replace(
+    LAW,
+    graphs=GraphSettings("FULL_AND_PIECEWISE", SIZES),
+    floor_s=4.8e-3,
+    floor_token_s=6e-6,
+    piece_s=4e-3,
+    piece_row_s=2e-5,
+    eager_s=6e-3,
+)
+NO_GRAPHS = replace(LAW, graphs=GraphSettings("NONE", ()))
+APART = replace(DEFAULT, graphs=replace(DEFAULT.graphs, apart=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "alone", "mixed"),
+    [
+        ("NONE", EAGER, EAGER),
+        ("PIECEWISE", PIECEWISE, PIECEWISE),
+        ("FULL", GRAPH, GRAPH),
+        ("FULL_DECODE_ONLY", GRAPH, EAGER),
+        ("FULL_AND_PIECEWISE", GRAPH, PIECEWISE),
+    ],
+)
+def test_the_mode_says_how_a_pass_is_launched(mode, alone, mixed):
+    graphs = GraphSettings(mode, SIZES)
+    assert graphs.launch_of(512, 0, 0) == alone
+    assert graphs.launch_of(12, 1, 500) == mixed
+    assert graphs.launch_of(513, 0, 0) == EAGER
+    assert graphs.launch_of(13, 1, 500) == EAGER
+
+
+def test_a_mode_that_is_not_modelled_is_refused():
+    with pytest.raises(InputError, match="FULL_AND_MORE"):
+        GraphSettings("FULL_AND_MORE", SIZES)
+
+
+def test_a_graph_computes_its_own_number_of_rows():
+    assert LAW.gpu_s(StepShape(9, 0)) == LAW.gpu_s(StepShape(16, 0))
+    assert LAW.gpu_s(StepShape(16, 0)) < LAW.gpu_s(StepShape(17, 0))
+    assert LAW.gpu_s(StepShape(600, 0)) < LAW.gpu_s(StepShape(601, 0))
+
+
+def test_a_pass_alone_waits_for_its_launch_and_then_for_the_gpu():
+    alone = StepShape(8, 800)
+    assert LAW.forward_s(alone) == pytest.approx(LAW.launch_s(alone) + LAW.gpu_s(alone))
+    assert LAW.period_s(alone) == LAW.gpu_s(alone)
+    short = chunk(64)
+    assert LAW.forward_s(short) == LAW.launch_s(short)
+    long = chunk(4096)
+    assert LAW.forward_s(long) == LAW.gpu_s(long)
+
+
+def test_a_chunk_beside_decodes_delays_the_pass_before_it():
+    """The tokens of the pass before a chunk are handed out when the chunk is launched."""
+    run = [*decodes(8, 500, 3), chunk(64, 8, 503), *decodes(8, 504, 3)]
+    launches = [LAW.launch_s(shape) for shape in run]
+    ends = [end for _, end in ends_of(LAW, run, launches)]
+    gaps = np.diff(ends)
+    assert gaps[1] == pytest.approx(LAW.launch_s(run[3]))
+    assert gaps[2] < LAW.launch_s(run[3])
+
+
+@pytest.mark.parametrize(
+    "law", [LAW, DEFAULT, APART, replace(LAW, graphs=GraphSettings("NONE", ()))]
+)
+def test_the_recursion_is_what_the_loop_does(law):
+    measured = profile_of(law, grid(SIZES), stamps=False)
+    passes = pipeline_fit.PassColumns.of(measured.points, law.graphs)
+    assert pipeline_fit.predicted_s(passes, law) == pytest.approx(passes.seconds, abs=2e-6)
+
+
+def close(found: PipelineLaw, law: PipelineLaw, names: tuple[str, ...]) -> None:
+    for name in names:
+        share = 0.1 if name in ("attended_s", "beside_s") else 0.03  # attention is the least of it
+        assert getattr(found, name) == pytest.approx(getattr(law, name), rel=share), name
+
+
+ALONE = ("decode_s", "row_s", "cached_s", "token_s", "attended_s", "beside_s")
+
+
+@pytest.mark.parametrize("law", [LAW, DEFAULT])
+@pytest.mark.parametrize("cv", [0.0, 0.2])
+def test_launch_times_lead_to_the_law(law, cv):
+    fit = fit_steps(profile_of(law, grid(SIZES), stamps=True, cv=cv), 0)
+    found = law_of_steps(fit)
+    assert isinstance(found, PipelineLaw)
+    names = (*ALONE, "graph_s", "graph_row_s")
+    close(found, law, names if cv else (*names, "eager_s"))
+    assert fit.pipeline.launches == "measured"
+    if law is DEFAULT:
+        close(found, law, ("floor_s", "piece_s"))
+
+
+def test_ends_alone_lead_to_the_law_where_launches_are_steady():
+    fit = fit_steps(profile_of(LAW, grid(SIZES), stamps=False), 0)
+    found = law_of_steps(fit)
+    close(found, LAW, (*ALONE, "graph_s", "eager_s"))
+    assert fit.pipeline.launches == "inferred"
+    assert fit.error.median_percent < 1.0
+
+
+def test_launches_of_other_processes_do_not_hold_tokens_back():
+    fit = fit_steps(profile_of(APART, grid(SIZES), stamps=False), 0)
+    assert fit.pipeline.apart
+    close(law_of_steps(fit), APART, ("decode_s", "cached_s", "token_s", "beside_s"))
+
+
+def test_runs_are_drawn_and_not_passes():
+    measured = profile_of(LAW, grid(SIZES), stamps=True, cv=0.2)
+    fit = fit_steps(measured, 0)
+    rng = np.random.default_rng(1)
+    drawn = [law_of_steps(resampled_steps(fit, measured, rng)).eager_s for _ in range(8)]
+    spread = np.std(drawn) / np.mean(drawn)
+    assert 0.2 < spread / (fit.pipeline.deviation["eager_s"] / fit.pipeline.eager_s) < 5.0
+
+
+def test_launches_of_a_mode_that_never_ran_cost_nothing():
+    found = law_of_steps(fit_steps(profile_of(LAW, grid(SIZES), stamps=True), 0))
+    assert found.piece_s == 0.0
+
+
+def test_the_spread_of_launches_keeps_their_mean():
+    fit = fit_steps(profile_of(LAW, grid(SIZES), stamps=True, cv=0.2), 0)
+    assert np.mean(fit.pipeline.spread) == pytest.approx(1.0)
+    assert max(fit.pipeline.spread) > 1.1
+    law = law_of_steps(fit)
+    drawn = [law.drawn_launch_s(chunk(64), number) for number in range(16)]
+    assert np.mean(drawn) == pytest.approx(law.launch_s(chunk(64)))
+    graph = StepShape(8, 100)
+    assert law.drawn_launch_s(graph, 3) == law.launch_s(graph)
+
+
+def test_a_profile_that_does_not_say_how_passes_were_launched_has_the_law_of_their_ends():
+    measured = profile_of(LAW, grid(SIZES), stamps=False)
+    older = measured.model_copy(update={"graph_mode": "", "graph_sizes": []})
+    assert fit_steps(older, 0).pipeline is None
+
+
+def test_gpu_and_launches_slow_down_apart():
+    slower = LAW.times(2.0, 3.0)
+    shape = chunk(4096)
+    assert slower.gpu_s(shape) == pytest.approx(2.0 * LAW.gpu_s(shape))
+    assert slower.launch_s(shape) == pytest.approx(3.0 * LAW.launch_s(shape))
+    assert LAW.times(1.0) == LAW
+
+
+def test_a_coefficient_below_zero_is_refused():
+    with pytest.raises(InputError, match="eager_s"):
+        replace(LAW, eager_s=-1.0)
+    assert "eager_s" in COEFFICIENTS
+
+
+SLICES = SegmentedLaw(
+    (Segment(batch_size_min=1, nl=2e-5, n=0.0, l=0.0, const=1e-2),),
+    (Segment(batch_size_min=1, nl=1e-7, n=0.0, l=0.0, const=5e-3),),
+    prefill_emits_token=True,
+)
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 1024, 4096, 8064])
+def test_what_policies_believe_of_a_chunk_is_what_it_costs_decodes(tokens):
+    """Both gaps around the chunk, less the step that one of them would have been anyway."""
+    run = [*decodes(8, 500, 4), chunk(tokens, 8, 504), *decodes(8, 505, 4)]
+    ends = [end for _, end in ends_of(LAW, run, [LAW.launch_s(shape) for shape in run])]
+    lost_s = ends[4] - ends[2]
+    step_s = ends[2] - ends[1]
+    believed = OverlappingRounds(LAW, SLICES)
+    assert believed.prefill_s(1, tokens) == pytest.approx(lost_s - step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 200])
+def test_steps_take_what_their_passes_take_one_after_another(rows):
+    believed = OverlappingRounds(LAW, SLICES)
+    each = [LAW.period_s(StepShape(rows, rows * (300 + k))) for k in range(1, 401)]
+    assert believed.decode_s(rows, 300, 400) == pytest.approx(sum(each))
+    assert believed.decode_s(rows, 300, 1) == pytest.approx(each[0])
+    assert believed.decode_s(rows, 300, 0) == 0.0

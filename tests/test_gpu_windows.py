@@ -1,0 +1,50 @@
+"""What vLLM served on an H200, predicted by the fit that ships."""
+
+import pytest
+
+from benchmarks.engines.gpu_windows import NAME, errors_of
+from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.part_fits import fit_steps
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.profile import Profile
+from toolkit.files.shipped import shipped_profiles
+
+FOLDER = shipped_profiles() / NAME
+LIMITS = {  # of the error's size, in percent: throughput, TPOT, E2E, and TTFT by window
+    "warmup": (1.0, 3.0, 3.0, {10.0: 10.0, 18.0: 16.0}),
+    "hindsight": (1.0, 1.0, 1.0, {10.0: 8.0, 18.0: 8.0}),
+}
+
+
+@pytest.mark.slow
+def test_the_windows_are_predicted_from_the_profile_and_the_warm_up():
+    rows = [row for row in errors_of(read_file(Fit, FOLDER / "fit.json")) if row["conditions"]]
+    assert len(rows) == 4
+    for row in rows:
+        throughput, tpot, e2e, ttft = LIMITS[row["conditions"]]
+        error = row["error"]
+        assert abs(error["throughput_rps"]) <= throughput
+        assert abs(error["tpot_mean_s"]) <= tpot
+        assert abs(error["e2e_mean_s"]) <= e2e
+        assert abs(error["ttft_mean_s"]) <= ttft[row["rate_rps"]]
+
+
+@pytest.mark.slow
+def test_the_law_of_its_passes_is_within_3_percent_held_out():
+    measured = read_file(Profile, FOLDER / "profile.json")
+    fit = fit_steps(measured.steps, 0)
+    assert fit.error.median_percent <= 3.0
+    assert fit.error.p95_percent <= 40.5
+    assert fit.pipeline.launches == "inferred"
+    assert fit.pipeline.decode_s == pytest.approx(5.06e-3, rel=0.01)
+    assert fit.pipeline.token_s == pytest.approx(2.28e-5, rel=0.02)
+    assert fit == read_file(Fit, FOLDER / "fit.json").steps
+
+
+def test_policies_inside_it_believe_what_a_prompt_costs_decodes():
+    """A prompt of 128 tokens holds decodes up for 26 to 30 ms, which is its launch."""
+    believed = laws_from_fit(read_file(Fit, FOLDER / "fit.json")).rounds
+    step_s = believed.decode_s(1, 128, 1)
+    assert 0.026 <= believed.prefill_s(1, 128) + step_s <= 0.030
+    assert 0.050 <= believed.prefill_s(1, 2048) + step_s <= 0.058

@@ -1,0 +1,205 @@
+"""Passes that overlap, counted beside their law: launches and the GPU apart, from an engine with
+the times of the law.
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import fake_vllm
+import pytest
+
+from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses, sampler_s
+from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+from toolkit.estimators.steps import shape_of_rows
+from toolkit.files.profile import StepPoint
+from toolkit.profiling.run import with_sampler
+from toolkit.sched.iterations import LoggedPass, LoggedRow
+
+LAW = PipelineLaw(
+    GraphSettings("FULL_DECODE_ONLY", tuple(range(8, 513, 8))),
+    decode_s=5e-3,
+    row_s=1e-5,
+    cached_s=3e-8,
+    floor_s=5e-3,
+    floor_token_s=0.0,
+    token_s=2e-5,
+    attended_s=1e-9,
+    beside_s=5e-8,
+    graph_s=3e-3,
+    graph_row_s=3e-5,
+    piece_s=0.0,
+    piece_row_s=0.0,
+    eager_s=2.5e-2,
+    eager_chunk_s=4e-4,
+)
+SAMPLER_S = 5e-4  # of each launch, after its stamp
+
+
+def passes() -> list[list[LoggedRow]]:
+    """Decodes of eight rows with prompts of many lengths between them."""
+    found = []
+    for number in range(300):
+        rows = [LoggedRow(f"d{k}", 256 + number, 1, 256) for k in range(8)]
+        if number % 9 == 4:
+            tokens = (16, 500, 2000, 6000)[number // 9 % 4]
+            rows.append(LoggedRow(f"p{number}", 0, tokens, tokens))
+        found.append(rows)
+    return found
+
+
+def served(law: PipelineLaw, *, stamps: bool = True) -> list[tuple[LoggedPass, Following | None]]:
+    """The log of an engine that follows the law, with the pass behind each as it ends."""
+    apart = law.graphs.apart
+    shapes = [shape_of_rows(rows) for rows in passes()]
+    starts, launched, ended, done = [0.0], [], [], []
+    for number, shape in enumerate(shapes):
+        begins_s = max(starts[number], launched[-1] if launched and apart else 0.0)
+        launched.append(begins_s + law.launch_s(shape))
+        gpu_begins_s = launched[-1] if law.waits_for_launch(shape) else begins_s
+        gpu_s = max([gpu_begins_s, *done[-1:]]) + law.gpu_s(shape)
+        done.append(max(gpu_s, launched[-1]))
+        if number:
+            held_s = launched[number] if not apart else 0.0
+            ended.append(max(done[number - 1], held_s))
+            starts.append(ended[-1])
+        else:
+            starts.append(launched[0])
+    ended.append(done[-1])
+    logged = [
+        LoggedPass(
+            step=number,
+            start_s=starts[number],
+            end_s=ended[number],
+            rows=rows,
+            preempted=[],
+            ended=[],
+            waiting=0,
+            free_blocks=9,
+            launched_s=launched[number] - SAMPLER_S if stamps else 0.0,
+            ready_s=ended[number] if stamps else 0.0,
+        )
+        for number, rows in enumerate(passes())
+    ]
+    behind = [Following(one.start_s, one.rows, one.launched_s) for one in logged[1:]]
+    return list(zip(logged, [*behind, None], strict=True))
+
+
+def counted(law: PipelineLaw, log: list[tuple[LoggedPass, Following | None]]) -> EndedPass:
+    """The sums over a log, without its first quarter."""
+    follower = OverlappingPasses(law)
+    found = [follower.ended(*each) for each in log][len(log) // 4 :]
+    names = EndedPass.__dataclass_fields__
+    return EndedPass(**{name: sum(getattr(one, name) for one in found) for name in names})
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "NONE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_passes_that_follow_the_law_take_as_long_as_it_predicts(mode: str, apart: bool):
+    law = replace(LAW, graphs=replace(LAW.graphs, mode=mode, apart=apart), piece_s=6e-3)
+    found = counted(law, served(law))
+    assert found.pass_s == pytest.approx(found.predicted_s)
+    if not apart:
+        assert found.launch_s == pytest.approx(found.predicted_launch_s, rel=1e-3)
+        assert found.gpu_s == pytest.approx(found.predicted_gpu_s, rel=0.02)
+        assert found.gpu_s > 0.1
+
+
+def test_a_slower_gpu_and_slower_launches_are_told_apart():
+    found = counted(LAW, served(LAW.times(1.2, 1.5)))
+    assert found.launch_s / found.predicted_launch_s == pytest.approx(1.5, rel=0.01)
+    assert found.gpu_s / found.predicted_gpu_s == pytest.approx(1.2, rel=0.03)
+
+
+def test_each_pass_is_predicted_behind_what_was_measured_before_it():
+    """One pass that another program disturbed is wrong alone."""
+    log = served(LAW)
+    late = log[150][0]
+    moved = []
+    for one, behind in log:
+        shift_s = 1.0 if one.step >= 150 else 0.0
+        start_s = one.start_s + (1.0 if one.step > 151 else 0.0)
+        one = replace_pass(one, start_s, shift_s)
+        moved.append((one, behind))
+    moved = [
+        (one, Following(later.start_s, later.rows, later.launched_s))
+        for (one, _), (later, _) in pairwise(moved)
+    ]
+    follower = OverlappingPasses(LAW)
+    errors = []
+    for one, behind in moved:
+        found = follower.ended(one, behind)
+        errors.append(abs(found.pass_s - found.predicted_s))
+    assert late.step == 150
+    assert sum(error > 0.5 for error in errors) == 1
+    assert math.isclose(sum(errors[160:]), 0.0, abs_tol=0.02)
+
+
+def replace_pass(one: LoggedPass, start_s: float, shift_s: float) -> LoggedPass:
+    fields = {name: getattr(one, name) for name in one.__struct_fields__}
+    fields |= {
+        "start_s": start_s,
+        "end_s": one.end_s + shift_s,
+        "ready_s": one.ready_s + shift_s,
+        "launched_s": start_s + (one.launched_s - one.start_s),
+    }
+    return LoggedPass(**fields)
+
+
+def test_without_stamps_only_whole_passes_are_counted():
+    found = counted(LAW, served(LAW, stamps=False))
+    assert found.pass_s == pytest.approx(found.predicted_s)
+    assert found.launch_s == found.gpu_s == 0.0
+
+
+class Sums:
+    """The metrics of `PassSeries`, as sums."""
+
+    def __init__(self) -> None:
+        names = ("took", "predicted", "ttft", "e2e", "launches", "predicted_launches", "gpu")
+        for name in (*names, "predicted_gpu"):
+            setattr(self, name, Sum())
+
+
+class Sum(list):
+    inc = observe = list.append
+
+
+def test_a_server_with_such_a_law_counts_its_launches_and_its_gpu():
+    inside = fake_vllm.imported("toolkit.backends.vllm.iterations")
+    sums = Sums()
+    counts = inside.PassCounts(LAW, sums)
+    counts.arrived("d0", 0.0, 0.0)
+    counts.looked(0.0)
+    for one, behind in served(LAW.times(1.0, 1.25)):
+        counts.passed(one, behind)
+    assert sum(sums.launches) / sum(sums.predicted_launches) == pytest.approx(1.25, rel=0.01)
+    assert sum(sums.gpu) / sum(sums.predicted_gpu) == pytest.approx(1.0, rel=0.02)
+    assert sum(sums.took) > sum(sums.predicted) > 0.0
+
+
+def test_the_time_of_a_launch_after_its_stamp_is_bounded_from_two_sides():
+    """By the tokens of the pass before, and, from idle, by the schedule of the following pass."""
+    (first, behind), (second, later) = served(LAW)[:2]
+    assert behind is not None
+    assert later is not None
+    assert sampler_s(first, behind, from_idle=True) == pytest.approx(SAMPLER_S)
+    assert sampler_s(second, later, from_idle=False) >= SAMPLER_S - 1e-9
+    unknown = Following(behind.start_s, behind.rows, 0.0)
+    assert sampler_s(first, unknown, from_idle=False) == math.inf
+
+
+def test_a_profile_has_whole_launches():
+    point = StepPoint(
+        decodes=1,
+        decode_cached=9.0,
+        prefills=0,
+        prefill_tokens=0,
+        prefill_attended=0.0,
+        seconds=[0.01, 0.01],
+        host_s=[],
+        launch_s=[0.003, 0.004],
+    )
+    assert with_sampler(point, 5e-4).launch_s == pytest.approx([0.0035, 0.0045])
+    unknown = point.model_copy(update={"launch_s": []})
+    assert with_sampler(unknown, 5e-4) == unknown

@@ -1,0 +1,196 @@
+"""Others' runs: a made-up checkout with a run that took as long as its own operators say."""
+
+import csv
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.common.results_file import tables_of
+from benchmarks.public import llmservingsim
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.steps import StepLaw
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import World
+from toolkit.traces.types import Trace
+
+GPU, MODEL, LAYERS = "GPU", "Tiny", 2
+BLOCKS, ROWS, TOKENS = 40, 8, 64
+US = 1e-6
+# of one layer or of the head, in microseconds
+LINEAR, LINEAR_TOKEN, HEAD, HEAD_ROW = 50.0, 2.0, 100.0, 5.0
+CACHED, BESIDE, ATTENDED, BEHIND = 0.5, 1.0, 0.01, 0.25
+LAW = StepLaw(
+    base_s=US * (LAYERS * LINEAR + HEAD),
+    row_s=US * HEAD_ROW,
+    prefill_s=0.0,
+    cached_s=US * LAYERS * CACHED,
+    attended_s=US * LAYERS * ATTENDED,
+    token_s=(US * LAYERS * LINEAR_TOKEN,),
+    behind_s=US * LAYERS * BEHIND,
+    beside_s=US * LAYERS * BESIDE,
+)
+
+
+def write_table(path: Path, columns: str, rows: Iterable[Iterable[object]]) -> None:
+    with path.open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns.split(","))
+        writer.writerows(rows)
+
+
+def attention_us(chunk: int, behind: int, cached: float) -> float:
+    """Of one layer, with `cached` tokens of all decodes."""
+    read_us = (BESIDE if chunk else CACHED) * cached
+    return read_us + ATTENDED * chunk * (behind + chunk / 2) + BEHIND * behind
+
+
+def write_profile(data: Path) -> None:
+    tables = data / "profiler/perf" / GPU / MODEL / "bf16/tp1"
+    tables.mkdir(parents=True)
+    about = {"architecture": "tiny", "measurement_iterations": 3}
+    (tables.parent / "meta.yaml").write_text(json.dumps(about))
+    (data / "profiler/models").mkdir()
+    parts = {"pre_attn": ["linear", "attention"], "head": ["lm_head"]}
+    (data / "profiler/models/tiny.yaml").write_text(json.dumps({"sequence": parts}))
+    (data / "configs/model").mkdir(parents=True)
+    (data / f"configs/model/{MODEL}.json").write_text(json.dumps({"num_hidden_layers": LAYERS}))
+    sizes = (1, 16, TOKENS)
+    linear = [("linear", size, LINEAR + LINEAR_TOKEN * size) for size in sizes]
+    write_table(tables / "dense.csv", "layer,tokens,time_us", linear)
+    head = [("lm_head", size, HEAD + HEAD_ROW * size) for size in (1, ROWS)]
+    write_table(tables / "per_sequence.csv", "layer,sequences,time_us", head)
+    grid = list(product((0, 8, 32), (0, 16, 48), (0, 1, 2, 6), (16, 64)))
+    equal = [
+        (chunk, behind, decodes, cached, attention_us(chunk, behind, decodes * cached))
+        for chunk, behind, decodes, cached in grid
+        if (chunk or decodes) and (chunk or not behind)
+    ]
+    columns = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"
+    write_table(tables / "attention.csv", columns, equal)
+    unequal = [
+        (decodes, chunk, behind, mean, mean + 8, 3 * attention_us(chunk, behind, decodes * mean))
+        for chunk, behind, decodes, mean in grid
+        if decodes > 1 and (chunk or not behind)
+    ]
+    write_table(tables / "skew.csv", "n,pc,kp,kv_mean,kv_big,t_skew_us", unequal)
+
+
+def write_run(data: Path, **kwargs: object) -> None:
+    """A run of 30 requests with lengths up to 60 + 40, as long as `LAW` says."""
+    rng = np.random.default_rng(0)
+    count = 30
+    arrival_s = np.sort(rng.uniform(0.0, 0.05, count))
+    arrival_s[0] = 0.0
+    prompts = rng.integers(4, 60, count)
+    outputs = rng.integers(1, 40, count)
+    trace = Trace(arrival_s, prompts, outputs, outputs)
+    engine = PagedEngine(LAW, BLOCKS - 1, 16, ahead=True)
+    world = World(unit_step(), ZetaMemory(engine.capacity_tokens, 1.0), 1, 1, paged=engine)
+    served = simulate(trace, VllmPolicy(ROWS, TOKENS), world).served
+    workload = data / "workload.jsonl"
+    lines = [
+        json.dumps({"input_tok_ids": [number] * int(prompt)})
+        for number, prompt in enumerate(prompts)
+    ]
+    workload.write_text("\n".join(lines))
+    folder = data / "bench/examples" / GPU / MODEL / "vllm"
+    folder.mkdir(parents=True)
+    meta = {
+        "model": MODEL,
+        "vllm_version": "0.19.0",
+        "engine_kwargs": {
+            "tensor_parallel_size": 1,
+            "data_parallel_size": 1,
+            "enable_expert_parallel": False,
+            "max_num_seqs": ROWS,
+            "max_num_batched_tokens": TOKENS,
+            **kwargs,
+        },
+        "dataset_path": workload.name,
+        "dataset_hash": hashlib.sha256(workload.read_bytes()).hexdigest(),
+        "kv_cache": {"num_gpu_blocks": BLOCKS},
+        "resolved_config": {"scheduler_config": {"async_scheduling": True}},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    requests = [
+        {
+            "input_toks": int(prompts[k]),
+            "output_toks": int(outputs[k]),
+            "arrival_time": 1000.0 + arrival_s[k],
+            "queued_ts": 5.0 + arrival_s[k] + (0.0 if k == 3 else 0.002),
+            "first_token_ts": 5.0 + served.first_token_s[k],
+            "last_token_ts": 5.0 + served.finish_s[k],
+        }
+        for k in range(count)
+    ]
+    (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, requests)))
+
+
+def run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["llmservingsim", "--data", str(data)])
+    monkeypatch.setattr(llmservingsim, "KNOTS", (0,))
+    llmservingsim.main()
+
+
+def test_a_run_that_takes_what_its_operators_say_is_predicted_without_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path)
+    write_run(tmp_path)
+    run(tmp_path, monkeypatch)
+    errors, laws = tables_of(capsys.readouterr().out)
+    assert len(errors["rows"]) == 6
+    column = errors["columns"].index
+    for row in errors["rows"]:
+        for variant in ("two costs, equal", "two, unequal", "two, unequal, nothing shared"):
+            assert str(row[column(variant)]).lstrip("+-") == "0.0 %"
+    assert any(str(row[column("one, equal")]).lstrip("+-") != "0.0 %" for row in errors["rows"])
+    by_costs = {(str(row[0]).split()[-1], row[1]): row for row in laws["rows"]}
+    cached, beside = (laws["columns"].index(name) for name in ("cached, ns", "beside chunks, ns"))
+    for lengths in ("equal", "unequal"):
+        assert by_costs[lengths, "two"][cached] == pytest.approx(1e9 * LAW.cached_s)
+        assert by_costs[lengths, "two"][beside] == pytest.approx(1e9 * US * LAYERS * BESIDE)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"data_parallel_size": 2}, {"enable_expert_parallel": True}, {"tensor_parallel_size": 4}],
+)
+def test_a_run_that_is_not_modelled_is_refused_by_name(
+    kwargs: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_profile(tmp_path)
+    write_run(tmp_path, **kwargs)
+    with pytest.raises(SystemExit):
+        run(tmp_path, monkeypatch)
+    assert f"Refused: {GPU} {MODEL}" in capsys.readouterr().out
+
+
+def test_another_workload_than_the_run_had_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path)
+    write_run(tmp_path)
+    (tmp_path / "workload.jsonl").write_text('{"input_tok_ids": [1]}')
+    with pytest.raises(SystemExit):
+        run(tmp_path, monkeypatch)
+    assert "workload.jsonl" in capsys.readouterr().out
+
+
+def test_a_folder_without_runs_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="LLMServingSim"):
+        run(tmp_path, monkeypatch)

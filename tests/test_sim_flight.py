@@ -1,0 +1,413 @@
+"""Passes under way: a plain form of vLLM's loop, today's results where launches cost nothing,
+leaps, outages, reports and replicas.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_passes import serve
+from test_sim_paged import small, trace_of, world
+from test_sim_prefix import trace_of as sessions_of
+from test_sim_replicas import made_up
+
+from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import make_router
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
+from toolkit.sim.flight import EMPTY_S, steps_before, stretch_s
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.replicas import Outage, Routing
+
+# Graphs of up to 4 tokens. A graph of a row takes 3 ms to launch and 5 ms on the GPU; a prompt of
+# 10 tokens takes 20 ms to launch, and as long on the GPU as its launch.
+GRAPHS = GraphSettings("FULL_DECODE_ONLY", (1, 2, 4))
+PLAIN = PipelineLaw(
+    GRAPHS,
+    decode_s=5e-3,
+    row_s=0.0,
+    cached_s=0.0,
+    floor_s=0.0,
+    floor_token_s=0.0,
+    token_s=1e-3,
+    attended_s=0.0,
+    beside_s=0.0,
+    graph_s=3e-3,
+    graph_row_s=0.0,
+    piece_s=2e-3,
+    piece_row_s=0.0,
+    eager_s=20e-3,
+    eager_chunk_s=0.0,
+)
+LAW = replace(
+    PLAIN, row_s=1.1e-4, cached_s=2.3e-5, attended_s=1.7e-6, beside_s=3.1e-5, graph_row_s=2.9e-4
+)
+FLAGS = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
+
+
+def some(most_s: float):
+    """Seconds without a simple ratio to others: no request comes just when a pass is planned."""
+    return st.integers(0, 20).map(lambda k: most_s * (k / 20.0) ** 1.7)
+
+
+laws = st.builds(
+    PipelineLaw,
+    st.builds(
+        GraphSettings,
+        st.sampled_from(["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]),
+        st.sampled_from([(), (1, 2, 4), (2, 8, 64)]),
+        st.booleans(),
+    ),
+    decode_s=some(6.1e-3),
+    row_s=some(2.03e-4),
+    cached_s=some(3.07e-5),
+    floor_s=some(5.3e-3),
+    floor_token_s=some(1.01e-4),
+    token_s=some(5.03e-4),
+    attended_s=some(1.07e-6),
+    beside_s=some(5.9e-5),
+    graph_s=some(7.1e-3),
+    graph_row_s=some(3.01e-4),
+    piece_s=some(5.7e-3),
+    piece_row_s=some(2.09e-4),
+    eager_s=some(2.11e-2),
+    eager_chunk_s=some(1.03e-3),
+    spread=st.sampled_from([(), (0.6, 1.3, 1.1), (0.2, 1.8)]),
+).filter(lambda law: law.decode_s + law.graph_s > 0 and law.floor_s > 0)
+flags = st.builds(
+    VllmPolicy,
+    max_num_seqs=st.integers(1, 8),
+    max_num_batched_tokens=st.integers(8, 64),
+    prefix_caching=st.booleans(),
+)
+
+
+def spaced(rows):
+    """The rows in order of arrival, no two at once, at times without a simple ratio to others."""
+    ordered = sorted(rows, key=lambda row: row[0])
+    return [
+        (0.2 * arrival + 1.234e-4 * (k + 1) ** 0.83, prompt, output, more)
+        for k, (arrival, prompt, output, more) in enumerate(ordered)
+    ]
+
+
+def engine_of(law, depth: int = 2, blocks: int = 30) -> PagedEngine:
+    return PagedEngine(law, blocks, 4, ahead=depth > 1)
+
+
+@pytest.mark.slow
+@given(rows=small, policy=flags, law=laws, depth=st.sampled_from([1, 2]))
+@settings(deadline=None, max_examples=300)
+def test_every_token_comes_when_vllm_s_loop_hands_it_out(rows, policy, law, depth) -> None:
+    """With queues of both depths, launches that limit and a GPU that limits, ends that are known
+    and unknown, preemption, and requests that come within a launch.
+    """
+    rows = spaced(rows)
+    times = serve(rows, policy, law, 30, 4, depth)
+    result = simulate(trace_of(rows), policy, world(engine_of(law, depth)))
+    served = result.served
+    assert served.ok.all()
+    near = {"rtol": 0, "atol": 1e-9}
+    np.testing.assert_allclose(served.first_token_s, [one[0] for one in times], **near)
+    np.testing.assert_allclose(served.finish_s, [one[-1] for one in times], **near)
+    gaps = [[after - before for before, after in pairwise(one)] for one in times]
+    np.testing.assert_allclose(served.max_gap_s, [max(one, default=0.0) for one in gaps], **near)
+    every = [gap for one in gaps for gap in one]
+    if every:
+        assert result.counters["itl_mean_s"] == pytest.approx(np.mean(every), abs=1e-9)
+
+
+@pytest.mark.slow
+@given(rows=small, policy=flags, law=laws)
+@settings(deadline=None)
+def test_leaps_change_nothing(rows, policy, law) -> None:
+    rows = spaced(rows)
+    leaping = simulate(trace_of(rows), policy, world(engine_of(law)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+        stepping = simulate(trace_of(rows), policy, world(engine_of(law)))
+    for name in ("first_token_s", "finish_s", "max_gap_s"):
+        np.testing.assert_allclose(
+            getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
+        )
+    # others are not the same: percentiles are of stretches of gaps, memory is a mean over a leap
+    for name in ("evicted_percent", "rounds", "itl_mean_s", "utilisation_percent"):
+        one, other = leaping.counters.get(name), stepping.counters.get(name)
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.slow
+@given(rows=small, policy=flags, routed=st.booleans(), apart=st.booleans())
+@settings(deadline=None)
+def test_where_launches_cost_nothing_a_pass_is_all_that_counts(rows, policy, routed, apart) -> None:
+    """The same law in both forms, alone and behind a router that reads reports."""
+    pipeline = replace(
+        PLAIN,
+        graphs=GraphSettings("FULL", (), apart),
+        decode_s=2.1e-3,
+        row_s=2e-4,
+        cached_s=1e-6,
+        floor_s=2.1e-3,
+        floor_token_s=2e-4,
+        token_s=0.0,
+        attended_s=1e-7,
+        beside_s=1e-6,
+    )
+    free = {f"{name}_s": 0.0 for name in ("graph", "piece", "eager")}
+    pipeline = replace(pipeline, **free)
+    steps = StepLaw(2.1e-3, 0.0, 0.0, 1e-6, 1e-7, (2e-4,))
+    more = {"routing": Routing(make_router("llm-d", {}), report_s=0.01)} if routed else {}
+    one, other = (
+        simulate(trace_of(spaced(rows)), policy, world(engine_of(law), 1 + routed, **more))
+        for law in (pipeline, steps)
+    )
+    for name in ("first_token_s", "finish_s", "max_gap_s"):
+        np.testing.assert_allclose(
+            getattr(one.served, name), getattr(other.served, name), rtol=0, atol=1e-11
+        )
+
+
+def times_of(rows, law, depth: int = 2, **more):
+    return simulate(trace_of(rows), FLAGS, world(engine_of(law, depth, blocks=90), **more)).served
+
+
+def test_a_lone_request_by_hand() -> None:
+    """Its prompt is launched at 0 for 20 ms, on the GPU at once. The second pass is planned at 20
+    and launched at 23, when the first token may leave; then a step is the 5 ms on the GPU. When all
+    rows are known to end, a plan without rows holds nothing back.
+    """
+    found = times_of([(0, 10, 4, 0)], PLAIN)
+    assert found.first_token_s[0] == pytest.approx(23e-3)
+    assert found.finish_s[0] == pytest.approx(23e-3 + 3 * 5e-3)
+    assert found.max_gap_s[0] == pytest.approx(5e-3)
+
+
+def test_with_launches_apart_no_launch_holds_back_a_token() -> None:
+    law = replace(PLAIN, graphs=replace(GRAPHS, apart=True))
+    found = times_of([(0, 10, 4, 0)], law)
+    assert found.first_token_s[0] == pytest.approx(20e-3)
+    assert found.finish_s[0] == pytest.approx(23e-3 + 3 * 5e-3)
+    assert found.max_gap_s[0] == pytest.approx(8e-3)
+
+
+def test_passes_one_after_another_pay_for_both() -> None:
+    found = times_of([(0, 10, 4, 0)], PLAIN, depth=1)
+    assert found.first_token_s[0] == pytest.approx(20e-3)
+    assert found.finish_s[0] == pytest.approx(20e-3 + 3 * 8e-3)
+
+
+def test_launches_longer_than_the_gpu_s_work_set_the_pace_until_the_cache_has_grown() -> None:
+    """Of 7 ms in place of 3: a step of a row takes 7 ms until reading its cache takes 2 ms, and
+    then grows.
+    """
+    law = replace(PLAIN, graph_s=7e-3, cached_s=1e-4)
+    found = times_of([(0, 10, 60, 0)], law)
+    steps = [max(7e-3, 5e-3 + 1e-4 * (10 + k)) for k in range(58)]
+    # the last pass waits for no launch
+    last_s = 5e-3 + 1e-4 * (10 + 58)
+    assert found.first_token_s[0] == pytest.approx(27e-3)
+    assert found.finish_s[0] == pytest.approx(27e-3 + sum(steps) + last_s)
+    assert found.max_gap_s[0] == pytest.approx(last_s)
+
+
+def test_a_request_that_comes_within_decodes_waits_for_the_next_plan_and_for_two_launches() -> None:
+    """It comes at 40 ms. Passes of decodes end at 23, 28, 33, 38, 43; the next plan is at 43, when
+    the pass that ends at 48 runs. Its launch holds back the tokens of that pass to 63; the launch
+    of the pass after it, planned then, holds back its first token until 66.
+    """
+    found = times_of([(0, 10, 40, 0), (40e-3, 10, 4, 0)], PLAIN)
+    assert found.first_token_s[1] == pytest.approx(66e-3)
+    assert found.max_gap_s[0] == pytest.approx(63e-3 - 43e-3)
+
+
+def test_a_request_that_comes_within_the_first_launch_is_in_the_second_pass() -> None:
+    """The second pass is planned when the first is launched, at 20 ms; its launch takes until 40,
+    the launch of the third until 43. With launches apart it is planned at once.
+    """
+    rows = [(0, 10, 40, 0), (10e-3, 10, 4, 0)]
+    assert times_of(rows, PLAIN).first_token_s[1] == pytest.approx(43e-3)
+    apart = replace(PLAIN, graphs=replace(GRAPHS, apart=True))
+    # planned at 20, after the second pass; launched until 43
+    assert times_of(rows, apart).first_token_s[1] == pytest.approx(43e-3)
+
+
+def test_a_plan_without_rows_costs_little() -> None:
+    """The GPU has long computed the only pass when its launch has ended."""
+    law = replace(PLAIN, token_s=0.0)
+    assert times_of([(0, 10, 1, 0)], law).finish_s[0] == pytest.approx(20e-3 + EMPTY_S)
+
+
+def test_more_rows_than_the_largest_graph_are_launched_kernel_by_kernel() -> None:
+    rows = [(0, 3, 30, 0)] * 5
+    assert times_of(rows[:4], PLAIN).max_gap_s[0] == pytest.approx(5e-3)
+    assert times_of(rows, PLAIN).max_gap_s[0] == pytest.approx(20e-3)
+
+
+def test_drawn_launches_come_in_turn() -> None:
+    """All passes are launched kernel by kernel, in 10 and 30 ms in turn, and limit it."""
+    law = replace(PLAIN, graphs=GraphSettings("NONE", ()), spread=(0.5, 1.5))
+    found = times_of([(0, 10, 30, 0)], law)
+    assert found.first_token_s[0] == pytest.approx(40e-3)
+    assert found.max_gap_s[0] == pytest.approx(30e-3)
+    # launches 3 to 30 follow, the last of 30 ms; then its plan without rows
+    assert found.finish_s[0] == pytest.approx(40e-3 + 28 * 20e-3 + EMPTY_S)
+
+
+@pytest.mark.parametrize("spread", [(), (0.5, 1.5)])
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("at_s", [0.0613, 0.1237, 0.2503])
+def test_a_request_goes_on_from_its_tokens_when_its_replica_dies_within_a_leap(
+    spread, mode, apart, depth, at_s
+) -> None:
+    """It has the tokens that the plain loop has given it by then, and the other replica computes
+    it as a request of so many more tokens.
+    """
+    law = replace(LAW, graphs=GraphSettings(mode, (1, 2, 4) if mode != "NONE" else (), apart))
+    law = replace(law, spread=spread)
+    (times,) = serve([(0.0, 10, 60, 0)], FLAGS, law, 90, 4, depth)
+    given = sum(time_s <= at_s for time_s in times)
+    (more,) = serve([(at_s, 10 + given, 60 - given, 0)], FLAGS, law, 90, 4, depth)
+    there = world(engine_of(law, depth, 90), 2, routing=Routing(outages=(Outage(0, at_s),)))
+    result = simulate(trace_of([(0.0, 10, 60, 0)]), FLAGS, there)
+    assert 1 < given < 60
+    assert result.counters["recomputed_tokens"] == 10 + given
+    assert result.served.first_token_s[0] == pytest.approx(times[0], abs=1e-9)
+    assert result.served.finish_s[0] == pytest.approx(more[-1], abs=1e-9)
+    every = [*times[:given], *more]
+    gap_s = max(after - before for before, after in pairwise(every))
+    assert result.served.max_gap_s[0] == pytest.approx(gap_s, abs=1e-9)
+
+
+APART = replace(LAW, graphs=replace(GRAPHS, apart=True))
+EAGER = replace(LAW, graphs=GraphSettings("NONE", ()), spread=(0.5, 1.5, 1.0))
+
+
+@pytest.mark.parametrize("law", [LAW, APART, EAGER], ids=["graphs", "apart", "eager"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("shares", [False, True])
+def test_round_robin_is_what_dealing_in_turn_is(law, depth, shares) -> None:
+    """Alone an engine knows when the next request comes; behind a router its leaps are cut."""
+    for seed in range(3):
+        trace = made_up(seed, gap_s=0.02)
+        if not shares:
+            trace = replace(trace, shared=None)
+        there = world(engine_of(law, depth), 2)
+        routed = simulate(trace, FLAGS, replace(there, routing=Routing()))
+        alone = simulate(trace, FLAGS, there)
+        near = {"rtol": 0, "atol": 1e-9}
+        for name in ("first_token_s", "finish_s", "max_gap_s"):
+            np.testing.assert_allclose(
+                getattr(routed.served, name), getattr(alone.served, name), **near
+            )
+        assert routed.counters["evicted_percent"] == alone.counters["evicted_percent"] > 0
+        assert routed.counters.get("hit_tokens") == alone.counters.get("hit_tokens")
+
+
+@pytest.mark.parametrize("law", [LAW, APART, EAGER], ids=["graphs", "apart", "eager"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_fixed_concurrency_is_kept(law, depth, routed) -> None:
+    """The next request comes when a token that was held back is the last of another."""
+    more = {"routing": Routing()} if routed else {}
+    there = replace(world(engine_of(law, depth, 400), 1, **more), concurrency=5)
+    trace = replace(made_up(1, 60), shared=None)
+    served = simulate(trace, FLAGS, there).served
+    assert served.ok.all()
+    free_s = np.sort(np.concatenate([np.zeros(5), served.finish_s]))[: len(served)]
+    np.testing.assert_allclose(served.arrival_s, free_s, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_turns_of_a_session_follow_the_tokens_that_clients_have(depth: int) -> None:
+    rows = [(0.0, 12, 7), (0.0, 30, 5), (0.0, 44, 3)]
+    trace = sessions_of(rows, previous=[-1, 0, 1], think_s=0.05)
+    there = world(engine_of(LAW, depth, 60))
+    served = simulate(trace, FLAGS, there).served
+    assert served.ok.all()
+    np.testing.assert_allclose(served.arrival_s[1:], served.finish_s[:-1] + 0.05)
+
+
+def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far() -> None:
+    """A leap of 200 steps takes 50 blocks; each report has as many as a run from pass to pass."""
+    rows = [(0.0, 10, 200, 0), (2.0, 4, 4, 0)]
+    routing = Routing(make_router("llm-d", {}), report_s=0.05)
+    there = world(engine_of(LAW, blocks=90), 1, routing=routing)
+
+    def seen() -> list[float]:
+        found = []
+        told = Balancer.report
+
+        def spy(balancer, index, report):
+            found.append(report.kv_usage)
+            told(balancer, index, report)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Balancer, "report", spy)
+            simulate(trace_of(rows), FLAGS, there)
+        return found
+
+    leaping = seen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+        stepping = seen()
+    assert len(leaping) == len(stepping) > 10
+    assert max(stepping) > 0.5
+    # the share of a leap is by time, and steps become longer
+    np.testing.assert_allclose(leaping, stepping, rtol=0, atol=0.07)
+
+
+def test_an_engine_by_twice_as_slow_a_law_takes_twice_as_long() -> None:
+    rows = [(0.0, 20, 9, 0), (0.0, 30, 5, 0)]
+    once, twice = (
+        simulate(trace_of(rows), FLAGS, world(engine_of(LAW).slowed(k))).served for k in (1.0, 2.0)
+    )
+    # a plan without rows takes as long as before
+    np.testing.assert_allclose(2 * once.finish_s, twice.finish_s, rtol=0, atol=2 * EMPTY_S)
+
+
+@given(
+    first_s=st.floats(0, 1e-2),
+    growth_s=st.floats(0, 1e-3),
+    steps=st.integers(1, 200),
+)
+def test_a_stretch_is_the_sum_of_its_passes(first_s, growth_s, steps) -> None:
+    each = [first_s + growth_s * k for k in range(steps)]
+    assert stretch_s(first_s, growth_s, steps) == pytest.approx(sum(each), rel=1e-9)
+
+
+@given(
+    first_s=st.floats(0, 1e-1),
+    growth_s=st.floats(0, 1e-3),
+    seconds=st.floats(-1, 1e4) | st.just(float("inf")),
+    limit=st.integers(0, 10_000),
+)
+def test_steps_before_is_the_least_count_that_takes_the_given_time(
+    first_s, growth_s, seconds, limit
+) -> None:
+    k = steps_before(first_s, growth_s, seconds, limit)
+    assert 0 <= k <= limit
+    assert k == limit or stretch_s(first_s, growth_s, k) >= seconds
+    assert k == 0 or stretch_s(first_s, growth_s, k - 1) < seconds
+
+
+@pytest.mark.parametrize("seconds", [3.7e-40, 1e-323])
+def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds: float) -> None:
+    """With empty caches only the second pass reads any: the quadratic's slope is not above 0."""
+    assert steps_before(0.0, 2.0**-7, seconds, 50) == 2
+
+
+def test_steps_before_is_the_limit_for_passes_without_cost() -> None:
+    assert steps_before(0.0, 0.0, 1.0, 50) == 50
+
+
+def test_a_single_pass_costs_what_the_law_says() -> None:
+    shape = StepShape(3, 100)
+    assert LAW.forward_s(shape) == LAW.launch_s(shape) + LAW.gpu_s(shape)

@@ -1,0 +1,121 @@
+"""What passes that overlap took, on the GPU and to be launched, beside what their law says.
+
+The two drift apart: launches take the time of a CPU core that other processes use, too, and a GPU
+has its work to itself. So each has sums of its own. A pass is predicted when it has ended, since it
+may end with the launch of the next one, and behind the measured times of the passes before it, so
+that no error of a pass counts again in the next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.estimators.pipeline import PipelineLaw
+from toolkit.estimators.steps import shape_of_rows
+from toolkit.sched.iterations import LoggedPass, LoggedRow
+
+# A pass waited for the GPU if its tokens came so much later than the launches that hold them back.
+WAITED_S = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """The pass that was scheduled before the one before it ended. `launched_s` as in `LoggedPass`:
+    0: not known.
+    """
+
+    start_s: float
+    rows: list[LoggedRow]
+    launched_s: float
+
+
+def sampler_s(one: LoggedPass, following: Following, *, from_idle: bool) -> float:
+    """At most so long a launch goes on after `launched_s`: the sampler's, which has no stamp.
+
+    The engine takes the tokens of a pass once it has launched the following one; after a pass
+    `from_idle` it schedules the following one at once. Infinity where neither has a stamp.
+    """
+    shown_s = math.inf
+    if following.launched_s and one.ready_s:
+        shown_s = one.ready_s - following.launched_s
+    if from_idle and one.launched_s:
+        shown_s = min(shown_s, max(following.start_s - one.launched_s, 0.0))
+    return shown_s
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPass:
+    """Measured and predicted seconds of a pass; both are 0 for a part that its times do not show.
+
+    `pass_s` is from the end of the pass before, or from its schedule after idle time, to its
+    tokens.
+    """
+
+    pass_s: float
+    predicted_s: float
+    launch_s: float = 0.0
+    predicted_launch_s: float = 0.0
+    gpu_s: float = 0.0
+    predicted_gpu_s: float = 0.0
+
+
+class OverlappingPasses:
+    """Follows the passes of one engine, in their order."""
+
+    def __init__(self, law: PipelineLaw) -> None:
+        self._law = law
+        self._end_s = -math.inf  # of the pass before: its tokens
+        self._launched_s = -math.inf  # its launch
+        self._gpu_s = -math.inf  # its end on the GPU
+        self._gpu_known = True  # measured; else by the law
+        self._sampler_s = math.inf  # of a launch, after `launched_s`: the least that was seen
+
+    def ended(self, one: LoggedPass, following: Following | None) -> EndedPass:
+        """The times of a pass that has ended; `following` is the pass that was scheduled behind it
+        meanwhile, if there is one that computes something.
+        """
+        law = self._law
+        apart = law.graphs.apart
+        shape = shape_of_rows(one.rows)
+        usual_launch_s = law.launch_s(shape)
+        work_s = law.gpu_s(shape)
+        waits_for_launch = law.waits_for_launch(shape)
+        begins_s = max(one.start_s, self._launched_s) if apart else one.start_s
+        usual_next_s = held_s = -math.inf  # launches that hold back the tokens
+        if following is not None and not apart:
+            next_launch_s = law.launch_s(shape_of_rows(following.rows))
+            usual_next_s = held_s = following.start_s + next_launch_s
+            from_idle = one.start_s >= self._end_s
+            shown_s = sampler_s(one, following, from_idle=from_idle)
+            self._sampler_s = min(self._sampler_s, shown_s)
+            if following.launched_s and self._sampler_s < math.inf:
+                held_s = following.launched_s + self._sampler_s
+        stamped = bool(one.launched_s and one.ready_s) and self._sampler_s < math.inf
+        launched_s = one.launched_s + self._sampler_s if stamped else begins_s + usual_launch_s
+
+        def gpu_start_s(launch_end_s: float) -> float:
+            return max(self._gpu_s, launch_end_s if waits_for_launch else begins_s)
+
+        usual_launched_s = begins_s + usual_launch_s
+        usual_end_s = max(gpu_start_s(usual_launched_s) + work_s, usual_launched_s, usual_next_s)
+        from_s = max(self._end_s, one.start_s)
+        found = EndedPass(one.end_s - from_s, usual_end_s - from_s)
+        starts_s = gpu_start_s(launched_s)
+        waited = stamped and one.ready_s > max(launched_s, held_s) + WAITED_S
+        if stamped:
+            known = waited and (self._gpu_known or self._gpu_s < starts_s)
+            found = EndedPass(
+                found.pass_s,
+                found.predicted_s,
+                launched_s - begins_s,
+                usual_launch_s,
+                one.ready_s - starts_s if known else 0.0,
+                work_s if known else 0.0,
+            )
+        done_s = max(starts_s + work_s, launched_s)
+        self._gpu_s = one.ready_s if waited else min(done_s, one.ready_s or done_s)
+        self._gpu_known = waited
+        self._launched_s = launched_s
+        self._end_s = one.end_s
+        return found

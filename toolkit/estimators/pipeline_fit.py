@@ -1,0 +1,450 @@
+"""From the passes of a profile, in order, to a `PipelineLaw`: alternating least squares.
+
+A pass ends with its own work or with the launch of the next pass. Which of the two it was follows
+from the law; given that, the law is linear. So the fit alternates: the recursion of `pipeline`,
+behind the measured ends of the passes before, finds what each pass waited for; then relative least
+squares find the coefficients of launches and of the GPU, each from the passes that show them.
+
+Where a profile has launch times, these take the place of the law's launches, and show themselves.
+Without them a launch shows only where a pass waited for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.estimators import forms
+from toolkit.estimators.forms import Floats
+from toolkit.estimators.pipeline import (
+    COEFFICIENTS,
+    EAGER,
+    GRAPH,
+    PIECEWISE,
+    GraphSettings,
+    PipelineLaw,
+)
+from toolkit.files.fit import PipelineFit
+from toolkit.files.profile import StepPoint, StepsProfile
+
+Flags = NDArray[np.bool_]
+
+ROUNDS = 8  # of the alternation; it changes nothing after five or six
+ROUNDS_AGAIN = 3  # from a law of the same passes with other weights
+CLIP = 1.5  # times the law, up and down: how much a pass or a launch counts at most
+CLIP_ROUNDS = 4
+SAMPLES_COUNTED_MAX = 16  # of a point: a point with more passes weighs no more
+SHOWN_MIN = 6  # passes that a group of coefficients is fitted from, at least
+SHORT_TOKENS = 512  # a pass with chunks of more tokens is limited by arithmetic
+SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work on the GPU
+GPU_MIN_S = 1e-4  # a shorter rest between two ends says nothing of the GPU
+DRAWS = 32  # of laws, for the deviation of their coefficients
+QUANTILES = 16  # of the eager launches' spread
+
+LAUNCH_NAMES = (
+    (GRAPH, ("graph_s", "graph_row_s")),
+    (PIECEWISE, ("piece_s", "piece_row_s")),
+    (EAGER, ("eager_s", "eager_chunk_s")),
+)
+
+# Where the alternation begins. Any guess of this order of magnitude leads to the same law.
+FIRST_GUESS: dict[str, Any] = {
+    "decode_s": 5e-3,
+    "row_s": 1e-5,
+    "cached_s": 3e-8,
+    "floor_s": 5e-3,
+    "floor_token_s": 0.0,
+    "token_s": 2e-5,
+    "attended_s": 1e-9,
+    "beside_s": 3e-8,
+    "graph_s": 2e-3,
+    "graph_row_s": 0.0,
+    "piece_s": 5e-3,
+    "piece_row_s": 0.0,
+    "eager_s": 2e-2,
+    "eager_chunk_s": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PassColumns:
+    """The passes of a profile in order, as columns [n].
+
+    Attributes:
+        tokens: new tokens, padded where a graph computes them.
+        cached: of the decodes. attended: by the chunks.
+        seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
+        launches: seconds of its launch; 0: not known.
+        launch: GRAPH, PIECEWISE or EAGER.
+        idle: no pass was under way when it was scheduled.
+        run: the number of its run, which begins from idle.
+        point: the number of its point.
+        root_weight: the square root of its weight.
+    """
+
+    graphs: GraphSettings
+    decodes: Floats
+    cached: Floats
+    chunks: Floats
+    tokens: Floats
+    attended: Floats
+    seconds: Floats
+    launches: Floats
+    launch: NDArray[np.int_]
+    idle: Flags
+    run: NDArray[np.int_]
+    point: NDArray[np.int_]
+    root_weight: Floats
+
+    @classmethod
+    def of(cls, points: Sequence[StepPoint], graphs: GraphSettings) -> PassColumns:
+        """The passes of the points, in order."""
+        rows = []
+        launches_of = []
+        idle = []
+        numbers = []
+        for number, point in enumerate(points):
+            count = len(point.seconds)
+            launches = point.launch_s or [0.0] * count
+            launch = graphs.launch_of(point.decodes, point.prefills, point.prefill_tokens)
+            tokens = point.decodes + point.prefill_tokens
+            if launch != EAGER:
+                tokens = graphs.padded(tokens)
+            weight = min(count, SAMPLES_COUNTED_MAX) / count
+            for k in range(count):
+                grown = 0.0
+                if not point.prefills:  # the point has the mean of its passes
+                    grown = (k - (count - 1) / 2) * point.decodes
+                rows.append(
+                    (
+                        point.decodes,
+                        point.decode_cached + grown,
+                        point.prefills,
+                        tokens,
+                        point.prefill_attended,
+                        point.seconds[k],
+                        launches[k],
+                        weight**0.5,
+                    )
+                )
+                launches_of.append(launch)
+                numbers.append(number)
+                idle.append(point.idle and k == 0)
+        idle[0] = True
+        columns = np.array(rows, dtype=float).T
+        from_idle = np.array(idle)
+        return cls(
+            graphs=graphs,
+            decodes=columns[0],
+            cached=columns[1],
+            chunks=columns[2],
+            tokens=columns[3],
+            attended=columns[4],
+            seconds=columns[5],
+            launches=columns[6],
+            launch=np.array(launches_of),
+            idle=from_idle,
+            run=np.cumsum(from_idle) - 1,
+            point=np.array(numbers),
+            root_weight=columns[7],
+        )
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def weighted(self, weights: Floats) -> PassColumns:
+        """The same passes, each run with one of the `weights` [runs]."""
+        return replace(self, root_weight=self.root_weight * np.sqrt(weights[self.run]))
+
+    def work_s(self, law: PipelineLaw) -> Floats:
+        """Seconds of each pass on the GPU."""
+        alone = law.decode_s + law.row_s * self.tokens + law.cached_s * self.cached
+        least = law.floor_s + law.floor_token_s * self.tokens
+        mixed = np.maximum(least, law.token_s * self.tokens)
+        mixed = mixed + law.attended_s * self.attended + law.beside_s * self.cached
+        return np.where(self.chunks > 0, mixed, alone)
+
+    def launch_s(self, law: PipelineLaw) -> Floats:
+        """Seconds of each launch by the law."""
+        rows = self.decodes + self.chunks
+        graph = law.graph_s + law.graph_row_s * rows
+        piece = law.piece_s + law.piece_row_s * rows
+        eager = law.eager_s + law.eager_chunk_s * self.chunks
+        return np.select([self.launch == GRAPH, self.launch == PIECEWISE], [graph, piece], eager)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What each pass waited for, columns [n].
+
+    Attributes:
+        for_launch: it ended with the launch of the next pass.
+        gpu_s: seconds from when the GPU could begin the pass to its measured end.
+    """
+
+    for_launch: Flags
+    gpu_s: Floats
+
+
+def waits(passes: PassColumns, law: PipelineLaw) -> Waits:
+    """What each pass waited for by the law, behind the measured ends of the passes before it."""
+    count = len(passes)
+    apart = law.graphs.apart
+    known = passes.launches > 0.0
+    launch = np.where(known, passes.launches, passes.launch_s(law)).tolist()
+    work = passes.work_s(law).tolist()
+    graph = (passes.launch == GRAPH).tolist()
+    idle = passes.idle.tolist()
+    seconds = passes.seconds.tolist()
+    for_launch = np.zeros(count, dtype=bool)
+    gpu_s = np.zeros(count)
+    launched_s = 0.0  # of the pass before: the end of its launch
+    done_s = 0.0  # its end on the GPU
+    end_s = 0.0  # its tokens, as measured
+    before_s = 0.0  # the tokens of the pass before that one
+    for k in range(count):
+        if idle[k]:
+            scheduled_s = 0.0
+            launched_s = 0.0
+            done_s = 0.0
+            end_s = 0.0
+        elif idle[k - 1]:
+            scheduled_s = 0.0 if apart else launched_s
+        else:
+            scheduled_s = before_s
+        begins_s = max(scheduled_s, launched_s) if apart else scheduled_s
+        launched_s = begins_s + launch[k]
+        gpu_begins_s = max(done_s, launched_s if graph[k] else begins_s)
+        own_s = max(gpu_begins_s + work[k], launched_s)
+        expected_s = own_s
+        followed = k + 1 < count and not idle[k + 1]
+        if followed and not apart:
+            next_s = launched_s if idle[k] else end_s
+            expected_s = max(own_s, next_s + launch[k + 1])
+        before_s = end_s
+        end_s = end_s + seconds[k]
+        for_launch[k] = expected_s > own_s
+        gpu_s[k] = end_s - gpu_begins_s
+        done_s = min(own_s, end_s) if for_launch[k] else end_s
+    return Waits(for_launch, gpu_s)
+
+
+def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
+    """Seconds of each pass [n] by the law alone: every run begins from idle, and nothing measured
+    comes in but its compositions.
+    """
+    count = len(passes)
+    apart = law.graphs.apart
+    launch = passes.launch_s(law).tolist()
+    work = passes.work_s(law).tolist()
+    graph = (passes.launch == GRAPH).tolist()
+    idle = passes.idle.tolist()
+    took = np.zeros(count)
+    launched_s = 0.0
+    done_s = 0.0
+    end_s = 0.0
+    before_s = 0.0
+    for k in range(count):
+        if idle[k]:
+            scheduled_s = 0.0
+            launched_s = 0.0
+            done_s = 0.0
+            end_s = 0.0
+        elif idle[k - 1]:
+            scheduled_s = 0.0 if apart else launched_s
+        else:
+            scheduled_s = before_s
+        begins_s = max(scheduled_s, launched_s) if apart else scheduled_s
+        launched_s = begins_s + launch[k]
+        gpu_begins_s = max(done_s, launched_s if graph[k] else begins_s)
+        done_s = max(gpu_begins_s + work[k], launched_s)
+        tokens_s = done_s
+        if k + 1 < count and not idle[k + 1] and not apart:
+            next_s = launched_s if idle[k] else end_s
+            tokens_s = max(done_s, next_s + launch[k + 1])
+        took[k] = tokens_s - end_s
+        before_s = end_s
+        end_s = tokens_s
+    return took
+
+
+def fit_law(
+    passes: PassColumns, seen: Flags | None = None, start: PipelineLaw | None = None
+) -> PipelineLaw:
+    """The law that the passes show, of which the fit may use those that are `seen` [n].
+
+    `start` is a law of the same passes with other weights: the alternation begins there. The
+    coefficients of launches that no pass had are 0. Without launch times in the profile, launches
+    that no pass waited for stay as guessed: shorter than what hid them.
+    """
+    chosen = np.ones(len(passes), dtype=bool) if seen is None else seen
+    law = start or PipelineLaw(passes.graphs, **FIRST_GUESS)
+    for _ in range(ROUNDS_AGAIN if start else ROUNDS):
+        found = waits(passes, law)
+        law = _with_launches(law, passes, found, chosen)
+        law = _with_work(law, passes, found, chosen)
+    for launch, names in LAUNCH_NAMES:
+        if not (passes.launch == launch).any():
+            no_launch: dict[str, Any] = dict.fromkeys(names, 0.0)
+            law = replace(law, **no_launch)
+    return law
+
+
+def _with_launches(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Flags) -> PipelineLaw:
+    """The law with launches from those that are known, or from passes that waited for one."""
+    if passes.launches.any():
+        of = np.flatnonzero((passes.launches > 0.0) & seen)
+        seconds = passes.launches[of]
+        root_weight = passes.root_weight[of]
+    else:
+        shown = np.flatnonzero(found.for_launch & ~passes.idle & seen)
+        of = shown + 1  # such a pass lasts as long as the launch of the next one
+        seconds = passes.seconds[shown]
+        root_weight = passes.root_weight[shown]
+    rows = (passes.decodes + passes.chunks)[of]
+    for launch, names in LAUNCH_NAMES:
+        counted = passes.chunks[of] if launch == EAGER else rows
+        columns = np.stack([np.ones(len(of)), counted], axis=1)
+        law = _with(law, names, passes.launch[of] == launch, columns, seconds, root_weight)
+    return law
+
+
+def _with_work(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Flags) -> PipelineLaw:
+    """The law with the GPU's times from passes that did not wait for a launch."""
+    shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
+    root_weight = passes.root_weight
+    mixed = passes.chunks > 0
+    short = mixed & (passes.tokens <= SHORT_TOKENS)
+    ones = np.ones(len(passes))
+    columns = np.stack([ones, passes.tokens, passes.cached], axis=1)
+    names: tuple[str, ...] = ("decode_s", "row_s", "cached_s")
+    law = _with(law, names, shows & ~mixed, columns, found.gpu_s, root_weight)
+    columns = np.stack([passes.tokens, passes.attended, passes.cached], axis=1)
+    names = ("token_s", "attended_s", "beside_s")
+    law = _with(law, names, shows & mixed & ~short, columns, found.gpu_s, root_weight)
+    if (shows & short).sum() < SHARE_SHOWN * (short & seen).sum() + SHOWN_MIN:
+        # Launches hide the least time of short passes; it reads the weights, as decodes do.
+        return replace(law, floor_s=law.decode_s, floor_token_s=0.0)
+    least_s = law.floor_s + law.floor_token_s * passes.tokens
+    rest_s = found.gpu_s - law.attended_s * passes.attended - law.beside_s * passes.cached
+    its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= law.token_s * passes.tokens)
+    columns = np.stack([ones, passes.tokens], axis=1)
+    return _with(law, ("floor_s", "floor_token_s"), its, columns, rest_s, root_weight)
+
+
+def _with(
+    law: PipelineLaw,
+    names: Sequence[str],
+    its: Flags,
+    columns: Floats,
+    seconds: Floats,
+    root_weight: Floats,
+) -> PipelineLaw:
+    """The law with the coefficients `names`, one of each of the `columns` [n, k], from the passes
+    `its` [n]; as it is where these are too few.
+
+    By relative least squares, all >= 0, each pass clipped to 1.5 times the law; then raised to the
+    mean, which is what serving pays.
+    """
+    if its.sum() < SHOWN_MIN:
+        return law
+    matrix = columns[its]
+    seconds = seconds[its]
+    root_weight = root_weight[its]
+    clipped = seconds
+    for _ in range(CLIP_ROUNDS):
+        values = forms.solve_relative(matrix, clipped, root_weight)
+        expected = matrix @ values
+        clipped = np.clip(seconds, expected / CLIP, expected * CLIP)
+    weights = np.square(root_weight)
+    raised = (weights * np.minimum(seconds, CLIP * expected)).sum() / (weights * expected).sum()
+    return replace(law, **dict(zip(names, (values * raised).tolist(), strict=True)))
+
+
+def graphs_of(measured: StepsProfile) -> GraphSettings | None:
+    """How the server launched its passes; None where they did not overlap, or where the profile is
+    of a version that did not record it.
+    """
+    recorded = measured.graph_mode and any(point.idle for point in measured.points)
+    if not measured.async_scheduling or not recorded:
+        return None
+    return GraphSettings(
+        measured.graph_mode, tuple(measured.graph_sizes), apart=measured.executor != "uni"
+    )
+
+
+def fit_pipeline(passes: PassColumns, seed: int) -> PipelineFit:
+    """The law of a profile's passes, with the spread of its launches, and the standard deviation of
+    its coefficients.
+    """
+    law = fit_law(passes)
+    law = replace(law, spread=_spread(passes, law))
+    return fit_of(law, _deviations(passes, law, seed), known=bool(passes.launches.any()))
+
+
+def fit_of(law: PipelineLaw, deviation: dict[str, float], *, known: bool) -> PipelineFit:
+    """The law as a fit file has it; `known`: its launches were measured."""
+    coefficients = {name: getattr(law, name) for name in COEFFICIENTS}
+    return PipelineFit(
+        graph_mode=law.graphs.mode,
+        graph_sizes=list(law.graphs.sizes),
+        apart=law.graphs.apart,
+        **coefficients,
+        spread=list(law.spread),
+        launches="measured" if known else "inferred",
+        deviation=deviation,
+    )
+
+
+def held_out_s(passes: PassColumns, seed: int) -> Floats:
+    """Seconds of a pass of each point [points], by a law that did not see a fifth of the points,
+    this one among them.
+    """
+    predicted = np.empty(len(passes))
+    part = np.random.default_rng(seed).permutation(passes.point[-1] + 1) % forms.HELD_OUT_PARTS
+    for number in range(forms.HELD_OUT_PARTS):
+        unseen = part[passes.point] == number
+        predicted[unseen] = predicted_s(passes, fit_law(passes, ~unseen))[unseen]
+    return np.bincount(passes.point, predicted) / np.bincount(passes.point)
+
+
+def drawn_law(passes: PassColumns, law: PipelineLaw, rng: np.random.Generator) -> PipelineLaw:
+    """The law by runs with random weights (the Bayesian bootstrap): passes of one run share the
+    machine's speed, so that runs, not passes, are independent.
+    """
+    weights = rng.exponential(size=int(passes.run[-1]) + 1)
+    return replace(fit_law(passes.weighted(weights), start=law), spread=law.spread)
+
+
+def _deviations(passes: PassColumns, law: PipelineLaw, seed: int) -> dict[str, float]:
+    """The standard deviation of each coefficient over laws of drawn runs."""
+    rng = np.random.default_rng(seed)
+    laws = [drawn_law(passes, law, rng) for _ in range(DRAWS)]
+    return {name: float(np.std([getattr(one, name) for one in laws])) for name in COEFFICIENTS}
+
+
+def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
+    """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
+    neighbours differ; empty where too few are known.
+    """
+    expected = passes.launch_s(law)
+    if passes.launches.any():
+        its = np.flatnonzero((passes.launches > 0.0) & (passes.launch != GRAPH))
+        ratios = passes.launches[its] / expected[its]
+    else:
+        found = waits(passes, law)
+        shown = np.flatnonzero(found.for_launch & ~passes.idle)
+        shown = shown[passes.launch[shown + 1] != GRAPH]
+        ratios = passes.seconds[shown] / expected[shown + 1]
+    if len(ratios) < QUANTILES:
+        return ()
+    shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    quantiles = np.quantile(np.minimum(ratios, CLIP), shares)
+    quantiles = quantiles / quantiles.mean()
+    bits = QUANTILES.bit_length() - 1
+    order = [int(f"{k:0{bits}b}"[::-1], 2) for k in range(QUANTILES)]
+    return tuple(float(quantiles[k]) for k in order)

@@ -1,0 +1,398 @@
+"""The passes of a paged engine that are under way: when each is planned, and when its tokens exist.
+
+An engine with a queue of depth one (`Flight`) plans a pass when the tokens of the one before exist.
+With a queue of depth two (`OverlappingFlight`: vLLM's `async_scheduling`) it plans pass n + 1 while
+pass n runs. `toolkit.estimators.pipeline` has the law of that: S when a pass is planned, c its
+launch on the CPU, L when that has ended, g its work on the GPU, G its end there, E when its tokens
+exist.
+
+A flight is a leap: passes of the same rows. All but the first of several passes only decode, and
+each reads more of the cache than the one before, so that their times have a closed form wherever
+one of the two, launches or the GPU, limits all of them. A leap ends where that changes. Elsewhere
+the flight goes from pass to pass.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from typing import Final, TypeAlias
+
+from toolkit.estimators.pipeline import PipelineLaw
+from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.sim.ledger import TokenGaps
+
+EngineLaw: TypeAlias = StepLaw | PipelineLaw
+
+EMPTY_S: Final = 3e-4  # to plan and launch a pass without rows, where launches take time; assumed
+# The most passes that a flight computes one by one: a request that comes may undo them.
+WALKED_MAX: Final = 32
+
+
+class Flight:
+    """Passes of the same rows, one after the other. With a queue of depth one, the engine plans
+    each when the tokens of the one before exist and the host has handed them out.
+
+    Attributes:
+        shape: of the first pass.
+        steps: how many passes.
+        begin_s: when the first begins.
+        first_s: when its tokens exist, where others follow it.
+        due_s: when the engine does what follows: here when the last tokens exist.
+        end_s: when the last tokens exist if no launch delays them.
+    """
+
+    def __init__(self, law: EngineLaw) -> None:
+        self._law = law
+        self.shape = StepShape(0, 0)
+        self.steps = 0
+        self.begin_s = 0.0
+        self.first_s = 0.0
+        self.due_s = 0.0
+        self.end_s = -math.inf
+        # pass k begins at base + the seconds of k - 1 passes; the first takes `period`, and each
+        # following one `growth` more
+        self._base_s = 0.0
+        self._period_s = 0.0
+        self._growth_s = 0.0
+
+    def follow(self, shape: StepShape | None, now_s: float) -> float:
+        """A pass of `shape` is planned at `now_s`; None: one without rows. When the tokens of the
+        passes that are under way exist.
+        """
+        return self.end_s
+
+    def start(self, shape: StepShape, now_s: float, steps: int, until_s: float) -> None:
+        """At most `steps` passes begin, the first of `shape` at `now_s`, and none after the first
+        when `until_s` has come.
+        """
+        law = self._law
+        self.shape = shape
+        self.begin_s = now_s
+        self._base_s = now_s
+        if steps > 1:
+            forward_s = law.forward_s(shape)
+            self.first_s = now_s + forward_s
+            self._period_s = forward_s + law.after_s(shape.rows)
+            self._growth_s = law.read_s(shape) * shape.decodes
+            launch_s = law.launch_s(shape)
+            if launch_s > 0.0 and not law.waits_for_launch(shape):
+                gpu_s = law.gpu_s(shape)
+                if gpu_s < launch_s:  # which hides the GPU's work
+                    steps = _steps_below(launch_s - gpu_s, self._growth_s, steps)
+                    self._growth_s = 0.0
+            if until_s < math.inf:
+                steps = max(self._begun(until_s, steps), 1)
+        self.keep(steps)
+
+    def cut(self, now_s: float) -> None:
+        """A request comes: only passes that are planned already remain."""
+        begun = self._begun(now_s, self.steps)
+        self.keep(begun if begun > 1 else 1)
+
+    def keep(self, steps: int) -> None:
+        """Only the first `steps` passes remain."""
+        self.steps = steps
+        grown = self.shape if steps == 1 else grown_shape(self.shape, steps)
+        self.due_s = self.end_s = self._begins_s(steps) + self._law.forward_s(grown)
+
+    def tokens_s(self, step: int) -> float:
+        """When the tokens of a pass exist; the first is 1."""
+        if step == 1:
+            return self.due_s if self.steps == 1 else self.first_s
+        return self._begins_s(step) + self._law.forward_s(grown_shape(self.shape, step))
+
+    def ended(self, now_s: float) -> int:
+        """How many passes have ended at `now_s`."""
+        return bisect_right(range(1, self.steps + 1), now_s, key=self.tokens_s)
+
+    def largest_gap_s(self, end_s: float) -> float:
+        """The largest gap between tokens of two of several passes, the last at `end_s`."""
+        return self._last_gap_s(end_s)
+
+    def add_gaps(self, gaps: TokenGaps, rows: int, end_s: float) -> None:
+        """Add the gaps between the tokens of several passes, the last at `end_s`."""
+        last_s, count = self._last_gap_s(end_s), self.steps - 1
+        gaps.add(rows * count, last_s - (count - 1) * self._growth_s, last_s)
+
+    def _last_gap_s(self, end_s: float) -> float:
+        return self._law.after_s(self.shape.rows) + end_s - self._begins_s(self.steps)
+
+    def _begins_s(self, step: int) -> float:
+        """When a pass begins, in the sequence; the first is 1."""
+        if step == 1:
+            return self._base_s
+        return self._base_s + stretch_s(self._period_s, self._growth_s, step - 1)
+
+    def _begun(self, now_s: float, limit: int) -> int:
+        """How many of at most `limit` passes begin before `now_s`."""
+        return steps_before(self._period_s, self._growth_s, now_s - self._base_s, limit)
+
+
+class OverlappingFlight(Flight):
+    """Passes with a queue of depth two: each is planned when the tokens of the pass before the last
+    one exist, S[n+1] = E[n-1].
+
+    So tokens exist, and passes are planned, at the times T[1] <= T[2] <= ...: pass 2 is planned at
+    T[1], and T[k] is when pass k + 1 is planned and, for k > 1, when the tokens of pass k - 1
+    exist. `due_s` is T[steps], when the pass after the last is planned. The tokens of the last pass
+    are held back by the launch of that pass; `follow` says until when.
+    """
+
+    def __init__(self, law: EngineLaw) -> None:
+        super().__init__(law)
+        pipeline = law if isinstance(law, PipelineLaw) else None
+        self._apart = pipeline is not None and pipeline.graphs.apart
+        # the longest drawn launch, over their mean
+        self._spread_max = max(pipeline.spread, default=1.0) if pipeline is not None else 1.0
+        self._empty_s = min(EMPTY_S, law.launch_s(StepShape(1, 1)))
+        self._launches = 0  # so far, but for those of CUDA graphs
+        self._launch_s = 0.0  # of the pass that is planned
+        self._launched_s = -math.inf  # when the last launch has ended
+        # of the flight: what its first pass is like
+        self._waits = True  # for its launch
+        self._launches_before = 0
+        self._first_gpu_s = 0.0  # its end on the GPU
+        self._first_launched_s = 0.0
+        self._by_launches = False  # whether launches set the period of the following passes
+        # of each pass, where the flight goes from pass to pass; otherwise empty
+        self._times_s: list[float] = []  # T
+        self._gpu_s: list[float] = []  # G
+        self._launched: list[float] = []  # L
+
+    def follow(self, shape: StepShape | None, now_s: float) -> float:
+        """As `Flight.follow`: its launch holds back the tokens of the pass that is under way."""
+        if shape is None:
+            self._launch_s = self._empty_s
+            held_s = now_s + self._launch_s
+        else:
+            self._launch_s = self._law.drawn_launch_s(shape, self._launches)
+            held_s = now_s if self._apart else now_s + self._launch_s
+        self.begin_s = max(self.end_s, held_s)
+        return self.begin_s
+
+    def start(self, shape: StepShape, now_s: float, steps: int, until_s: float) -> None:
+        """As `Flight.start`, after `follow`."""
+        law = self._law
+        launch_s = self._launch_s
+        planned_s = self.begin_s  # the second pass
+        self.shape = shape
+        self._waits = law.waits_for_launch(shape)
+        self._launches_before = self._launches
+        # the first pass
+        begins_s = max(self._launched_s, now_s) if self._apart else now_s
+        launched_s = begins_s + launch_s
+        gpu_s = law.gpu_s(shape)
+        base_s = max(self.end_s, launched_s if self._waits else begins_s)
+        end_s = base_s + gpu_s
+        if end_s < launched_s:
+            end_s = launched_s
+            base_s = launched_s - gpu_s
+        self._first_gpu_s = end_s
+        self._first_launched_s = launched_s
+        self._by_launches = False
+        self._times_s = []
+        if steps > 1:
+            growth_s = law.read_s(shape) * shape.decodes
+            self.first_s = end_s
+            self._base_s = base_s
+            self._period_s = gpu_s
+            self._growth_s = growth_s
+            if self._waits and not self._apart:
+                # E[n-1] = max(G[n-1], S[n] + c), so G[n] = E[n-1] + g
+                if gpu_s < launch_s:
+                    self._by_launches = True
+                    self.first_s = planned_s + launch_s
+                    self._base_s = planned_s
+                    self._period_s = launch_s
+                    self._growth_s = 0.0
+                    steps = _steps_below(launch_s - gpu_s, growth_s, steps)
+            elif not self._gpu_limits(end_s, planned_s, launched_s, gpu_s + growth_s):
+                self._walk(end_s, launched_s, gpu_s, growth_s, steps, until_s)
+                return
+            if until_s < math.inf:
+                steps = 1 + self._begun(until_s, steps - 1)
+        self.keep(steps)
+
+    def cut(self, now_s: float) -> None:
+        """As `Flight.cut`. The pass after the first is planned at T[1]."""
+        steps = 1 + self._begun(now_s, self.steps - 1)
+        if steps < self.steps:
+            self.keep(steps)
+
+    def keep(self, steps: int) -> None:
+        """Only the first `steps` passes remain."""
+        self.steps = steps
+        if not self._waits:
+            self._launches = self._launches_before + steps
+        if steps == 1:
+            self.due_s = self.begin_s
+            self.end_s = self._first_gpu_s
+            self._launched_s = self._first_launched_s
+        elif self._times_s:
+            self.due_s = self._times_s[steps - 1]
+            self.end_s = self._gpu_s[steps - 1]
+            self._launched_s = self._launched[steps - 1]
+        else:
+            self.due_s = self._begins_s(steps)
+            self.end_s = self.due_s + self._law.gpu_s(grown_shape(self.shape, steps))
+            self._launched_s = self.due_s  # it ended before that, and no launch begins before that
+
+    def tokens_s(self, step: int) -> float:
+        """When the tokens of a pass before the last exist; the first is 1."""
+        if step == 1:
+            return self.first_s
+        if self._times_s:
+            return self._times_s[step]
+        if self._by_launches:
+            return self._begins_s(step + 1)
+        return self._begins_s(step) + self._law.gpu_s(grown_shape(self.shape, step))
+
+    def ended(self, now_s: float) -> int:
+        """How many passes have ended at `now_s`: not the last one, which is under way until the
+        next is planned.
+        """
+        return bisect_right(range(1, self.steps), now_s, key=self.tokens_s)
+
+    def largest_gap_s(self, end_s: float) -> float:
+        """As `Flight.largest_gap_s`."""
+        gap_s = end_s - self.due_s
+        if self._times_s:
+            for k in range(1, self.steps - 1):
+                gap_s = max(gap_s, self._times_s[k + 1] - self._times_s[k])
+        elif self.steps > 2 and self._last_differs(end_s):
+            gap_s = max(gap_s, self._period_s + self._growth_s * (self.steps - 2))
+        return gap_s
+
+    def add_gaps(self, gaps: TokenGaps, rows: int, end_s: float) -> None:
+        """As `Flight.add_gaps`."""
+        last_s = end_s - self.due_s
+        if self._times_s:
+            for k in range(1, self.steps - 1):
+                gap_s = self._times_s[k + 1] - self._times_s[k]
+                gaps.add(rows, gap_s, gap_s)
+            gaps.add(rows, last_s, last_s)
+        elif self._last_differs(end_s):
+            before_s = self._period_s + self._growth_s * (self.steps - 2)
+            count = self.steps - 2
+            gaps.add(rows * count, before_s - (count - 1) * self._growth_s, before_s)
+            gaps.add(rows, last_s, last_s)
+        else:
+            count = self.steps - 1
+            gaps.add(rows * count, last_s - (count - 1) * self._growth_s, last_s)
+
+    def _begun(self, now_s: float, limit: int) -> int:
+        """How many of T[1] to T[limit] are before `now_s`."""
+        if self._times_s:
+            return bisect_left(self._times_s, now_s, 0, limit)
+        if now_s <= self.begin_s or limit < 1:
+            return 0
+        begun = steps_before(self._period_s, self._growth_s, now_s - self._base_s, limit)
+        return begun if begun > 1 else 1
+
+    def _last_differs(self, end_s: float) -> bool:
+        """Whether the last gap does not continue the others."""
+        return self._by_launches or end_s > self.end_s
+
+    def _gpu_limits(self, end_s: float, planned_s: float, launched_s: float, gpu_s: float) -> bool:
+        """Whether the GPU sets the times of all following passes: the launch of the next one, which
+        is planned at `planned_s`, ends before the GPU is free, and takes no longer than its work.
+        """
+        launch_s = self._law.launch_s(self.shape)
+        if not self._waits:
+            launch_s *= self._spread_max
+        begins_s = max(launched_s, planned_s) if self._apart else planned_s
+        return launch_s <= gpu_s and begins_s + launch_s <= end_s
+
+    def _walk(
+        self,
+        end_s: float,
+        launched_s: float,
+        gpu_s: float,
+        growth_s: float,
+        steps: int,
+        until_s: float,
+    ) -> None:
+        """Go from pass to pass, the first of which has been computed, until the GPU limits."""
+        law = self._law
+        shape = self.shape
+        apart = self._apart
+        planned_s = self.begin_s
+        times_s = [planned_s]
+        ends_s = [end_s]
+        launched = [launched_s]
+        most = min(steps, WALKED_MAX)
+        count = 1
+        while count < most and planned_s < until_s:
+            launch_s = law.drawn_launch_s(shape, self._launches_before + count)
+            begins_s = max(launched_s, planned_s) if apart else planned_s
+            launched_s = begins_s + launch_s
+            tokens_s = end_s if apart else max(end_s, launched_s)
+            gpu_s += growth_s
+            end_s = max(end_s, launched_s if self._waits else begins_s) + gpu_s
+            if end_s < launched_s:
+                end_s = launched_s
+            planned_s = tokens_s
+            times_s.append(planned_s)
+            ends_s.append(end_s)
+            launched.append(launched_s)
+            count += 1
+            if self._gpu_limits(end_s, planned_s, launched_s, gpu_s + growth_s):
+                break
+        self._times_s = times_s
+        self._gpu_s = ends_s
+        self._launched = launched
+        if count > 1:
+            self.first_s = times_s[1]
+        self.keep(count)
+
+
+def flight_of(law: EngineLaw, *, ahead: bool) -> Flight:
+    """No passes yet, of an engine with this law; `ahead`: it plans one pass ahead."""
+    return OverlappingFlight(law) if ahead else Flight(law)
+
+
+def grown_shape(shape: StepShape, steps: int) -> StepShape:
+    """The shape of the last of `steps` > 1 passes of decodes alone, the first of which has
+    `shape`.
+    """
+    return StepShape(shape.decodes, shape.decode_cached + (steps - 1) * shape.decodes)
+
+
+def stretch_s(first_s: float, growth_s: float, steps: int) -> float:
+    """Seconds of `steps` consecutive passes: the first takes `first_s`, and each following one
+    `growth_s` more.
+    """
+    return steps * (first_s + growth_s * 0.5 * (steps - 1))
+
+
+def steps_before(first_s: float, growth_s: float, seconds: float, limit: int) -> int:
+    """The number of such passes that begin less than `seconds` after the first, at most `limit`:
+    the least k with stretch_s(first_s, growth_s, k) >= seconds.
+    """
+    if not 0.0 < seconds < math.inf:
+        return limit if seconds > 0.0 else 0
+    half_s = growth_s * 0.5
+    guess = _root(half_s, first_s - half_s, seconds)
+    k = limit if guess >= limit else int(guess)
+    while k > 0 and (k - 1) * (first_s + half_s * (k - 2)) >= seconds:
+        k -= 1
+    while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
+        k += 1
+    return k
+
+
+def _steps_below(seconds: float, growth_s: float, limit: int) -> int:
+    """How many passes, at most `limit`, grow by at most `seconds` over the first, which counts."""
+    if growth_s * (limit - 1) <= seconds:
+        return limit
+    return 1 + int(seconds / growth_s)
+
+
+def _root(square: float, slope: float, value: float) -> float:
+    """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
+    if not square:
+        return value / slope if slope else math.inf
+    root = math.sqrt(slope * slope + 4.0 * square * value)
+    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
+    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)
