@@ -142,11 +142,50 @@ class Trigger(StrictObject):
     metadata: PrometheusQuery
 
 
+class Fallback(StrictObject):
+    """`behavior`: of KEDA 2.17 or newer."""
+
+    failure_threshold: Count
+    replicas: Count
+    behavior: Literal[
+        "static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"
+    ]
+
+
+class ScalingPolicy(StrictObject):
+    type: Literal["Pods", "Percent"]
+    value: Annotated[int, Field(gt=0)]
+    period_seconds: Annotated[int, Field(gt=0, le=1800)]
+
+
+class ScalingRules(StrictObject):
+    """HPAScalingRules of autoscaling/v2, with its bounds."""
+
+    stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)]
+    policies: list[ScalingPolicy]
+
+
+class Behavior(StrictObject):
+    scale_up: ScalingRules
+    scale_down: ScalingRules
+
+
+class AutoscalerConfig(StrictObject):
+    behavior: Behavior
+
+
+class Advanced(StrictObject):
+    horizontal_pod_autoscaler_config: AutoscalerConfig
+
+
 class ScaledObjectSpec(StrictObject):
+    """It has no cooldownPeriod, which KEDA uses only on the way to zero replicas."""
+
     scale_target_ref: ScaleTarget
     polling_interval: Count
-    cooldown_period: Count
-    min_replica_count: Count
+    fallback: Fallback
+    advanced: Advanced
+    min_replica_count: Annotated[int, Field(gt=0)]
     max_replica_count: Count
     triggers: list[Trigger]
 

@@ -71,7 +71,7 @@ def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["metadata"]["query"] == (
         'sum(llmctl_requests_waiting{namespace="default",job="default/llmctl-test"})'
-    )
+    ), "the samples' fit does not say how long loading took"
 
 
 def test_the_job_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ class RenderOptions:
     )
     trace: str | None = option(
         None,
-        "Take lengths for the autoscaling threshold from this trace; default: the tuning's, if it "
-        "ships, or the recipe's.",
+        "Take lengths for the autoscaling threshold from this trace; default: the tuning's, found "
+        "by its digest here, beside the fit or the tuning, or as the recipe names it.",
     )
     image: str = _cluster("", "Container image, pinned by tag or digest.")
     namespace: str = _cluster("default", "Kubernetes namespace.")
@@ -199,7 +199,13 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(args.as_json, written, lambda: table(["file", ">bytes"], rows))
     note(*analytic_notes(plan.fit.engine))
-    if order.trace is None and ttft_targets(plan.recipe):
+    tuned = plan.inputs.get("trace")
+    if order.trace is None and tuned is not None and ttft_targets(plan.recipe):
+        note(
+            f"the tuning's trace {tuned.name} is not here, so no file says how many requests may "
+            "wait: name it with --trace"
+        )
+    elif order.trace is None and ttft_targets(plan.recipe):
         lengths = f"computed for the lengths of {default_trace(plan.recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
     if order.validation:
@@ -210,7 +216,8 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
 def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
-    from toolkit.deploy.render import digest, shipped_trace
+    from toolkit.deploy.reckon import tuned_trace
+    from toolkit.deploy.render import digest
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
@@ -239,6 +246,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replica_image=args.replica_image,
         replica_python=args.replica_python,
     )
-    name = args.trace or shipped_trace(plan)
-    trace = read_trace(trace_path(name))[0] if name else None
+    folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
+    path = trace_path(args.trace) if args.trace else tuned_trace(plan, folders)
+    trace = read_trace(path)[0] if path else None
     return Order(plan, text, digest(text.encode()), options, validation, trace)

@@ -24,6 +24,7 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.targets import objects as common
+from toolkit.deploy.targets.autoscaling import Autoscaling
 from toolkit.deploy.targets.objects import Object
 
 NAMESPACE = "kubernetes.io/metadata.name"  # the label of a namespace with its name
@@ -39,6 +40,7 @@ TO_DNS: Object = {
 }
 API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
 MONITORING = "monitoring.coreos.com/v1"  # of Prometheus' operator
+WAITING = "llmctl_requests_waiting"
 CLIENT = {"llmctl.io/client": "true"}
 START = """\
 ```bash
@@ -152,43 +154,6 @@ def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
     }
 
 
-def scaled_object(
-    order: Order,
-    target: Mapping[str, str],
-    waiting: str,
-    threshold: int,
-    fewest: int,
-    name: str = "",
-) -> Object:
-    """Has KEDA keep the mean of `waiting`, a PromQL expression, per pod of `target` below
-    `threshold`, with `fewest` pods or more. By default it has the deployment's `name`.
-
-    KEDA takes all values of a trigger's metadata as text.
-    """
-    query = {
-        "serverAddress": order.options.prometheus,
-        "query": f"sum({waiting})",
-        "threshold": str(threshold),
-    }
-    spec = {
-        "scaleTargetRef": dict(target),
-        "pollingInterval": 15,
-        "cooldownPeriod": 300,
-        "minReplicaCount": fewest,
-        "maxReplicaCount": max_replicas(order, fewest).value,
-        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": query}],
-    }
-    about = common.metadata(order, name)
-    return common.api_object("keda.sh/v1alpha1", "ScaledObject", about, spec)
-
-
-def max_replicas(order: Order, fewest: int) -> Sourced[int]:
-    """The greatest number of replicas for the autoscaler."""
-    if order.options.max_replicas:
-        return Sourced(max(order.options.max_replicas, fewest), "--max-replicas")
-    return Sourced(2 * fewest, "twice the replicas; change it with --max-replicas")
-
-
 def render(order: Order) -> Rendered:
     """Render core/ and the objects that need operators, each with a kustomization.yaml."""
     reckon.check_podable(order)
@@ -205,25 +170,19 @@ def render(order: Order) -> Rendered:
         ),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated, most, scaled = monitors(order, threshold), pods, []
-    scaling = [explain_value("ScaledObject", threshold)]
-    if threshold.value is not None:
-        most = max_replicas(order, pods.value)
-        waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
-        operated["scaledobject.yaml"] = scaled_object(
-            order, {"name": order.name}, waiting, threshold.value, pods.value
-        )
+    operated, scaled = monitors(order, threshold), []
+    grace_s = reckon.grace_s(reckon.drain_s(order), reckon.PROPAGATION_S).value
+    scaling = Autoscaling(order, reckon.load_s(order), threshold, pods.value, grace_s)
+    if scaling.threshold.value is not None:
+        waiting = f"{WAITING}{{{series(order, monitored=True)}}}"
+        operated["scaledobject.yaml"] = scaling.scaled_object({"name": order.name}, waiting)
         scaled = [("Deployment", order.name)]
-        scaling = [
-            explain_value("ScaledObject threshold", threshold),
-            explain_value("ScaledObject maxReplicaCount", most),
-        ]
-    count = most.value + surge
+    count = scaling.most.value + surge
     why = f"up to {count} pods at once: replicas and those of a rollout"
     mounting = Sourced(count, "one pod at a time" if count == 1 else why)
     files = common.kustomized(order, core, operated, [common.plan_map(order)], mounting, scaled)
-    lines, start = [*_explained(order, mounting), *scaling], common.start_commands(order, START)
-    return Rendered(files, lines, start, common.FORWARDED)
+    lines = [*_explained(order, mounting), *scaling.explained(WAITING)]
+    return Rendered(files, lines, common.start_commands(order, START), common.FORWARDED)
 
 
 def _pod(order: Order) -> Object:

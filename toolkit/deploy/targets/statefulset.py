@@ -29,6 +29,7 @@ from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
 from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
 from toolkit.deploy.targets import kubernetes
 from toolkit.deploy.targets import objects as common
+from toolkit.deploy.targets.autoscaling import Autoscaling
 from toolkit.deploy.targets.objects import Object
 from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter
@@ -140,17 +141,15 @@ def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str,
     for kind in replicas.kinds:
         monitor = kubernetes.pod_monitor(order, kind.name)
         objects[kind.file("podmonitor", ".yaml", "replicas")] = monitor
-        behind, threshold = series(order, monitored=True, of=kind.name), kind.threshold
-        queues.append((behind, threshold))
-        if threshold.value is None:
+        behind = series(order, monitored=True, of=kind.name)
+        queues.append((behind, kind.threshold))
+        scaling = _scaling(kind)
+        if scaling.threshold.value is None:
             continue
         scaled.append(("StatefulSet", kind.name))
-        objects[kind.file("scaledobject", ".yaml")] = kubernetes.scaled_object(
-            order,
+        objects[kind.file("scaledobject", ".yaml")] = scaling.scaled_object(
             {"kind": "StatefulSet", "name": kind.name},
             f"{WAITING}{{{behind}}}",
-            threshold.value,
-            kind.count.value,
             kind.name if order.plan.others else "",
         )
     rules = replica_rules(order, series(order, monitored=True), queues)
@@ -297,15 +296,16 @@ def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
     return reckon.models_gib([replicas.kind])
 
 
-def _most(kind: KindReplicas) -> Sourced[int]:
-    """The greatest number of a kind's replicas."""
-    scaled = kind.threshold.value is not None
-    return kubernetes.max_replicas(kind.order, kind.count.value) if scaled else kind.count
+def _scaling(kind: KindReplicas) -> Autoscaling:
+    """The autoscaler of a kind's replicas."""
+    grace_s = reckon.grace_s(kind.drain, reckon.PROPAGATION_S).value
+    load = reckon.load_s(kind.own)
+    return Autoscaling(kind.order, load, kind.threshold, kind.count.value, grace_s)
 
 
 def _mounting(replicas: Replication) -> Sourced[int]:
     """The number of pods that may mount a named claim."""
-    highest = sum(_most(kind).value for kind in replicas.kinds)
+    highest = sum(_scaling(kind).most.value for kind in replicas.kinds)
     return Sourced(highest, f"up to {highest} replicas")
 
 
@@ -381,10 +381,4 @@ def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
     elif kind.gpus.value:
         affinity = "node affinity, required" if kind.order.plan.others else "node affinity"
         lines.append(explain_value(affinity, products(kind.order, kind.kind)))
-    if kind.threshold.value is None:
-        return [*lines, explain_value("ScaledObject", kind.threshold)]
-    return [
-        *lines,
-        explain_value(f"ScaledObject threshold of {WAITING}", kind.threshold),
-        explain_value("ScaledObject maxReplicaCount", _most(kind)),
-    ]
+    return [*lines, *_scaling(kind).explained(WAITING)]
