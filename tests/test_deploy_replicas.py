@@ -325,7 +325,7 @@ def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
     bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
     source = GATEWAY.read_text()
     assert {name for name in bare if f'"{name}"' not in source} == set()
-    assert len(bare) == 6, "up, refused, and four times"
+    assert len(bare) == 7, "up, refused, and five times"
 
 
 def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:

@@ -91,6 +91,11 @@ class RenderOptions:
         "monitoring.",
         show_default=False,
     )
+    prometheus_release: str = _cluster(
+        "",
+        "Helm release of kube-prometheus-stack, whose Prometheus reads only objects with this "
+        "label by default; '': no label.",
+    )
     model_claim: str = _cluster(
         "", "Volume claim that keeps the models; '': each pod downloads them again."
     )
@@ -239,6 +244,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replicas=args.replicas,
         max_replicas=args.max_replicas,
         prometheus=args.prometheus,
+        prometheus_release=args.prometheus_release,
         model_claim=args.model_claim,
         program=args.program,
         folder=str(folder.absolute()),

@@ -143,6 +143,8 @@ class Options:
         replicas: 0: as many as the tuning found, or 1.
         max_replicas: 0: twice the replicas.
         prometheus: the URL that KEDA queries.
+        prometheus_release: the Helm release of kube-prometheus-stack: with its default values
+            Prometheus reads only objects with this label; '': objects have none.
         model_claim: a volume claim with the cache of models.
         program: the path of llmctl in a unit.
         folder: the absolute path of the rendered files, for units that name them.
@@ -157,6 +159,7 @@ class Options:
     replicas: int = 0
     max_replicas: int = 0
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
+    prometheus_release: str = ""
     model_claim: str = ""
     program: str = "/opt/llmctl/bin/llmctl"
     folder: str = ""
@@ -170,6 +173,9 @@ class Options:
             if not re.fullmatch(DNS_LABEL, name):
                 problem = f"{option} {name!r}: not a name that Kubernetes takes"
                 raise InputError(problem, f"names match {DNS_LABEL}")
+        if not re.fullmatch(rf"({DNS_LABEL})?", self.prometheus_release):
+            problem = f"--prometheus-release {self.prometheus_release!r}: not the name of a release"
+            raise InputError(problem, f"`helm list -A` shows it; names match {DNS_LABEL}")
         for product in self.gpu_products:
             if not re.fullmatch(VALUE_PATTERN, product):
                 problem = f"--gpu-product {product!r}: not the value of a label"

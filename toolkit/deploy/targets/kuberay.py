@@ -338,6 +338,7 @@ def _explained(cluster: RayDeployment, mounting: Sourced[int]) -> list[Explained
         ExplainedValue("PodDisruptionBudget", "minAvailable", disrupted),
         ExplainedValue("ScaledObject", "none", fixed),
         *([] if servers else [drift]),
+        kubernetes.explain_release(order),
     ]
 
 

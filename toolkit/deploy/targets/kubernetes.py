@@ -40,6 +40,7 @@ TO_DNS: Object = {
 }
 API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
 MONITORING = "monitoring.coreos.com/v1"  # of Prometheus' operator
+RELEASE = "release"  # the label of kube-prometheus-stack's selectors, version 88.5
 WAITING = "llmctl_requests_waiting"
 CLIENT = {"llmctl.io/client": "true"}
 START = """\
@@ -136,13 +137,32 @@ def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: s
         key = {"name": order.name, "key": common.SECRET_KEY}
         endpoint["authorization"] = {"type": "Bearer", "credentials": key}
     spec = {"selector": common.selector(order, pods), "podMetricsEndpoints": [endpoint]}
-    about = common.metadata(order, name or pods, pods)
+    about = _for_prometheus(order, common.metadata(order, name or pods, pods))
     return common.api_object(MONITORING, "PodMonitor", about, spec)
 
 
 def prometheus_rule(order: Order, rules: Object) -> Object:
     """Has Prometheus evaluate `rules`, the content of a rules file."""
-    return common.api_object(MONITORING, "PrometheusRule", common.metadata(order), rules)
+    about = _for_prometheus(order, common.metadata(order))
+    return common.api_object(MONITORING, "PrometheusRule", about, rules)
+
+
+def _for_prometheus(order: Order, about: Object) -> Object:
+    """Metadata with the label by which a Helm release's Prometheus chooses its objects."""
+    release = order.options.prometheus_release
+    return about | {"labels": about["labels"] | ({RELEASE: release} if release else {})}
+
+
+def explain_release(order: Order) -> ExplainedValue:
+    """The line of EXPLAIN.md about that label."""
+    key = f"PodMonitor, PrometheusRule: label {RELEASE}"
+    if release := order.options.prometheus_release:
+        return ExplainedValue(key, release, "--prometheus-release")
+    why = (
+        "the Prometheus of a kube-prometheus-stack with default values reads only objects whose "
+        "label is the name of its Helm release: --prometheus-release NAME"
+    )
+    return ExplainedValue(key, "none", why)
 
 
 def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
@@ -234,4 +254,5 @@ def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
         explain_value("memory", reckon.memory_mib(order), MEBIBYTES),
         explain_value("memory limit", reckon.memory_limit_mib(order), MEBIBYTES),
         explain_value("drift alert", drift_percent(order), "{:g} %"),
+        explain_release(order),
     ]

@@ -331,6 +331,7 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
         ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
         ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
+        kubernetes.explain_release(order),
     ]
     size = reckon.models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:
