@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import orders
 import pytest
@@ -13,13 +14,13 @@ import yaml
 from operator_kinds import AlertRule, RulesFile
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_gateway import Front, asked, run
 
 from benchmarks.common.serving import HandWorkers, make_driver
 from toolkit.deploy.monitoring import replica_rules, rules, series
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
+from toolkit.gateway.front import families_of, text_of
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import gauges
@@ -147,14 +148,31 @@ def test_the_share_beyond_a_limit_is_exact() -> None:
     assert dict(stats.mtpot.cumulative())["0.33"] == 3
 
 
-def test_a_front_counts_the_longest_gap_of_each_stream() -> None:
-    async def test(front: Front, servers: object) -> None:
-        await front.stream(asked(8))
-        told = (await front.http.get("/metrics")).text
-        (count,) = re.findall(r"^llmctl_mtpot_seconds_count\{[^}]*\} (\S+)$", told, re.MULTILINE)
-        assert float(count) == 1
-
-    run(test)
+def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> None:
+    sla = limits()
+    gateway = SimpleNamespace(
+        stats=Stats(sla=sla),
+        pool=SimpleNamespace(replicas=[SimpleNamespace(
+            url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0
+        )]),
+        balancer=SimpleNamespace(
+            router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
+        ),
+        model="toy", running=0, waiting=0, moved={}, keyring=SimpleNamespace(named=[]),
+    )  # fmt: skip
+    families = text_string_to_metric_families(text_of(families_of(gateway)).decode())  # type: ignore[arg-type]
+    exposed = {
+        (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
+    }
+    order = order_of(tmp_path, sla=sla)
+    (group,) = replica_rules(order, series(order, monitored=True), [])["groups"]
+    assert {alert_of(key) for key in sla} <= {rule["alert"] for rule in group["rules"]}
+    read = {
+        (name, dict(MATCHER.findall(matchers)).get("le"))
+        for rule in group["rules"]
+        for name, matchers in READ.findall(rule["expr"])
+    }
+    assert read - {("up", None)} <= exposed
 
 
 def fired(folder: Path, order: Order, series_: dict[str, str]) -> set[str]:
