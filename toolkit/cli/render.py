@@ -107,6 +107,12 @@ class RenderOptions:
     program: str = _cluster(
         "/opt/llmctl/bin/llmctl", "Path of llmctl on the machine that runs the systemd unit."
     )
+    prefix: str = _cluster(
+        "",
+        "Folder on the machine that runs the systemd units, such as /etc/llmctl: the files are "
+        "copied to a folder of the deployment's name in it; '': they stay where they are written.",
+        metavar="FOLDER",
+    )
     replica_image: str = _cluster(
         "", "Image of an engine's own server, pinned; default: the engine's tried one."
     )
@@ -248,6 +254,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         model_claim=args.model_claim,
         program=args.program,
         folder=str(folder.absolute()),
+        prefix=args.prefix.rstrip("/"),
         gpu_products=tuple(args.gpu_product or ()),
         replica_image=args.replica_image,
         replica_python=args.replica_python,

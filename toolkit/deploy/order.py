@@ -36,6 +36,14 @@ T = TypeVar("T")
 SECONDS, MEBIBYTES = "{} s", "{:,} MiB"  # forms of `explain_value`
 USER_ID = 10001  # of the user of our images, in all containers
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
+# How a client gets the key, as Markdown.
+READING = """\
+A client reads the key back, and sends it with each request:
+
+```sh
+export LLMCTL_API_KEY="$({command})"    # bench.sh and llmctl take it from there
+# Authorization: Bearer $LLMCTL_API_KEY
+```"""
 ALLOW_BROKEN = "--allow-broken-limits"
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 IMAGE = re.compile(
@@ -148,6 +156,8 @@ class Options:
         model_claim: a volume claim with the cache of models.
         program: the path of llmctl in a unit.
         folder: the absolute path of the rendered files, for units that name them.
+        prefix: the absolute path of the folder below which the files of each deployment have one
+            of its name, on the machine that runs the units; '': they stay in `folder`.
         replica_image: of an engine's own server; '': the engine's pinned default.
         replica_python: the Python of the engine's environment on a machine with units.
         gpu_products: values of `nvidia.com/gpu.product`, one of which a node must have; none: nodes
@@ -163,6 +173,7 @@ class Options:
     model_claim: str = ""
     program: str = "/opt/llmctl/bin/llmctl"
     folder: str = ""
+    prefix: str = ""
     gpu_products: tuple[str, ...] = ()
     replica_image: str = ""
     replica_python: str = "/opt/vllm/bin/python"
@@ -173,6 +184,9 @@ class Options:
             if not re.fullmatch(DNS_LABEL, name):
                 problem = f"{option} {name!r}: not a name that Kubernetes takes"
                 raise InputError(problem, f"names match {DNS_LABEL}")
+        if self.prefix and not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
+            problem = f"--prefix {self.prefix!r}: not a plain absolute path"
+            raise InputError(problem, "like /etc/llmctl; letters, digits, '.', '_' and '-'")
         if not re.fullmatch(rf"({DNS_LABEL})?", self.prometheus_release):
             problem = f"--prometheus-release {self.prometheus_release!r}: not the name of a release"
             raise InputError(problem, f"`helm list -A` shows it; names match {DNS_LABEL}")
@@ -209,6 +223,11 @@ class Order:
     def key_file(self) -> str:
         """The path of the API key on a machine that runs the server."""
         return f"{KEY_FOLDER}/{self.name}.key"
+
+    @property
+    def reading_the_key(self) -> str:
+        """How a client on that machine reads the key back, as Markdown."""
+        return READING.format(command=f"sudo cat {self.key_file}")
 
     @property
     def allowances(self) -> list[str]:

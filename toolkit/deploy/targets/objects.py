@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.deploy import reckon
 from toolkit.deploy.order import (
     LABEL,
+    READING,
     SECONDS,
     USER_ID,
     ExplainedValue,
@@ -337,7 +338,9 @@ def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
     commands = text.format(
         preparation="\n".join(lines), namespace=namespace, name=order.name, **fields
     )
-    return f"{commands}\n\n{CALLERS}"
+    secret = f"kubectl -n {namespace} get secret {order.name}"
+    command = f"{secret} -o jsonpath='{{.data.{SECRET_KEY}}}' | base64 -d"
+    return f"{commands}\n\n{READING.format(command=command)}\n\n{CALLERS}"
 
 
 def deployment(
