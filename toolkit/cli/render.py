@@ -104,6 +104,21 @@ class RenderOptions:
         "Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the fit's.",
         metavar="NAME",
     )
+    fronts: int = _cluster(
+        1, "Front pods before replicas of vLLM; EXPLAIN.md says what they share.", min=1
+    )
+    storage_class: str = _cluster("", "StorageClass of the claims for models.")
+    image_pull_secret: list[str] | None = _cluster(
+        None, "Secret with which nodes pull images; repeatable.", metavar="NAME"
+    )
+    priority_class: str = _cluster("", "PriorityClass of all pods.")
+    runtime_class: str = _cluster("", "RuntimeClass of pods with GPUs, such as nvidia.")
+    gateway: str = _cluster(
+        "",
+        "Gateway of Gateway API through which clients outside the cluster reach /v1.",
+        metavar="NAMESPACE/NAME",
+    )
+    hostname: str = _cluster("", "Host name of that way; '': all of the Gateway's.")
     program: str = _cluster(
         "/opt/llmctl/bin/llmctl", "Path of llmctl on the machine that runs the systemd unit."
     )
@@ -254,6 +269,13 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         model_claim=args.model_claim,
         program=args.program,
         folder=str(folder.absolute()),
+        fronts=args.fronts,
+        storage_class=args.storage_class,
+        image_pull_secrets=tuple(args.image_pull_secret or ()),
+        priority_class=args.priority_class,
+        runtime_class=args.runtime_class,
+        gateway=args.gateway,
+        hostname=args.hostname,
         prefix=args.prefix.rstrip("/"),
         gpu_products=tuple(args.gpu_product or ()),
         replica_image=args.replica_image,

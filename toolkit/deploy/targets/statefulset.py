@@ -122,6 +122,10 @@ def _core(replicas: Replication) -> dict[str, Object]:
             "subjects": [account],
         },
     }
+    if order.options.fronts > 1:
+        core["front-poddisruptionbudget.yaml"] = common.disruption_budget(
+            order, common.selector(order), maxUnavailable=1
+        )
     for kind in replicas.kinds:
         core[kind.file("statefulset", ".yaml")] = _set(kind)
         core[kind.file("service", ".yaml", "replicas")] = common.service(
@@ -136,7 +140,7 @@ def _core(replicas: Replication) -> dict[str, Object]:
 def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str, str]]]:
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
-    objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)}
+    objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)} | kubernetes.routes(order)
     scaled, queues = [], []
     for kind in replicas.kinds:
         monitor = kubernetes.pod_monitor(order, kind.name)
@@ -170,10 +174,10 @@ def _alive_map(order: Order) -> str:
 
 
 def _front(replicas: Replication) -> Object:
-    """The front: one pod but for rollouts, since each knows only the requests that it routed."""
+    """The front: by default one pod, since each knows only the requests that it routed."""
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
-    notice = ("--shutdown-notice", str(reckon.PROPAGATION_S))
+    notice = ["--shutdown-notice", str(reckon.PROPAGATION_S), *kubernetes.behind_proxy(order)]
     folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
     key, memory = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY), reckon.FRONT_MIB
     container = common.container(
@@ -188,12 +192,15 @@ def _front(replicas: Replication) -> Object:
         **common.probes(order),
     )
     spec = common.pod_spec(
+        order,
         reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         [common.plan_volume(order), common.TMP],
         account=order.name,
+        spread=common.selector(order)["matchLabels"],
     )
-    return common.deployment(order, spec, common.rolling(1, 0), replicas.startup.value)
+    rolling, pods = common.rolling(1, 0), order.options.fronts
+    return common.deployment(order, spec, rolling, replicas.startup.value, pods)
 
 
 def _set(replicas: KindReplicas) -> Object:
@@ -213,7 +220,7 @@ def _set(replicas: KindReplicas) -> Object:
     if claimed:
         retention = {"whenDeleted": "Retain", "whenScaled": "Retain"}
         kept["persistentVolumeClaimRetentionPolicy"] = retention
-        claim = common.claim({"name": "models"}, "ReadWriteOnce", claimed)
+        claim = common.claim(order, {"name": "models"}, "ReadWriteOnce", claimed)
         claims["volumeClaimTemplates"] = [claim]
     about = {"labels": common.labels(order, name), "annotations": annotations}
     spec = {
@@ -280,12 +287,14 @@ def _pod(replicas: KindReplicas) -> Object:
         required = bool(order.plan.others)
         affinity = common.on_products(order, replicas.kind, required=required)
     return common.pod_spec(
+        order,
         reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         volumes,
         affinity=affinity,
         nodes=nodes,
         tolerations=common.tolerations(recipe),
+        spread=common.selector(order, replicas.name)["matchLabels"],
     )
 
 
@@ -318,7 +327,11 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         "get, list, watch endpointslices",
         "the front's only permission, in its own namespace",
     )
-    alone = "a front knows only what it routed; it starts in seconds"
+    fronts = (
+        "--fronts; shared: the replicas, what they report, the key, and where router session-hash "
+        "sends a session; each front's own: what it routed, the prefixes that it remembers, its "
+        "forecasts, the limits of keys; predictions are of one front, which starts in seconds"
+    )
     helpers = "its loop and its helpers; the memory of the front of llmctl's own engines"
     parallel = "replicas do not wait for each other"
     lines = [
@@ -326,21 +339,26 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         ExplainedValue("front: --replicas", addresses, slices),
         ExplainedValue("Role", verbs, role),
         explain_value("front: image", replicas.front_image),
-        ExplainedValue("front: replicas", "1", alone),
+        ExplainedValue("front: replicas", str(order.options.fronts), fronts),
         *replicas.explained_flags(),
         *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
         ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
         ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
         kubernetes.explain_release(order),
+        *common.explain_push(replicas.front_image, "--image"),
+        *common.explain_push(kinds[0].image, "--replica-image"),
+        *common.explain_pods(order),
+        *kubernetes.explain_outside(order),
     ]
     size = reckon.models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:
-        kept = "of the default storage class, one for each replica; it stays when the replica goes"
+        kept = "one for each replica; it stays when the replica goes"
         token = f"Secret {order.name}, key hf-token"
         why = "optional: gated models need it; it is in no file here"
         lines += [
             explain_value("volumeClaimTemplates: storage", size, "{} GiB"),
             ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
+            common.explain_storage_class(order),
             ExplainedValue("HF_TOKEN", token, why),
         ]
     else:
