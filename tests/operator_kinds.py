@@ -142,11 +142,50 @@ class Trigger(StrictObject):
     metadata: PrometheusQuery
 
 
+class Fallback(StrictObject):
+    """`behavior`: of KEDA 2.17 or newer."""
+
+    failure_threshold: Count
+    replicas: Count
+    behavior: Literal[
+        "static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"
+    ]
+
+
+class ScalingPolicy(StrictObject):
+    type: Literal["Pods", "Percent"]
+    value: Annotated[int, Field(gt=0)]
+    period_seconds: Annotated[int, Field(gt=0, le=1800)]
+
+
+class ScalingRules(StrictObject):
+    """HPAScalingRules of autoscaling/v2, with its bounds."""
+
+    stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)]
+    policies: list[ScalingPolicy]
+
+
+class Behavior(StrictObject):
+    scale_up: ScalingRules
+    scale_down: ScalingRules
+
+
+class AutoscalerConfig(StrictObject):
+    behavior: Behavior
+
+
+class Advanced(StrictObject):
+    horizontal_pod_autoscaler_config: AutoscalerConfig
+
+
 class ScaledObjectSpec(StrictObject):
+    """It has no cooldownPeriod, which KEDA uses only on the way to zero replicas."""
+
     scale_target_ref: ScaleTarget
     polling_interval: Count
-    cooldown_period: Count
-    min_replica_count: Count
+    fallback: Fallback
+    advanced: Advanced
+    min_replica_count: Annotated[int, Field(gt=0)]
     max_replica_count: Count
     triggers: list[Trigger]
 
@@ -237,7 +276,53 @@ class Kustomization(StrictObject):
     patches: list[Patch] | None = None
 
 
+class ParentRef(StrictObject):
+    namespace: DnsName
+    name: str
+
+
+class PathMatch(StrictObject):
+    type: Literal["PathPrefix", "Exact"]
+    value: Annotated[str, Field(pattern="^/")]
+
+
+class RouteMatch(StrictObject):
+    path: PathMatch
+
+
+class RouteTimeouts(StrictObject):
+    """A duration of Gateway API (GEP-2257); 0s: no timeout."""
+
+    request: Annotated[str, Field(pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$")]
+
+
+class BackendRef(StrictObject):
+    name: DnsName
+    port: Annotated[int, Field(gt=0, le=65535)]
+
+
+class RouteRule(StrictObject):
+    matches: list[RouteMatch]
+    timeouts: RouteTimeouts
+    backend_refs: list[BackendRef]
+
+
+class HttpRouteSpec(StrictObject):
+    parent_refs: list[ParentRef]
+    hostnames: list[str] | None = None
+    rules: list[RouteRule]
+
+
+class HttpRoute(KubernetesObject):
+    """Gateway API 1.2 or newer, the standard channel."""
+
+    api_version: Literal["gateway.networking.k8s.io/v1"] = "gateway.networking.k8s.io/v1"
+    kind: Literal["HTTPRoute"] = "HTTPRoute"
+    spec: HttpRouteSpec
+
+
 OWN_MODELS: dict[str, type[BaseModel]] = {
+    "HTTPRoute": HttpRoute,
     "Kustomization": Kustomization,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import orders
 import pytest
@@ -15,10 +16,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.monitoring import rules, series
+from toolkit.deploy.monitoring import replica_rules, rules, series
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
+from toolkit.gateway.front import families_of, text_of
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import gauges
@@ -71,7 +73,7 @@ def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["metadata"]["query"] == (
         'sum(llmctl_requests_waiting{namespace="default",job="default/llmctl-test"})'
-    )
+    ), "the samples' fit does not say how long loading took"
 
 
 def test_the_job_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
@@ -146,6 +148,33 @@ def test_the_share_beyond_a_limit_is_exact() -> None:
     assert dict(stats.mtpot.cumulative())["0.33"] == 3
 
 
+def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> None:
+    sla = limits()
+    gateway = SimpleNamespace(
+        stats=Stats(sla=sla),
+        pool=SimpleNamespace(replicas=[SimpleNamespace(
+            url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0
+        )]),
+        balancer=SimpleNamespace(
+            router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
+        ),
+        model="toy", running=0, waiting=0, moved={}, keyring=SimpleNamespace(named=[]),
+    )  # fmt: skip
+    families = text_string_to_metric_families(text_of(families_of(gateway)).decode())  # type: ignore[arg-type]
+    exposed = {
+        (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
+    }
+    order = order_of(tmp_path, sla=sla)
+    (group,) = replica_rules(order, series(order, monitored=True), [])["groups"]
+    assert {alert_of(key) for key in sla} <= {rule["alert"] for rule in group["rules"]}
+    read = {
+        (name, dict(MATCHER.findall(matchers)).get("le"))
+        for rule in group["rules"]
+        for name, matchers in READ.findall(rule["expr"])
+    }
+    assert read - {("up", None)} <= exposed
+
+
 def fired(folder: Path, order: Order, series_: dict[str, str]) -> set[str]:
     """The alerts that fire after 20 minutes of these series, by promtool's own reckoning."""
     found = rules(order, series(order, monitored=True), QUEUE)
@@ -206,9 +235,13 @@ BAD = {
 }
 
 
-@pytest.mark.skipif(
+needs_promtool = pytest.mark.skipif(
     not shutil.which("promtool"), reason="needs promtool: Debian's package prometheus has it"
 )
+
+
+@pytest.mark.slow
+@needs_promtool
 def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla={"ttft_p99_s": 2.0})
     ours, other = "default/llmctl-test", "default/llmctl-test-b"
@@ -221,3 +254,151 @@ def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     one_lost = {"llmctl_workers_alive": "1x30"}
     assert fired(tmp_path, order, one_server(ours, **one_lost)) == {"LlmctlWorkerMissing"}
     assert fired(tmp_path, order, one_server(other)) == {"LlmctlDown"}
+
+
+FRONT = 'namespace="default",job="default/llmctl-test"'
+BEHIND = 'namespace="default",job="default/llmctl-test-replica"'
+
+
+def measured(labels: str, broken: str = "") -> dict[str, str]:
+    """The histograms of a server or a front that keeps every target of `limits`, but the broken
+    one: its share beyond the limit, or its mean, is too large by a little.
+    """
+    values: dict[str, str] = {}
+    for key, limit in limits().items():
+        metric, statistic, _ = key.split("_")
+        name = f"llmctl_{metric}_seconds"
+        values.setdefault(f"{name}_count{{{labels}}}", "0+1000x30")
+        if statistic == "mean":
+            mean = limit * (1.05 if key == broken else 0.95)
+            values[f"{name}_sum{{{labels}}}"] = f"0+{1000 * mean:g}x30"
+            continue
+        allowed = 0.0 if statistic == "max" else 1 - float(statistic[1:]) / 100
+        kept = min(1000 * (1 - allowed) + (-5 if key == broken else 1), 1000)
+        values[f'{name}_bucket{{{labels},le="{limit}"}}'] = f"0+{kept:g}x30"
+    return values
+
+
+def one_front(broken: str = "", **changes: str) -> dict[str, str]:
+    """The series of a front and two replicas that are well, but for the broken target and the
+    changes.
+    """
+    own = f'{FRONT},instance="front",model_name="m"'
+    values = {
+        "up": "1x30",
+        "llmctl_refused_total": "0x30",
+        'llmctl_replica_up,replica="0"': "1x30",
+        'llmctl_replica_up,replica="1"': "1x30",
+        "vllm:num_requests_waiting": "0x30",
+    } | changes
+    found = measured(own, broken)
+    for name, value in values.items():
+        bare, _, more = name.partition(",")
+        labels = f'{BEHIND},pod="0"' if name.startswith("vllm") else own
+        found[f"{bare}{{{labels}{',' if more else ''}{more}}}"] = value
+    return found
+
+
+def firing(folder: Path, found: object, worlds: list[tuple[dict[str, str], set[str]]]) -> None:
+    """Have promtool run the rules `found` for 20 minutes over each world's series: exactly the
+    alerts beside them must fire.
+    """
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": text} for name, text in world.items()],
+            "promql_expr_test": [
+                {
+                    "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                    "eval_time": "20m",
+                    "exp_samples": [
+                        {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(alerts)
+                    ],
+                }
+            ],
+        }
+        for world, alerts in worlds
+    ]
+    (folder / "rules.yaml").write_text(yaml.safe_dump(found))
+    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (folder / "test.yaml").write_text(yaml.safe_dump(test))
+    command = ["promtool", "test", "rules", "test.yaml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def alert_of(key: str) -> str:
+    return f"LlmctlTarget{key.title().replace('_', '')}"
+
+
+@pytest.mark.slow
+@needs_promtool
+def test_each_promised_target_that_breaks_fires_its_alert_and_no_other(tmp_path: Path) -> None:
+    order = order_of(tmp_path, sla=limits())
+    found = rules(order, series(order, monitored=True), QUEUE)
+    own = f'{FRONT},instance="{OWN["kubernetes"]["job"]}",model_name="m"'
+    well = {
+        name: text for name, text in one_server("default/llmctl-test").items() if "ttft" not in name
+    }
+    worlds = [(well | measured(own), set[str]())]
+    worlds += [(well | measured(own, key), {alert_of(key)}) for key in SLA_KEYS]
+    firing(tmp_path, found, worlds)
+
+
+@pytest.mark.slow
+@needs_promtool
+def test_each_promised_target_that_breaks_at_a_front_fires_its_alert(tmp_path: Path) -> None:
+    order = order_of(tmp_path, sla=limits())
+    found = replica_rules(order, series(order, monitored=True), [(BEHIND, QUEUE)])
+    worlds = [(one_front(), set[str]())]
+    worlds += [(one_front(key), {alert_of(key)}) for key in SLA_KEYS]
+    down = {'llmctl_replica_up,replica="1"': "0x30"}
+    none = down | {'llmctl_replica_up,replica="0"': "0x30"}
+    worlds += [
+        (one_front(up="0x30"), {"LlmctlDown"}),
+        (one_front(llmctl_refused_total="0+60x30"), {"LlmctlRefusing"}),
+        (one_front(**{"vllm:num_requests_waiting": "8x30"}), {"LlmctlReplicaQueue"}),
+        (one_front(**down), {"LlmctlReplicaDown"}),
+    ]
+    firing(tmp_path, found, worlds)
+    # Two replicas that are down are two alerts of one name.
+    only = [r for r in found["groups"][0]["rules"] if r["alert"] == "LlmctlNoReplica"]
+    firing(
+        tmp_path,
+        {"groups": [{"name": "x", "rules": only}]},
+        [(one_front(**none), {"LlmctlNoReplica"})],
+    )
+
+
+@pytest.mark.slow
+@needs_promtool
+def test_the_autoscaler_s_query_sees_a_queue_that_grows_before_it_is_long(tmp_path: Path) -> None:
+    """A queue that grows by 2 a second has 60 after 30 s, and 290 after a load of 115 s more."""
+    made = orders.plan(tmp_path)
+    engine = made.fit.engine.model_copy(update={"load_s": 85.0})
+    plan = made.model_copy(update={"fit": made.fit.model_copy(update={"engine": engine})})
+    files = render_target("kubernetes", orders.order(plan))
+    (trigger,) = yaml.safe_load(files["scaledobject.yaml"])["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    pods = [f'llmctl_requests_waiting{{{FRONT},pod="{pod}"}}' for pod in (0, 1)]
+    shapes = {"0+15x8": 290.0, "40x8": 80.0, "90-10x8": 140.0}  # of each of two pods
+    tests = [
+        {
+            "interval": "15s",
+            "input_series": [{"series": pod, "values": values} for pod in pods],
+            "promql_expr_test": [
+                {
+                    "expr": query,
+                    "eval_time": "30s",
+                    "exp_samples": [{"labels": "{}", "value": wanted}],
+                }
+            ],
+        }
+        for values, wanted in shapes.items()
+    ]
+    (tmp_path / "test.yaml").write_text(
+        yaml.safe_dump({"evaluation_interval": "15s", "tests": tests})
+    )
+    command = ["promtool", "test", "rules", "test.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -79,11 +79,30 @@ def test_names_are_asked_of_the_clusters_dns_alone(objects: list[dict[str, Any]]
     ]
     assert len(ways) == len(policies) > 0
     for way in ways:
-        (to,) = way["to"]
-        assert to["namespaceSelector"]["matchLabels"] == {
+        pods, node_local = way["to"]
+        assert pods["namespaceSelector"]["matchLabels"] == {
             "kubernetes.io/metadata.name": "kube-system"
         }
-        assert to["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}
+        assert pods["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}
+        assert node_local == {"ipBlock": {"cidr": "169.254.20.10/32"}}, "of NodeLocal DNSCache"
+
+
+def test_names_are_asked_of_openshift_s_dns_too(objects: list[dict[str, Any]]) -> None:
+    """Its pods listen on 5353; policies see the port behind the Service."""
+    for one in (one for one in objects if one["kind"] == "NetworkPolicy"):
+        (way,) = [
+            way
+            for way in one["spec"]["egress"]
+            if {port["port"] for port in way.get("ports", ())} == {5353}
+        ]
+        assert {port["protocol"] for port in way["ports"]} == {"UDP", "TCP"}
+        (to,) = way["to"]
+        assert to["namespaceSelector"]["matchLabels"] == {
+            "kubernetes.io/metadata.name": "openshift-dns"
+        }
+        assert to["podSelector"]["matchLabels"] == {
+            "dns.operator.openshift.io/daemonset-dns": "default"
+        }
 
 
 def swapping(made: Plan) -> Order:

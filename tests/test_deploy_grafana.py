@@ -182,3 +182,20 @@ def test_panels_with_vllm_s_names_are_among_the_others_with_the_same_unit():
         for names in NAMES
     ]
     assert units[1].items() < units[0].items()
+
+
+def test_before_replicas_the_dashboard_shows_the_front_s_longest_gaps():
+    """Servers of vLLM have no metric of them."""
+    sla = {"mtpot_p99_s": 0.5}
+    board = dashboard(sla, "vllm", job="replicas", front="default/front")
+    (panel,) = [one for one in board["panels"] if one["title"] == "Longest gap in a request"]
+    read = [target["expr"] for target in panel["targets"]]
+    assert len(read) == 3
+    for expr in read:
+        assert 'llmctl_mtpot_seconds_bucket{job="default/front"}' in expr
+    steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    assert [step["value"] for step in steps][1:] == [0.5]
+    places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in board["panels"]]
+    assert len(set(places)) == len(places)
+    assert len({one["id"] for one in board["panels"]}) == len(places)
+    assert "Longest gap" not in json.dumps(dashboard(sla, "vllm"))

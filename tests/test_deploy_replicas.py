@@ -305,7 +305,8 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     assert trigger["metadata"]["query"] == f"sum(vllm:num_requests_waiting{series})"
     assert scaled["scaleTargetRef"] == {"kind": "StatefulSet", "name": f"{NAME}-replica"}
     alone = waiting_threshold(shipped, None).value
-    assert trigger["metadata"]["threshold"] == str(alone), "of one replica"
+    assert alone is not None
+    assert trigger["metadata"]["threshold"] == str(alone // 2), "of one replica"
     (group,) = objects(order)["prometheusrule.yaml"]["spec"]["groups"]
     rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
     assert rules["LlmctlReplicaQueue"] == f"avg(vllm:num_requests_waiting{series}) > {alone}"
@@ -324,7 +325,7 @@ def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
     bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
     source = GATEWAY.read_text()
     assert {name for name in bare if f'"{name}"' not in source} == set()
-    assert len(bare) == 6, "up, refused, and four times"
+    assert len(bare) == 7, "up, refused, and five times"
 
 
 def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:

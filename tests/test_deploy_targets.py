@@ -61,7 +61,7 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
     for data in objects.values():
         check_object(data)
     kinds = {data["kind"] for data in objects.values()}
-    own = OWN_MODELS.keys() - {"RayCluster"}
+    own = OWN_MODELS.keys() - {"RayCluster", "HTTPRoute"}
     assert kinds >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *own}
 
 
@@ -73,7 +73,7 @@ def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[s
         check_object(data)
 
 
-@pytest.mark.parametrize("kind", sorted(OWN_MODELS.keys() - {"RayCluster"}))
+@pytest.mark.parametrize("kind", sorted(OWN_MODELS.keys() - {"RayCluster", "HTTPRoute"}))
 def test_the_check_of_objects_refuses_unknown_keys_of_operators(order: Order, kind: str) -> None:
     objects = yaml_files(render_target("kubernetes", order)).values()
     data = next(one for one in objects if one["kind"] == kind)

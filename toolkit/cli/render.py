@@ -76,8 +76,8 @@ class RenderOptions:
     )
     trace: str | None = option(
         None,
-        "Take lengths for the autoscaling threshold from this trace; default: the tuning's, if it "
-        "ships, or the recipe's.",
+        "Take lengths for the autoscaling threshold from this trace; default: the tuning's, found "
+        "by its digest here, beside the fit or the tuning, or as the recipe names it.",
     )
     image: str = _cluster("", "Container image, pinned by tag or digest.")
     namespace: str = _cluster("default", "Kubernetes namespace.")
@@ -91,6 +91,11 @@ class RenderOptions:
         "monitoring.",
         show_default=False,
     )
+    prometheus_release: str = _cluster(
+        "",
+        "Helm release of kube-prometheus-stack, whose Prometheus reads only objects with this "
+        "label by default; '': no label.",
+    )
     model_claim: str = _cluster(
         "", "Volume claim that keeps the models; '': each pod downloads them again."
     )
@@ -99,8 +104,29 @@ class RenderOptions:
         "Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the fit's.",
         metavar="NAME",
     )
+    fronts: int = _cluster(
+        1, "Front pods before replicas of vLLM; EXPLAIN.md says what they share.", min=1
+    )
+    storage_class: str = _cluster("", "StorageClass of the claims for models.")
+    image_pull_secret: list[str] | None = _cluster(
+        None, "Secret with which nodes pull images; repeatable.", metavar="NAME"
+    )
+    priority_class: str = _cluster("", "PriorityClass of all pods.")
+    runtime_class: str = _cluster("", "RuntimeClass of pods with GPUs, such as nvidia.")
+    gateway: str = _cluster(
+        "",
+        "Gateway of Gateway API through which clients outside the cluster reach /v1.",
+        metavar="NAMESPACE/NAME",
+    )
+    hostname: str = _cluster("", "Host name of that way; '': all of the Gateway's.")
     program: str = _cluster(
         "/opt/llmctl/bin/llmctl", "Path of llmctl on the machine that runs the systemd unit."
+    )
+    prefix: str = _cluster(
+        "",
+        "Folder on the machine that runs the systemd units, such as /etc/llmctl: the files are "
+        "copied to a folder of the deployment's name in it; '': they stay where they are written.",
+        metavar="FOLDER",
     )
     replica_image: str = _cluster(
         "", "Image of an engine's own server, pinned; default: the engine's tried one."
@@ -199,7 +225,13 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(args.as_json, written, lambda: table(["file", ">bytes"], rows))
     note(*analytic_notes(plan.fit.engine))
-    if order.trace is None and ttft_targets(plan.recipe):
+    tuned = plan.inputs.get("trace")
+    if order.trace is None and tuned is not None and ttft_targets(plan.recipe):
+        note(
+            f"the tuning's trace {tuned.name} is not here, so no file says how many requests may "
+            "wait: name it with --trace"
+        )
+    elif order.trace is None and ttft_targets(plan.recipe):
         lengths = f"computed for the lengths of {default_trace(plan.recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
     if order.validation:
@@ -210,7 +242,8 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
 def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
-    from toolkit.deploy.render import digest, shipped_trace
+    from toolkit.deploy.reckon import tuned_trace
+    from toolkit.deploy.render import digest
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
@@ -232,13 +265,23 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replicas=args.replicas,
         max_replicas=args.max_replicas,
         prometheus=args.prometheus,
+        prometheus_release=args.prometheus_release,
         model_claim=args.model_claim,
         program=args.program,
         folder=str(folder.absolute()),
+        fronts=args.fronts,
+        storage_class=args.storage_class,
+        image_pull_secrets=tuple(args.image_pull_secret or ()),
+        priority_class=args.priority_class,
+        runtime_class=args.runtime_class,
+        gateway=args.gateway,
+        hostname=args.hostname,
+        prefix=args.prefix.rstrip("/"),
         gpu_products=tuple(args.gpu_product or ()),
         replica_image=args.replica_image,
         replica_python=args.replica_python,
     )
-    name = args.trace or shipped_trace(plan)
-    trace = read_trace(trace_path(name))[0] if name else None
+    folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
+    path = trace_path(args.trace) if args.trace else tuned_trace(plan, folders)
+    trace = read_trace(path)[0] if path else None
     return Order(plan, text, digest(text.encode()), options, validation, trace)

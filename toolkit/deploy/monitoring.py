@@ -14,6 +14,7 @@ models are variables, so the files name no installation.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -41,7 +42,8 @@ WHAT = {
     "mtpot": "longest gap in a request",
     "e2e": "time of a whole request",
 }
-FRONT_TARGETS = ("ttft", "itl", "tpot", "e2e")  # that a front before replicas measures
+GAP = "Longest gap in a request"  # the panel of what vLLM has no metric for
+GAP_PLACE = {"h": 8, "w": 8, "x": 16, "y": 18}  # free on vLLM's dashboard, beside latencies
 
 
 def drift_percent(order: Order) -> Sourced[float]:
@@ -176,9 +178,7 @@ def replica_rules(
         ),
         _refusing(front),
     ]
-    for key, limit in order.plan.recipe.sla.items():
-        if key.split("_")[0] in FRONT_TARGETS:
-            alerts.append(_target(key, limit, front))
+    alerts += [_target(key, limit, front) for key, limit in order.plan.recipe.sla.items()]
     for replicas, threshold in queues:
         if threshold.value is not None:
             queue = _rule(
@@ -241,6 +241,13 @@ def _target(key: str, limit: float, selector: str) -> Rule:
     return _rule(f"LlmctlTarget{key.title().replace('_', '')}", expression, "5m", summary, text)
 
 
+def _shipped(names: Names) -> dict[str, Any]:
+    """The dashboard's file."""
+    file = shipped_templates() / "grafana" / f"{names}.json"
+    board: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return board
+
+
 def _per_second(metric: str, selector: str) -> str:
     return f"sum by (instance) (rate({metric}{{{selector}}}{RATE}))"
 
@@ -268,6 +275,7 @@ def dashboard(
     of: str = "",
     description: str = "",
     job: str = "",
+    front: str = "",
 ) -> dict[str, Any]:
     """The dashboard, ready for `json.dumps`. The same arguments give the same dashboard.
 
@@ -276,9 +284,16 @@ def dashboard(
         of: the name of the one deployment that the dashboard is for; '': any.
         description: where the dashboard comes from.
         job: the label of the deployment's series (see `job`), chosen at first; '': all.
+        front: the label of the series of a front before servers of vLLM: it alone measures the
+            longest gap of a request, and the dashboard shows it; '': there is none.
     """
-    file = shipped_templates() / "grafana" / f"{names}.json"
-    board: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    board = _shipped(names)
+    if front:
+        (panel,) = [panel for panel in _shipped("llmctl")["panels"] if panel["title"] == GAP]
+        panel |= {"id": 1 + max(panel["id"] for panel in board["panels"]), "gridPos": GAP_PLACE}
+        for target in panel["targets"]:
+            target["expr"] = re.sub(r"\{model_name[^}]*\}", f'{{job="{front}"}}', target["expr"])
+        board["panels"].append(panel)
     if of:
         board |= {"uid": of, "title": of}  # a uid has 40 characters at most
     board["description"] = description

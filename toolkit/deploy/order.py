@@ -36,7 +36,17 @@ T = TypeVar("T")
 SECONDS, MEBIBYTES = "{} s", "{:,} MiB"  # forms of `explain_value`
 USER_ID = 10001  # of the user of our images, in all containers
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
+# How a client gets the key, as Markdown.
+READING = """\
+A client reads the key back, and sends it with each request:
+
+```sh
+export LLMCTL_API_KEY="$({command})"    # bench.sh and llmctl take it from there
+# Authorization: Bearer $LLMCTL_API_KEY
+```"""
 ALLOW_BROKEN = "--allow-broken-limits"
+# The name of a class or a Secret (RFC 1123 subdomain), or of a host.
+DNS_NAME = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 IMAGE = re.compile(
     r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]{1,5})?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
@@ -143,11 +153,22 @@ class Options:
         replicas: 0: as many as the tuning found, or 1.
         max_replicas: 0: twice the replicas.
         prometheus: the URL that KEDA queries.
+        prometheus_release: the Helm release of kube-prometheus-stack: with its default values
+            Prometheus reads only objects with this label; '': objects have none.
         model_claim: a volume claim with the cache of models.
         program: the path of llmctl in a unit.
         folder: the absolute path of the rendered files, for units that name them.
+        prefix: the absolute path of the folder below which the files of each deployment have one
+            of its name, on the machine that runs the units; '': they stay in `folder`.
         replica_image: of an engine's own server; '': the engine's pinned default.
         replica_python: the Python of the engine's environment on a machine with units.
+        fronts: front pods before replicas of an engine's own servers.
+        storage_class: of the claims for models; '': the cluster's default.
+        image_pull_secrets: Secrets with which nodes pull images.
+        priority_class: of all pods; '': the cluster's default.
+        runtime_class: of pods with GPUs; '': the nodes' default.
+        gateway: NAMESPACE/NAME of a Gateway that lets clients in from outside; '': none does.
+        hostname: for which that Gateway does; '': for all names of its listeners.
         gpu_products: values of `nvidia.com/gpu.product`, one of which a node must have; none: nodes
             with the GPU of the fit or the recipe are preferred.
     """
@@ -157,10 +178,19 @@ class Options:
     replicas: int = 0
     max_replicas: int = 0
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
+    prometheus_release: str = ""
     model_claim: str = ""
     program: str = "/opt/llmctl/bin/llmctl"
     folder: str = ""
+    prefix: str = ""
     gpu_products: tuple[str, ...] = ()
+    fronts: int = 1
+    storage_class: str = ""
+    image_pull_secrets: tuple[str, ...] = ()
+    priority_class: str = ""
+    runtime_class: str = ""
+    gateway: str = ""
+    hostname: str = ""
     replica_image: str = ""
     replica_python: str = "/opt/vllm/bin/python"
 
@@ -170,6 +200,28 @@ class Options:
             if not re.fullmatch(DNS_LABEL, name):
                 problem = f"{option} {name!r}: not a name that Kubernetes takes"
                 raise InputError(problem, f"names match {DNS_LABEL}")
+        named = [
+            ("--storage-class", self.storage_class),
+            ("--priority-class", self.priority_class),
+            ("--runtime-class", self.runtime_class),
+            ("--hostname", self.hostname),
+            *(("--image-pull-secret", name or "?") for name in self.image_pull_secrets),
+        ]
+        for option, name in named:
+            if name and not re.fullmatch(DNS_NAME, name):
+                problem = f"{option} {name!r}: not a name that Kubernetes takes"
+                raise InputError(problem, "lower-case letters, digits, '-' and '.'")
+        if self.gateway and not re.fullmatch(rf"{DNS_LABEL}/{DNS_NAME}", self.gateway):
+            problem = f"--gateway {self.gateway!r}: not NAMESPACE/NAME"
+            raise InputError(problem, "`kubectl get gateways -A` lists them")
+        if self.hostname and not self.gateway:
+            raise InputError("--hostname needs --gateway", "add --gateway NAMESPACE/NAME")
+        if self.prefix and not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
+            problem = f"--prefix {self.prefix!r}: not a plain absolute path"
+            raise InputError(problem, "like /etc/llmctl; letters, digits, '.', '_' and '-'")
+        if not re.fullmatch(rf"({DNS_LABEL})?", self.prometheus_release):
+            problem = f"--prometheus-release {self.prometheus_release!r}: not the name of a release"
+            raise InputError(problem, f"`helm list -A` shows it; names match {DNS_LABEL}")
         for product in self.gpu_products:
             if not re.fullmatch(VALUE_PATTERN, product):
                 problem = f"--gpu-product {product!r}: not the value of a label"
@@ -203,6 +255,11 @@ class Order:
     def key_file(self) -> str:
         """The path of the API key on a machine that runs the server."""
         return f"{KEY_FOLDER}/{self.name}.key"
+
+    @property
+    def reading_the_key(self) -> str:
+        """How a client on that machine reads the key back, as Markdown."""
+        return READING.format(command=f"sudo cat {self.key_file}")
 
     @property
     def allowances(self) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
+from toolkit.files.io import digest
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, TuneSpec
 from toolkit.sched.policies import make_any
@@ -104,6 +105,16 @@ def startup_s(order: Order) -> Sourced[int]:
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
     source = f"a bound: {sizes}; the time of loading was not measured"
     return Sourced(60 * math.ceil(bound / 60), source)
+
+
+def load_s(order: Order) -> Sourced[int | None]:
+    """Seconds that loading took where the profile was measured; None where it was not measured."""
+    measured = [kind.fit.engine.load_s for kind in order.plan.kinds]
+    known = [seconds for seconds in measured if seconds is not None]
+    if len(known) < len(measured):
+        why = "the time of loading was not measured: `llmctl profile` and `llmctl fit` measure it"
+        return Sourced(None, why)
+    return Sourced(math.ceil(max(known)), f"fit: loading took {max(known):g} s")
 
 
 def weight_bytes(kind: Kind) -> int | None:
@@ -238,6 +249,25 @@ def default_trace(recipe: Recipe) -> str:
     return recipe.tune.trace
 
 
+def tuned_trace(plan: Plan, folders: Sequence[Path]) -> Path | None:
+    """The file of the trace that the plan was tuned on, by its digest: where the recipe names it,
+    in one of these folders, or shipped. None where it is not found, or nothing was tuned.
+    """
+    recorded = plan.inputs.get("trace")
+    if recorded is None:
+        return None
+    named = [plan.recipe.tune.trace, Path(recorded.name).stem]
+    named += [str(folder / recorded.name) for folder in folders]
+    for name in named:
+        try:
+            path = trace_path(name)
+        except InputError:
+            continue
+        if digest(path).sha256 == recorded.sha256:
+            return path
+    return None
+
+
 def ttft_targets(recipe: Recipe) -> dict[str, float]:
     """The recipe's targets for first tokens, in seconds."""
     return {key: limit for key, limit in recipe.sla.items() if key.startswith("ttft_")}
@@ -248,12 +278,15 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
 
     None means that no number of waiting requests tells whether the target is kept. Lengths are
     those of the trace, scaled for the recipe, in its order and repeated; without a trace, those of
-    `default_trace`. The longest lengths that the recipe allows would not help: one batch of them
-    takes the whole target, so no request could wait.
+    `default_trace`, unless the plan was tuned on a trace. The longest lengths that the recipe
+    allows would not help: one batch of them takes the whole target, so no request could wait.
     """
     targets = ttft_targets(plan.recipe)
     if not targets:
         return Sourced(None, "the recipe has no TTFT target, which decides how many may wait")
+    tuned = plan.inputs.get("trace")
+    if trace is None and tuned is not None:
+        return Sourced(None, f"the tuning's trace {tuned.name} is not here: name it with --trace")
     if trace is None:
         default = default_trace(plan.recipe)
         lengths = f"no trace was given, so with the lengths of {Path(default).name}"

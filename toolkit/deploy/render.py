@@ -146,7 +146,9 @@ def render_target(name: str, order: Order) -> dict[str, str]:
         of = behind[0].name if len(behind) == 1 else ""
         alike = labelled and len(behind) < 2
         label = job(order, monitored=target.operator, of=of) if alike else ""
-        board = dashboard(order.plan.recipe.sla, metrics, order.name, order.comment(), label)
+        front = job(order, monitored=target.operator) if behind else ""
+        about = order.name, order.comment(), label, front
+        board = dashboard(order.plan.recipe.sla, metrics, *about)
         files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
     files["bench.sh"] = _bench_script(order, plan_file, rendered.url)
     because = "the plan is predicted to break limits and was rendered anyway"

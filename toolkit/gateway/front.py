@@ -349,6 +349,7 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
         ("llmctl_ttft_seconds", "Arrival to first token, of streams.", stats.ttft),
         ("llmctl_itl_seconds", "Time between tokens of streams.", stats.itl),
         ("llmctl_tpot_seconds", "First to last token, per token after the first.", stats.tpot),
+        ("llmctl_mtpot_seconds", "The longest time between two tokens of a stream.", stats.mtpot),
         ("llmctl_e2e_seconds", "Arrival to last token.", stats.e2e),
     ):
         yield histogram_family(name, text, labels, histogram)

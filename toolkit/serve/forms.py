@@ -138,6 +138,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
 }
 
+# Those that vLLM has not, either: it never had them, or no longer has.
+NOT_IN_VLLM = {
+    *("audio", "best_of", "function_call", "functions", "modalities", "suffix"),
+    *("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+}
+
 
 def harmless_values(*, chat: bool) -> dict[str, tuple[object, ...]]:
     """The unsupported parameters of an endpoint, and the values with which each has no effect."""
@@ -338,7 +344,8 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
     for name in data.keys() & harmless.keys():
         value, is_bool = data[name], isinstance(data[name], bool)  # in Python True equals 1
         if not any(value == one and is_bool == isinstance(one, bool) for one in harmless[name]):
-            text = f"'{name}' is not supported here"
+            text = f"'{name}' is not supported by this engine"
+            text += "" if name in NOT_IN_VLLM else "; a recipe with engine 'vllm' serves it"
             raise ApiError(text, param=name, code="unsupported_parameter")
 
 

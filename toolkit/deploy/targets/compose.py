@@ -267,4 +267,6 @@ openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {order.key_file}
 docker compose up --detach --wait      # or: {serve}
 docker compose ps
 docker compose stop                    # drains
-```"""
+```
+
+{order.reading_the_key}"""

@@ -120,7 +120,8 @@ def render(order: Order) -> Rendered:
     pods = sum(group.count.value for group in cluster.groups) + 1
     mounting = Sourced(pods, f"{pods} pods: the workers' and the front's")  # for the tokenizer
     maps = [common.plan_map(order, SCRIPT)]
-    files = common.kustomized(order, core, _operated(cluster), maps, mounting)
+    operated = _operated(cluster) | kubernetes.routes(order)
+    files = common.kustomized(order, core, operated, maps, mounting)
     # front.sh joins the cluster and serves.
     flags: list[tuple[str, object]] = [
         ("--ray", "auto"),
@@ -130,6 +131,7 @@ def render(order: Order) -> Rendered:
         ("--port", common.PORT),
         ("--shutdown-notice", reckon.PROPAGATION_S),
         ("--shutdown-timeout", cluster.drain.value),
+        *([("--client-share", 1)] if order.options.gateway else []),
     ]
     store_bytes = OBJECT_STORE_MIB * MIB
     files[f"core/{SCRIPT}"] = order.fill(
@@ -155,6 +157,11 @@ class RayDeployment:
         """Raise `InputError` for options that do not suit this target."""
         reckon.check_podable(self.order)
         servers, options = self.servers, self.order.options
+        if options.fronts > 1:
+            raise InputError(
+                f"--fronts {options.fronts}: under KubeRay one front starts all workers",
+                "leave it out",
+            )
         if options.gpu_products and self.order.plan.others:
             raise InputError(
                 "--gpu-product names the GPU of one kind of workers; the fleet has several",
@@ -288,7 +295,7 @@ def _front(cluster: RayDeployment, ray: Object) -> Object:
     volumes = [*common.volumes(order), {"name": "shm", "emptyDir": store}]
     return common.deployment(
         order,
-        common.pod_spec(cluster.grace_s.value, container, volumes),
+        common.pod_spec(order, cluster.grace_s.value, container, volumes),
         {"type": "Recreate"},
         reckon.startup_s(order).value,
         more_labels=cluster.member,
@@ -338,6 +345,10 @@ def _explained(cluster: RayDeployment, mounting: Sourced[int]) -> list[Explained
         ExplainedValue("PodDisruptionBudget", "minAvailable", disrupted),
         ExplainedValue("ScaledObject", "none", fixed),
         *([] if servers else [drift]),
+        kubernetes.explain_release(order),
+        *common.explain_push(cluster.image, "--image"),
+        *common.explain_pods(order),
+        *kubernetes.explain_outside(order),
     ]
 
 
@@ -438,12 +449,14 @@ def _worker_group(cluster: RayDeployment, group: RayWorkerGroup) -> Object:
         lifecycle=common.before_stop(*LINGER, "worker"),
     )
     spec = common.pod_spec(
+        order,
         cluster.worker_grace_s.value,
         worker,
         [common.models_volume(order, kind), common.TMP],
         affinity=affinity,
         nodes=group.machines,
         tolerations=common.tolerations(kind.recipe),
+        spread={"ray.io/cluster": order.name, "ray.io/group": group.name},  # KubeRay's labels
     )
     return {
         "groupName": group.name,
@@ -517,7 +530,7 @@ def _ray_cluster(cluster: RayDeployment) -> Object:
     )
     template = {
         "metadata": {"labels": cluster.member, "annotations": STAYS},
-        "spec": common.pod_spec(cluster.head_grace_s.value, head, [common.TMP]),
+        "spec": common.pod_spec(order, cluster.head_grace_s.value, head, [common.TMP]),
     }
     parameters = {
         "num-cpus": "0",  # no work runs on the head

@@ -24,21 +24,42 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.targets import objects as common
+from toolkit.deploy.targets.autoscaling import Autoscaling
 from toolkit.deploy.targets.objects import Object
+from toolkit.errors import InputError
 
 NAMESPACE = "kubernetes.io/metadata.name"  # the label of a namespace with its name
 WEB: list[Object] = [{"protocol": "TCP", "port": "http"}]
-TO_DNS: Object = {
-    "to": [
-        {
-            "namespaceSelector": {"matchLabels": {NAMESPACE: "kube-system"}},
-            "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},  # CoreDNS has this label, too
-        }
-    ],
-    "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
-}
+
+
+def _dns(port: int, *servers: Object) -> Object:
+    """A way out to these DNS servers, by UDP and TCP."""
+    ports = [{"protocol": protocol, "port": port} for protocol in ("UDP", "TCP")]
+    return {"to": list(servers), "ports": ports}
+
+
+def _dns_pods(namespace: str, label: str, value: str) -> Object:
+    return {
+        "namespaceSelector": {"matchLabels": {NAMESPACE: namespace}},
+        "podSelector": {"matchLabels": {label: value}},
+    }
+
+
+# CoreDNS has the label of kube-dns, too. NodeLocal DNSCache answers on each node at this address;
+# OpenShift's DNS in pods of its own, behind a Service that changes the port.
+TO_DNS = [
+    _dns(
+        53,
+        _dns_pods("kube-system", "k8s-app", "kube-dns"),
+        {"ipBlock": {"cidr": "169.254.20.10/32"}},
+    ),
+    _dns(5353, _dns_pods("openshift-dns", "dns.operator.openshift.io/daemonset-dns", "default")),
+]
 API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
+GATEWAY = "gateway.networking.k8s.io/v1"
 MONITORING = "monitoring.coreos.com/v1"  # of Prometheus' operator
+RELEASE = "release"  # the label of kube-prometheus-stack's selectors, version 88.5
+WAITING = "llmctl_requests_waiting"
 CLIENT = {"llmctl.io/client": "true"}
 START = """\
 ```bash
@@ -80,7 +101,7 @@ def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Obj
         _pods(common.labels(order, name)) for name in (order.name, *replicas.values())
     )
     to_servers = {"ports": [{"protocol": "TCP", "port": port} for port in API_SERVER_PORTS]}
-    ways_out = [TO_DNS, to_servers, {"to": behind, "ports": WEB}]
+    ways_out = [*TO_DNS, to_servers, {"to": behind, "ports": WEB}]
     ways_in = [{"from": _callers(order), "ports": WEB}]
     policies = {
         "networkpolicy.yaml": _policy(order, order.name, common.selector(order), ways_in, ways_out)
@@ -109,20 +130,77 @@ def _pods(labels: Mapping[str, str]) -> Object:
 
 
 def _callers(order: Order) -> list[Object]:
-    """The deployment's namespace, namespaces of clients, and Prometheus'."""
-    clients = {"namespaceSelector": {"matchLabels": CLIENT}}
-    return [{"podSelector": {}}, clients, *_prometheus(order)]
+    """The deployment's namespace, namespaces of clients, the Gateway's, and Prometheus'."""
+    callers: list[Object] = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": CLIENT}}]
+    if gateway := order.options.gateway:
+        callers.append(_namespace(gateway.partition("/")[0]))
+    return [*callers, *_prometheus(order)]
+
+
+def _namespace(name: str) -> Object:
+    return {"namespaceSelector": {"matchLabels": {NAMESPACE: name}}}
 
 
 def _prometheus(order: Order) -> list[Object]:
     """Prometheus' namespace, from its address in the cluster's DNS; none for other addresses."""
     host = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
-    return [{"namespaceSelector": {"matchLabels": {NAMESPACE: host[1]}}}] if host else []
+    return [_namespace(host[1])] if host else []
 
 
 def _egress(order: Order) -> list[Object]:
     hub = {"ports": [{"protocol": "TCP", "port": 443}]}
-    return [TO_DNS, hub] if order.plan.recipe.model.from_hub else [TO_DNS]
+    return [*TO_DNS, hub] if order.plan.recipe.model.from_hub else TO_DNS
+
+
+def routes(order: Order) -> dict[str, Object]:
+    """The HTTPRoute through the Gateway that was named, by file. Only OpenAI's routes are outside.
+
+    It has no timeout, which would cut streams: a proxy's default may be seconds.
+    """
+    namespace, _, name = order.options.gateway.partition("/")
+    if not name:
+        return {}
+    hosts = {"hostnames": [order.options.hostname]} if order.options.hostname else {}
+    rule = {
+        "matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}],
+        "timeouts": {"request": "0s"},
+        "backendRefs": [{"name": order.name, "port": common.PORT}],
+    }
+    spec = {"parentRefs": [{"namespace": namespace, "name": name}], **hosts, "rules": [rule]}
+    route = common.api_object(GATEWAY, "HTTPRoute", common.metadata(order), spec)
+    return {"httproute.yaml": route}
+
+
+def behind_proxy(order: Order) -> list[str]:
+    """The options of a server with one client, the proxy, which may use all of it."""
+    return ["--client-share", "1"] if order.options.gateway else []
+
+
+def explain_outside(order: Order) -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md about the way in from outside."""
+    gateway = order.options.gateway
+    if not gateway:
+        none = "clients are in the cluster; --gateway NAMESPACE/NAME lets others in, to /v1 alone"
+        return [ExplainedValue("HTTPRoute", "none", none)]
+    limits = (
+        "TLS; connections, requests and bodies of one client, for the server sees the proxy as one "
+        "(--client-share 1); it takes bodies of 8 MiB"
+    )
+    silent = (
+        "none here, for a stream may be long; a proxy's limit of silence must exceed the longest "
+        "request, since an answer in one piece is silent until its end"
+    )
+    allowed = (
+        "the Gateway must take routes of this namespace (allowedRoutes); where its proxies run in "
+        "another namespace than it, label that one llmctl.io/client=true"
+    )
+    return [
+        ExplainedValue("HTTPRoute", gateway, f"--gateway; {allowed}"),
+        ExplainedValue("HTTPRoute: hostnames", order.options.hostname or "all", "--hostname"),
+        ExplainedValue("HTTPRoute: path", "/v1", "/metrics, /replicas and the like stay inside"),
+        ExplainedValue("HTTPRoute: timeouts", "0s", silent),
+        ExplainedValue("limits of the proxy", "yours", limits),
+    ]
 
 
 def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: str = "") -> Object:
@@ -134,13 +212,32 @@ def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: s
         key = {"name": order.name, "key": common.SECRET_KEY}
         endpoint["authorization"] = {"type": "Bearer", "credentials": key}
     spec = {"selector": common.selector(order, pods), "podMetricsEndpoints": [endpoint]}
-    about = common.metadata(order, name or pods, pods)
+    about = _for_prometheus(order, common.metadata(order, name or pods, pods))
     return common.api_object(MONITORING, "PodMonitor", about, spec)
 
 
 def prometheus_rule(order: Order, rules: Object) -> Object:
     """Has Prometheus evaluate `rules`, the content of a rules file."""
-    return common.api_object(MONITORING, "PrometheusRule", common.metadata(order), rules)
+    about = _for_prometheus(order, common.metadata(order))
+    return common.api_object(MONITORING, "PrometheusRule", about, rules)
+
+
+def _for_prometheus(order: Order, about: Object) -> Object:
+    """Metadata with the label by which a Helm release's Prometheus chooses its objects."""
+    release = order.options.prometheus_release
+    return about | {"labels": about["labels"] | ({RELEASE: release} if release else {})}
+
+
+def explain_release(order: Order) -> ExplainedValue:
+    """The line of EXPLAIN.md about that label."""
+    key = f"PodMonitor, PrometheusRule: label {RELEASE}"
+    if release := order.options.prometheus_release:
+        return ExplainedValue(key, release, "--prometheus-release")
+    why = (
+        "the Prometheus of a kube-prometheus-stack with default values reads only objects whose "
+        "label is the name of its Helm release: --prometheus-release NAME"
+    )
+    return ExplainedValue(key, "none", why)
 
 
 def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
@@ -152,46 +249,14 @@ def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
     }
 
 
-def scaled_object(
-    order: Order,
-    target: Mapping[str, str],
-    waiting: str,
-    threshold: int,
-    fewest: int,
-    name: str = "",
-) -> Object:
-    """Has KEDA keep the mean of `waiting`, a PromQL expression, per pod of `target` below
-    `threshold`, with `fewest` pods or more. By default it has the deployment's `name`.
-
-    KEDA takes all values of a trigger's metadata as text.
-    """
-    query = {
-        "serverAddress": order.options.prometheus,
-        "query": f"sum({waiting})",
-        "threshold": str(threshold),
-    }
-    spec = {
-        "scaleTargetRef": dict(target),
-        "pollingInterval": 15,
-        "cooldownPeriod": 300,
-        "minReplicaCount": fewest,
-        "maxReplicaCount": max_replicas(order, fewest).value,
-        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": query}],
-    }
-    about = common.metadata(order, name)
-    return common.api_object("keda.sh/v1alpha1", "ScaledObject", about, spec)
-
-
-def max_replicas(order: Order, fewest: int) -> Sourced[int]:
-    """The greatest number of replicas for the autoscaler."""
-    if order.options.max_replicas:
-        return Sourced(max(order.options.max_replicas, fewest), "--max-replicas")
-    return Sourced(2 * fewest, "twice the replicas; change it with --max-replicas")
-
-
 def render(order: Order) -> Rendered:
     """Render core/ and the objects that need operators, each with a kustomization.yaml."""
     reckon.check_podable(order)
+    if order.options.fronts > 1:
+        raise InputError(
+            f"--fronts {order.options.fronts}: each pod is a whole server here, without a front",
+            "add pods with --replicas",
+        )
     threshold = reckon.waiting_threshold(order.plan, order.trace)
     startup_s, pods = reckon.startup_s(order).value, reckon.replicas(order)
     # Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs.
@@ -205,25 +270,19 @@ def render(order: Order) -> Rendered:
         ),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated, most, scaled = monitors(order, threshold), pods, []
-    scaling = [explain_value("ScaledObject", threshold)]
-    if threshold.value is not None:
-        most = max_replicas(order, pods.value)
-        waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
-        operated["scaledobject.yaml"] = scaled_object(
-            order, {"name": order.name}, waiting, threshold.value, pods.value
-        )
+    operated, scaled = monitors(order, threshold) | routes(order), []
+    grace_s = reckon.grace_s(reckon.drain_s(order), reckon.PROPAGATION_S).value
+    scaling = Autoscaling(order, reckon.load_s(order), threshold, pods.value, grace_s)
+    if scaling.threshold.value is not None:
+        waiting = f"{WAITING}{{{series(order, monitored=True)}}}"
+        operated["scaledobject.yaml"] = scaling.scaled_object({"name": order.name}, waiting)
         scaled = [("Deployment", order.name)]
-        scaling = [
-            explain_value("ScaledObject threshold", threshold),
-            explain_value("ScaledObject maxReplicaCount", most),
-        ]
-    count = most.value + surge
+    count = scaling.most.value + surge
     why = f"up to {count} pods at once: replicas and those of a rollout"
     mounting = Sourced(count, "one pod at a time" if count == 1 else why)
     files = common.kustomized(order, core, operated, [common.plan_map(order)], mounting, scaled)
-    lines, start = [*_explained(order, mounting), *scaling], common.start_commands(order, START)
-    return Rendered(files, lines, start, common.FORWARDED)
+    lines = [*_explained(order, mounting), *scaling.explained(WAITING)]
+    return Rendered(files, lines, common.start_commands(order, START), common.FORWARDED)
 
 
 def _pod(order: Order) -> Object:
@@ -231,7 +290,7 @@ def _pod(order: Order) -> Object:
     recipe, drain = order.plan.recipe, reckon.drain_s(order)
     args = ["serve", common.PLAN_FILE, "--host", "0.0.0.0", "--port", str(common.PORT)]
     args += ["--shutdown-notice", str(reckon.PROPAGATION_S)]
-    args += ["--shutdown-timeout", str(drain.value), *order.allowances]
+    args += ["--shutdown-timeout", str(drain.value), *behind_proxy(order), *order.allowances]
     # Processes of one worker exchange tensors: NCCL needs more than the 64 MB of /dev/shm.
     shared = recipe.engine.tensor_parallel_size > 1
     gpus, memory = reckon.gpus(recipe).value, reckon.memory_mib(order).value
@@ -248,9 +307,11 @@ def _pod(order: Order) -> Object:
         **common.probes(order),
     )
     return common.pod_spec(
+        order,
         reckon.grace_s(drain, reckon.PROPAGATION_S).value,
         container,
         [*common.volumes(order), *([common.SHARED] if shared else [])],
+        spread=common.selector(order)["matchLabels"],
         affinity=common.on_products(order, order.plan.kinds[0]) if gpus else None,
         tolerations=common.tolerations(recipe),
     )
@@ -275,4 +336,8 @@ def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
         explain_value("memory", reckon.memory_mib(order), MEBIBYTES),
         explain_value("memory limit", reckon.memory_limit_mib(order), MEBIBYTES),
         explain_value("drift alert", drift_percent(order), "{:g} %"),
+        explain_release(order),
+        *common.explain_push(llmctl_image(order), "--image"),
+        *common.explain_pods(order),
+        *explain_outside(order),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.deploy import reckon
 from toolkit.deploy.order import (
     LABEL,
+    READING,
     SECONDS,
     USER_ID,
     ExplainedValue,
@@ -139,6 +140,7 @@ def container(name: str, image: str, mounts: Sequence[Object], **fields: object)
 
 
 def pod_spec(
+    order: Order,
     grace_s: int,
     container: Object,
     volumes: Sequence[Object],
@@ -147,9 +149,18 @@ def pod_spec(
     affinity: Object | None = None,
     nodes: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] | None = None,
+    spread: Mapping[str, str] | None = None,
 ) -> Object:
-    """An unprivileged pod of one container. Only with an `account` does it get a token."""
+    """An unprivileged pod of one container. Only with an `account` does it get a token.
+
+    Pods with the labels `spread` go to different nodes, as far as there are.
+    """
+    options, devices = order.options, GPU in container["resources"]["limits"]
     fields = {
+        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
+        "priorityClassName": options.priority_class or None,
+        "runtimeClassName": (devices and options.runtime_class) or None,
+        "topologySpreadConstraints": [apart(spread)] if spread else None,
         "serviceAccountName": account,
         "automountServiceAccountToken": account is not None,
         "enableServiceLinks": False,
@@ -162,6 +173,16 @@ def pod_spec(
         "volumes": list(volumes),
     }
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def apart(pods: Mapping[str, str]) -> Object:
+    """The constraint that spreads these pods over nodes; one node still takes them all."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": dict(pods)},
+    }
 
 
 def before_stop(*command: str) -> Object:
@@ -273,10 +294,43 @@ def disruption_budget(order: Order, pods: Object, name: str = "", **bound: int) 
     return api_object("policy/v1", "PodDisruptionBudget", metadata(order, name, name), spec)
 
 
-def claim(about: Object, mode: str, size: Sourced[int]) -> Object:
-    """A claim for a volume of the cluster's default storage class, with room for `size` GiB."""
-    spec = {"accessModes": [mode], "resources": {"requests": {"storage": f"{size.value}Gi"}}}
+def claim(order: Order, about: Object, mode: str, size: Sourced[int]) -> Object:
+    """A claim for a volume with room for `size` GiB."""
+    spec: Object = {
+        "accessModes": [mode],
+        "resources": {"requests": {"storage": f"{size.value}Gi"}},
+    }
+    if order.options.storage_class:
+        spec["storageClassName"] = order.options.storage_class
     return api_object("v1", "PersistentVolumeClaim", about, spec)
+
+
+def explain_push(image: Sourced[str], option: str) -> list[ExplainedValue]:
+    """How nodes can pull an image that was built here: its name has no registry."""
+    if "/" in image.value:
+        return []
+    name = f"REGISTRY/{image.value}"
+    push = f"docker tag {image.value} {name} && docker push {name}"
+    why = f"nodes pull it from a registry: {push}, then render with {option} {name}"
+    return [ExplainedValue(f"registry of {image.value}", "none yet", why)]
+
+
+def explain_pods(order: Order) -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md about options that all pods share."""
+    options = order.options
+    secrets = ", ".join(options.image_pull_secrets) or "none"
+    over = "soft: pods of one kind go to different nodes, as far as there are"
+    own = "the cluster's default"
+    return [
+        ExplainedValue("imagePullSecrets", secrets, "--image-pull-secret: for a private registry"),
+        ExplainedValue("topologySpreadConstraints", "kubernetes.io/hostname", over),
+        ExplainedValue("priorityClassName", options.priority_class or own, "--priority-class"),
+        ExplainedValue(
+            "runtimeClassName",
+            options.runtime_class or own,
+            "--runtime-class: of pods with GPUs; nvidia, where it is not the nodes' default",
+        ),
+    ]
 
 
 def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
@@ -302,11 +356,18 @@ def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
     lines = [ExplainedValue(key, shown, why)]
     if claim and size:
         lines.append(explain_value(f"{CLAIM_FILE}: storage", size, "{} GiB"))
+        lines.append(explain_storage_class(order))
     if order.plan.recipe.model.from_hub:
         where = f"Secret {order.name}, key {HUB_KEY}"
         why = "optional: gated models of the hub need it; it is in no file here"
         lines.append(ExplainedValue("HF_TOKEN", where, why))
     return lines
+
+
+def explain_storage_class(order: Order) -> ExplainedValue:
+    """The line of EXPLAIN.md about the class of claims."""
+    own = order.options.storage_class or "the cluster's default"
+    return ExplainedValue("storageClassName", own, "--storage-class")
 
 
 def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
@@ -337,7 +398,9 @@ def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
     commands = text.format(
         preparation="\n".join(lines), namespace=namespace, name=order.name, **fields
     )
-    return f"{commands}\n\n{CALLERS}"
+    secret = f"kubectl -n {namespace} get secret {order.name}"
+    command = f"{secret} -o jsonpath='{{.data.{SECRET_KEY}}}' | base64 -d"
+    return f"{commands}\n\n{READING.format(command=command)}\n\n{CALLERS}"
 
 
 def deployment(
@@ -409,7 +472,8 @@ def kustomized(
     size = reckon.models_gib(order.plan.kinds)
     if order.options.model_claim and size:
         mode = "ReadWriteMany" if mounting.value > 1 else "ReadWriteOnce"
-        objects[CLAIM_FILE] = claim(metadata(order, order.options.model_claim), mode, size)
+        about = metadata(order, order.options.model_claim)
+        objects[CLAIM_FILE] = claim(order, about, mode, size)
     files = {name: dump_yaml(content, order.comment()) for name, content in objects.items()}
     return files | {"core/plan.json": order.text}
 

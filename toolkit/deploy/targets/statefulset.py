@@ -29,6 +29,7 @@ from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
 from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
 from toolkit.deploy.targets import kubernetes
 from toolkit.deploy.targets import objects as common
+from toolkit.deploy.targets.autoscaling import Autoscaling
 from toolkit.deploy.targets.objects import Object
 from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter
@@ -121,6 +122,10 @@ def _core(replicas: Replication) -> dict[str, Object]:
             "subjects": [account],
         },
     }
+    if order.options.fronts > 1:
+        core["front-poddisruptionbudget.yaml"] = common.disruption_budget(
+            order, common.selector(order), maxUnavailable=1
+        )
     for kind in replicas.kinds:
         core[kind.file("statefulset", ".yaml")] = _set(kind)
         core[kind.file("service", ".yaml", "replicas")] = common.service(
@@ -135,22 +140,20 @@ def _core(replicas: Replication) -> dict[str, Object]:
 def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str, str]]]:
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
-    objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)}
+    objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)} | kubernetes.routes(order)
     scaled, queues = [], []
     for kind in replicas.kinds:
         monitor = kubernetes.pod_monitor(order, kind.name)
         objects[kind.file("podmonitor", ".yaml", "replicas")] = monitor
-        behind, threshold = series(order, monitored=True, of=kind.name), kind.threshold
-        queues.append((behind, threshold))
-        if threshold.value is None:
+        behind = series(order, monitored=True, of=kind.name)
+        queues.append((behind, kind.threshold))
+        scaling = _scaling(kind)
+        if scaling.threshold.value is None:
             continue
         scaled.append(("StatefulSet", kind.name))
-        objects[kind.file("scaledobject", ".yaml")] = kubernetes.scaled_object(
-            order,
+        objects[kind.file("scaledobject", ".yaml")] = scaling.scaled_object(
             {"kind": "StatefulSet", "name": kind.name},
             f"{WAITING}{{{behind}}}",
-            threshold.value,
-            kind.count.value,
             kind.name if order.plan.others else "",
         )
     rules = replica_rules(order, series(order, monitored=True), queues)
@@ -171,10 +174,10 @@ def _alive_map(order: Order) -> str:
 
 
 def _front(replicas: Replication) -> Object:
-    """The front: one pod but for rollouts, since each knows only the requests that it routed."""
+    """The front: by default one pod, since each knows only the requests that it routed."""
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
-    notice = ("--shutdown-notice", str(reckon.PROPAGATION_S))
+    notice = ["--shutdown-notice", str(reckon.PROPAGATION_S), *kubernetes.behind_proxy(order)]
     folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
     key, memory = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY), reckon.FRONT_MIB
     container = common.container(
@@ -189,12 +192,15 @@ def _front(replicas: Replication) -> Object:
         **common.probes(order),
     )
     spec = common.pod_spec(
+        order,
         reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         [common.plan_volume(order), common.TMP],
         account=order.name,
+        spread=common.selector(order)["matchLabels"],
     )
-    return common.deployment(order, spec, common.rolling(1, 0), replicas.startup.value)
+    rolling, pods = common.rolling(1, 0), order.options.fronts
+    return common.deployment(order, spec, rolling, replicas.startup.value, pods)
 
 
 def _set(replicas: KindReplicas) -> Object:
@@ -214,7 +220,7 @@ def _set(replicas: KindReplicas) -> Object:
     if claimed:
         retention = {"whenDeleted": "Retain", "whenScaled": "Retain"}
         kept["persistentVolumeClaimRetentionPolicy"] = retention
-        claim = common.claim({"name": "models"}, "ReadWriteOnce", claimed)
+        claim = common.claim(order, {"name": "models"}, "ReadWriteOnce", claimed)
         claims["volumeClaimTemplates"] = [claim]
     about = {"labels": common.labels(order, name), "annotations": annotations}
     spec = {
@@ -281,12 +287,14 @@ def _pod(replicas: KindReplicas) -> Object:
         required = bool(order.plan.others)
         affinity = common.on_products(order, replicas.kind, required=required)
     return common.pod_spec(
+        order,
         reckon.grace_s(replicas.drain, reckon.PROPAGATION_S).value,
         container,
         volumes,
         affinity=affinity,
         nodes=nodes,
         tolerations=common.tolerations(recipe),
+        spread=common.selector(order, replicas.name)["matchLabels"],
     )
 
 
@@ -297,15 +305,16 @@ def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
     return reckon.models_gib([replicas.kind])
 
 
-def _most(kind: KindReplicas) -> Sourced[int]:
-    """The greatest number of a kind's replicas."""
-    scaled = kind.threshold.value is not None
-    return kubernetes.max_replicas(kind.order, kind.count.value) if scaled else kind.count
+def _scaling(kind: KindReplicas) -> Autoscaling:
+    """The autoscaler of a kind's replicas."""
+    grace_s = reckon.grace_s(kind.drain, reckon.PROPAGATION_S).value
+    load = reckon.load_s(kind.own)
+    return Autoscaling(kind.order, load, kind.threshold, kind.count.value, grace_s)
 
 
 def _mounting(replicas: Replication) -> Sourced[int]:
     """The number of pods that may mount a named claim."""
-    highest = sum(_most(kind).value for kind in replicas.kinds)
+    highest = sum(_scaling(kind).most.value for kind in replicas.kinds)
     return Sourced(highest, f"up to {highest} replicas")
 
 
@@ -318,7 +327,11 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         "get, list, watch endpointslices",
         "the front's only permission, in its own namespace",
     )
-    alone = "a front knows only what it routed; it starts in seconds"
+    fronts = (
+        "--fronts; shared: the replicas, what they report, the key, and where router session-hash "
+        "sends a session; each front's own: what it routed, the prefixes that it remembers, its "
+        "forecasts, the limits of keys; predictions are of one front, which starts in seconds"
+    )
     helpers = "its loop and its helpers; the memory of the front of llmctl's own engines"
     parallel = "replicas do not wait for each other"
     lines = [
@@ -326,20 +339,26 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         ExplainedValue("front: --replicas", addresses, slices),
         ExplainedValue("Role", verbs, role),
         explain_value("front: image", replicas.front_image),
-        ExplainedValue("front: replicas", "1", alone),
+        ExplainedValue("front: replicas", str(order.options.fronts), fronts),
         *replicas.explained_flags(),
         *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
         ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
         ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
+        kubernetes.explain_release(order),
+        *common.explain_push(replicas.front_image, "--image"),
+        *common.explain_push(kinds[0].image, "--replica-image"),
+        *common.explain_pods(order),
+        *kubernetes.explain_outside(order),
     ]
     size = reckon.models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:
-        kept = "of the default storage class, one for each replica; it stays when the replica goes"
+        kept = "one for each replica; it stays when the replica goes"
         token = f"Secret {order.name}, key hf-token"
         why = "optional: gated models need it; it is in no file here"
         lines += [
             explain_value("volumeClaimTemplates: storage", size, "{} GiB"),
             ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
+            common.explain_storage_class(order),
             ExplainedValue("HF_TOKEN", token, why),
         ]
     else:
@@ -381,10 +400,4 @@ def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
     elif kind.gpus.value:
         affinity = "node affinity, required" if kind.order.plan.others else "node affinity"
         lines.append(explain_value(affinity, products(kind.order, kind.kind)))
-    if kind.threshold.value is None:
-        return [*lines, explain_value("ScaledObject", kind.threshold)]
-    return [
-        *lines,
-        explain_value(f"ScaledObject threshold of {WAITING}", kind.threshold),
-        explain_value("ScaledObject maxReplicaCount", _most(kind)),
-    ]
+    return [*lines, *_scaling(kind).explained(WAITING)]

@@ -7,6 +7,7 @@ the front before them, and a target that holds them together.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Sequence
 
 from toolkit.deploy.order import (
@@ -31,7 +32,7 @@ MAX_USER = 31  # characters of a user's name
 
 
 def render(order: Order) -> Rendered:
-    """Render NAME.service. Its paths are absolute: it starts the plan in the rendered folder."""
+    """Render NAME.service. Its paths are absolute: it starts the plan in `_folder`."""
     drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
     grace, devices, host = grace_s(drain), gpus(recipe), recipe.serve.host
     words = ["serve", PLAN, "--api-key-file", KEY, "--host", host]
@@ -47,6 +48,7 @@ def render(order: Order) -> Rendered:
     secret = "read by root before the start; the key is in no environment"
     lines = [
         ExplainedValue("ExecStart", order.options.program, program),
+        _explain_folder(order),
         ExplainedValue("ExecStart --host", host, "recipe: serve.host"),
         explain_value("ExecStart --shutdown-timeout", drain, SECONDS),
         explain_value("TimeoutStopSec", grace, SECONDS),
@@ -110,9 +112,9 @@ def _replica(order: Order, replicas: KindReplicas) -> str:
         unit=replicas.name,
         variables=replicas.label,
         recipe=replicas.kind.recipe.name,
-        folder=order.options.folder,
+        folder=_folder(order),
         command=command,
-        plan_file=f"{order.options.folder}/{replicas.file('plan', '.json')}",
+        plan_file=f"{_folder(order)}/{replicas.file('plan', '.json')}",
         python_variable=replicas.server.python_variable,
         python=order.options.replica_python,
         user=user_name(order.name),
@@ -154,7 +156,7 @@ def _server(
         command=_command(words),
         replicas=replicas,
         user=user_name(order.name) if replicas else "",
-        plan_file=f"{order.options.folder}/plan.json",
+        plan_file=f"{_folder(order)}/plan.json",
         key_file=order.key_file,
         model_folder=_model_folder(order),
         startup_s=startup_s(order).value,
@@ -193,6 +195,7 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
     secret = "read by root; the key is the front's alone"
     lines = [
         ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
+        _explain_folder(order),
         ExplainedValue("ExecStart --host of the front", recipe.serve.host, "recipe: serve.host"),
         ExplainedValue(f"{files}: PORT", f"{first} to {last}", source),
         explain_value("TimeoutStopSec", grace, SECONDS),
@@ -225,19 +228,41 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
     return lines
 
 
+def _folder(order: Order) -> str:
+    """The folder of the files on the machine that runs the units."""
+    if prefix := order.options.prefix:
+        return f"{prefix}/{order.name}"
+    return order.options.folder
+
+
+def _explain_folder(order: Order) -> ExplainedValue:
+    why = "where it was rendered; for another machine: --prefix /etc/llmctl"
+    if order.options.prefix:
+        why = "--prefix, and the deployment's name; the commands above copy the files there"
+    return ExplainedValue("folder of the files", _folder(order), why)
+
+
 def _start(order: Order, name: str, kind: str, templates: Sequence[str] = ()) -> str:
-    serve = " ".join(["llmctl serve . --target systemd", *order.allowances])
+    prefix, folder = order.options.prefix, _folder(order)
+    here = shlex.quote(folder) if prefix else '"$PWD"'
+    place = here if prefix else "."
+    serve = " ".join(["llmctl serve", place, "--target systemd", *order.allowances])
     units = [f"{name}.{kind}"]
     if kind == "target":
         units += [f"{name}.service", *(f"{template}.service" for template in templates)]
-    links = " ".join(f'"$PWD/{unit}"' for unit in units)
+    links = " ".join(f"{here}/{unit}" for unit in units)
     named = " ".join([*units[:2], *(f"'{one}*'" for one in templates)]) if units[1:] else units[0]
+    copy = (
+        f"sudo install -d {here}\nsudo cp -r . {here}    # again for a new plan\n" if prefix else ""
+    )
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
 openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {order.key_file}
-sudo systemctl link {links}
+{copy}sudo systemctl link {links}
 sudo systemctl enable --now {units[0]}    # or: {serve}
 systemctl status {named}
 sudo systemctl stop {named}            # drains
-```"""
+```
+
+{order.reading_the_key}"""

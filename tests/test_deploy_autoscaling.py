@@ -1,0 +1,144 @@
+"""The autoscaler: it reckons with the tuning's own trace, and adds a replica before the queue at
+which first tokens come too late, by as much as the queue grows while a replica loads.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import orders
+import pytest
+import yaml
+from commands import llmctl
+from operator_kinds import check_object
+
+from toolkit.deploy.order import Order, Sourced
+from toolkit.deploy.reckon import tuned_trace, waiting_threshold
+from toolkit.deploy.render import render_target
+from toolkit.deploy.targets.autoscaling import Autoscaling
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan
+from toolkit.files.strict import Input
+from toolkit.traces.read import read_trace
+from toolkit.traces.types import trace_path
+
+WAITING = 'llmctl_requests_waiting{namespace="default",job="default/llmctl-test"}'
+BREAKING: Sourced[int | None] = Sourced(313, "test")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return orders.plan(tmp_path)
+
+
+def loading(plan: Plan, load_s: float | None) -> Plan:
+    """The same with a measured time of loading."""
+    engine = plan.fit.engine.model_copy(update={"load_s": load_s})
+    return plan.model_copy(update={"fit": plan.fit.model_copy(update={"engine": engine})})
+
+
+def tuned_on(plan: Plan, trace: Path) -> Plan:
+    """The same, tuned on this trace."""
+    recorded = Input(name=trace.name, sha256=hashlib.sha256(trace.read_bytes()).hexdigest())
+    return plan.model_copy(update={"inputs": plan.inputs | {"trace": recorded}})
+
+
+def long_trace(folder: Path) -> Path:
+    """Few may wait for its prompts: they are longer than those of any shipped trace."""
+    row = '{"arrival_s": %d, "prompt_tokens": 100, "output_tokens": 100}\n'
+    file = folder / "long.jsonl"
+    file.write_text("".join(row % second for second in range(50)))
+    return file
+
+
+def scaled(order: Order) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(render_target("kubernetes", order)["scaledobject.yaml"])
+    check_object(found)
+    return found["spec"]
+
+
+def test_the_threshold_is_that_of_the_tuning_s_trace(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = long_trace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_file(tuned_on(plan, own), "plan.json")
+    assert llmctl("render", "plan.json", "--target", "kubernetes") == 0
+    found = yaml.safe_load(Path("kubernetes/scaledobject.yaml").read_text())["spec"]["triggers"][0]
+    of_own = waiting_threshold(plan, read_trace(own)[0]).value
+    of_shipped = waiting_threshold(plan, None).value
+    assert of_own is not None
+    assert of_own != of_shipped
+    assert found["metadata"]["threshold"] == str(of_own // 2)
+    # Where the trace is gone, or another has its name, nothing is reckoned from a shipped one.
+    own.write_text(own.read_text().replace("100", "1"))
+    capsys.readouterr()
+    assert llmctl("render", "plan.json", "--target", "kubernetes") == 0
+    assert "long.jsonl" in capsys.readouterr().err
+    assert not Path("kubernetes/scaledobject.yaml").exists()
+    assert "name it with --trace" in Path("kubernetes/EXPLAIN.md").read_text()
+
+
+def test_a_shipped_trace_is_found_by_its_digest(plan: Plan, tmp_path: Path) -> None:
+    shipped = trace_path("bursty-small")
+    assert tuned_trace(tuned_on(plan, shipped), []) == shipped
+    assert tuned_trace(plan, [tmp_path]) is None
+    other = tmp_path / "bursty-small.jsonl"
+    other.write_text("{}\n")
+    assert tuned_trace(tuned_on(plan, other), []) is None
+
+
+def test_a_replica_is_added_before_the_queue_that_admission_refuses(plan: Plan) -> None:
+    order = orders.order(plan)
+    breaking = waiting_threshold(plan, None).value
+    assert breaking is not None
+    spec = scaled(order)
+    threshold = int(spec["triggers"][0]["metadata"]["threshold"])
+    # Kubernetes acts 10 % above the threshold.
+    assert 1 <= 1.1 * threshold < breaking
+
+
+def test_the_query_adds_what_the_queue_grows_by_while_a_replica_loads(plan: Plan) -> None:
+    spec = scaled(orders.order(loading(plan, 84.4)))
+    query = spec["triggers"][0]["metadata"]["query"]
+    assert query == (
+        f"sum({WAITING}) + 115 * (clamp_min(sum(deriv({WAITING}[2m])), 0) or vector(0))"
+    ), "85 s of loading and 30 s until the queue is seen"
+    explained = render_target("kubernetes", orders.order(loading(plan, 84.4)))["EXPLAIN.md"]
+    assert "| ScaledObject query: growth | 115 s |" in explained
+    explained = render_target("kubernetes", orders.order(plan))["EXPLAIN.md"]
+    assert "| ScaledObject query: growth | none |" in explained
+
+
+def test_replicas_at_most_double_while_one_loads_and_go_one_by_one(plan: Plan) -> None:
+    spec = scaled(orders.order(loading(plan, 84.4), replicas=2))
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    (up,) = behavior["scaleUp"]["policies"]
+    assert (up["type"], up["value"], up["periodSeconds"]) == ("Percent", 100, 115)
+    (down,) = behavior["scaleDown"]["policies"]
+    assert (down["type"], down["value"]) == ("Pods", 1)
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] >= 2 * 115
+    # Prometheus' end takes no replica away.
+    assert spec["fallback"]["replicas"] == spec["minReplicaCount"] == 2
+    assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
+
+
+@pytest.mark.parametrize("load_s", [None, 1.0, 9000.0])
+def test_every_period_is_one_that_kubernetes_takes(plan: Plan, load_s: float | None) -> None:
+    scaled(orders.order(loading(plan, load_s)))  # its model has the bounds
+    order = orders.order(plan)
+    long = Autoscaling(order, Sourced(None, "test"), BREAKING, 1, 20_000)
+    check_object(long.scaled_object({"name": order.name}, WAITING))
+
+
+def test_with_a_minimum_above_zero_there_is_no_cooldown(plan: Plan) -> None:
+    order = orders.order(plan)
+    assert "cooldownPeriod" not in scaled(order)
+    explained = render_target("kubernetes", order)["EXPLAIN.md"]
+    assert "| ScaledObject cooldownPeriod | not set |" in explained
+
+
+def test_where_only_one_may_wait_no_queue_is_early_enough(plan: Plan) -> None:
+    found = Autoscaling(orders.order(plan), Sourced(None, "test"), Sourced(1, "test"), 1, 60)
+    assert found.threshold.value is None
+    assert [line.key for line in found.explained("x")] == ["ScaledObject"]
