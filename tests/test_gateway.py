@@ -24,7 +24,8 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.calls import GenerationCall, PassingAnswer
+from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
@@ -294,7 +295,7 @@ def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
         GenerationCall(json.dumps(body | {"temperature": 0}).encode(), chat=True)
     )
     text, asked = "", {}
-    passing.request(speaks_ids=True, max_model_len=None)
+    passing.request(Attempted(speaks_ids=True))
     for (tokens, ids), mode in zip(attempts, modes, strict=True):
         passed = passing.feed(events_of(tokens, ids=ids, hold=3))
         text += "".join(
@@ -302,7 +303,7 @@ def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
             for line in passed.decode().split("\n\n")
             if line
         )
-        asked = json.loads(passing.request(speaks_ids=mode == "ids", max_model_len=None)[1])
+        asked = json.loads(passing.request(Attempted(speaks_ids=mode == "ids"))[1])
         assert passing.mode == mode
     assert asked["messages"] == [{"role": "assistant", "content": text}]
     assert asked["max_tokens"] == 20 - len(text)

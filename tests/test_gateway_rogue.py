@@ -1,0 +1,286 @@
+"""Replicas that misbehave, and clients: none of it reaches the requests of others.
+
+A replica here is a stand-in that is told what to send: any bytes as a page, an answer, or a part of
+one. The tests speak HTTP to the front.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from test_gateway import USAGE, Front, asked, chatted, run
+
+from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.gateway import replicas as pools
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HUGE = 10**400
+DEEP = b'{"data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def page(body: bytes, status: int = 200, more: bytes = b"") -> bytes:
+    """A whole HTTP answer."""
+    return b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n%s" % (status, more, len(body), body)
+
+
+def endless_trailers() -> bytes:
+    """An answer whose trailers take 32 MiB."""
+    head = b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    return head + b"".join(b"x-%d: %s\r\n" % (k, b"y" * 1000) for k in range(32_000))
+
+
+def streamed(*events: dict[str, Any] | bytes, done: bool = True) -> bytes:
+    """A whole HTTP answer with these events."""
+    lines = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in events]
+    lines += [b"[DONE]"] if done else []
+    body = b"".join(b"data: %s\n\n" % line for line in lines)
+    return page(body, more=b"content-type: text/event-stream\r\n")
+
+
+def text_event(text: str, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "finish_reason": None} | more
+    return {"id": "first", "created": 1, "model": MODEL, "choices": [choice]}
+
+
+async def tasks_of(front: Front) -> dict[str, float]:
+    """By task, whether it is up, as /metrics says."""
+    told = (await front.http.get("/metrics")).text
+    lines = [line for line in told.splitlines() if line.startswith("llmctl_background_task_up{")]
+    return {line.split('task="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+async def metric(front: Front, name: str) -> float:
+    """The sum of a metric over its labels."""
+    told = (await front.http.get("/metrics")).text
+    return sum(float(line.split()[-1]) for line in told.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3, 4]], [[1, 2]], ["a"]])
+def test_several_prompts_are_answered(prompt: list[Any], stream: bool):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(5, prompt=prompt, stream=stream)
+        answer = await front.http.post(COMPLETIONS, json=body)
+        assert answer.status_code == 200
+        lines = answer.text.split("\n\n") if stream else ["data: " + answer.text]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        texts = dict.fromkeys(range(len(prompt)), "")
+        for choice in (choice for event in events for choice in event["choices"]):
+            texts[choice["index"]] += choice["text"]
+        wanted = [answer_of(asked(5, prompt=each)) for each in prompt]
+        assert list(texts.values()) == wanted
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "count", [HUGE, 10**12, -5, "7", None, 1.5, {"a": 1}], ids=lambda count: str(count)[:8]
+)
+def test_a_usage_that_cannot_be_reaches_nobody_else(stream: bool, count: Any):
+    usage = {"prompt_tokens": count, "completion_tokens": count, "total_tokens": count}
+    given = {"id": "a", "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}
+
+    def script(path: str, body: dict[str, Any]) -> bytes | None:
+        if body["prompt"] != "odd":
+            return None
+        if body.get("stream"):
+            return streamed(text_event("hi", finish_reason="stop"), {"choices": [], "usage": usage})
+        return page(json.dumps(given | {"usage": usage}).encode())
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        odd = await front.http.post(COMPLETIONS, json=asked(prompt="odd", stream=stream, **USAGE))
+        assert odd.status_code == 200
+        assert "hi" in odd.text
+        for _ in range(3):
+            assert (await front.stream(asked())).text == answer_of(asked())
+        told = await front.http.get("/metrics")
+        assert told.status_code == 200
+        assert await metric(front, "llmctl_prompt_tokens_total") < 1000
+        assert await metric(front, "llmctl_generation_tokens_total") < 1000
+        if count is not None:
+            assert await metric(front, "llmctl_replica_odd_usage_total") == 1
+
+    run(test, StandIn(script=script))
+
+
+def test_a_prompt_of_spaces_changes_no_others_estimate():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        gauge, prompt = front.gateway.gauge, [b"word " * 1000]
+        before = gauge.tokens(prompt)
+        servers[0].token_bytes = 400  # so long a token has this prompt
+        await front.http.post(
+            CHAT, json=chatted(messages=[{"role": "user", "content": " " * 390_000}])
+        )
+        assert gauge.tokens(prompt) > 0.8 * before
+
+    run(test, StandIn(), max_body_bytes=1 << 20)
+
+
+def test_long_pages_of_metrics_stop_nothing(monkeypatch: pytest.MonkeyPatch):
+    """A page of 4 MB of lines that almost match: with a quadratic expression it takes minutes."""
+    monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
+    line = b"vllm:num_requests_waiting{" + b"x" * 40 + b"\n"
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        task = front.pool.background.start("reports of replicas", front.pool.read_reports)
+        for _ in range(20):
+            assert (await front.http.get("/health")).status_code == 200
+            assert (await front.http.get("/replicas/metrics")).status_code == 200
+        while servers[0].asked["/metrics"] < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    metrics = page(line * (4_000_000 // len(line)))
+    run(test, StandIn(pages={"/metrics": metrics}), router="vllm-dp")
+
+
+REPORTS = [
+    "vllm:num_requests_running 3.0\n",  # without a figure of its cache
+    "vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\n",
+    "vllm:num_requests_running -1e300\nvllm:kv_cache_usage_perc 7e300\n",
+    f"vllm:num_requests_running {HUGE}\n",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", REPORTS, ids=range(len(REPORTS)))
+def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        front.pool.background.start("reports of replicas", front.pool.read_reports)
+        known = front.gateway.balancer.replicas
+        while any(each.report is None for each in known[1:]):
+            await asyncio.sleep(0.005)
+        before = servers[0].asked["/metrics"]
+        while servers[0].asked["/metrics"] < before + 3:
+            await asyncio.sleep(0.005)
+        assert known[1].kv_usage == 0.25
+        for each in known:
+            assert 0 <= each.waiting <= 1 << 20
+            assert 0.0 <= each.kv_usage <= 1.0
+        assert (await tasks_of(front))["reports of replicas"] == 1.0
+        assert await metric(front, "llmctl_background_task_failures_total{") == 0
+
+    good = "vllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.25\n"
+    run(test, StandIn(metrics=text), StandIn(metrics=good), router="vllm-dp")
+
+
+MODELS = [
+    b'{"data":[{"id":"\xff"}]}',
+    DEEP,
+    b'{"data":[{"id":"standin","max_model_len":%d}]}' % HUGE,
+    b'{"data":[{"id":"standin","max_model_len":-1}]}',
+    b'{"data":null}',
+    b"\xff\xfe",
+    b"",
+    b"x" * (5 << 20),
+]
+
+
+@pytest.mark.parametrize("body", MODELS, ids=range(len(MODELS)))
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/health", "/metrics"])
+def test_a_replica_with_odd_pages_is_probed_again(
+    path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pools, "PROBE_DOWN_S", 0.01)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        odd, _ = servers
+        while odd.asked["/health"] < 2 and odd.url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        assert (await front.stream(asked())).text == answer_of(asked())
+        assert (await front.http.get("/replicas/metrics")).status_code == 200
+        odd.pages.clear()
+        await front.until("up", 2)
+        assert await metric(front, "llmctl_background_task_failures_total{") == 0
+
+    async def both(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([each.url for each in servers])
+        await test(front, servers)
+
+    run(both, StandIn(pages={path: page(body)}), StandIn(), starts=())
+
+
+@pytest.mark.parametrize("where", ["pages", "stream", "whole"])
+def test_trailers_without_end_take_no_memory(where: str):
+    answer = endless_trailers()
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(stream=where == "stream")
+        links = [each.upstream for each in front.pool.replicas]
+        answers = await asyncio.gather(
+            *(front.http.post(COMPLETIONS, json=body) for _ in range(2)), return_exceptions=True
+        )
+        assert all(isinstance(each, httpx.Response) for each in answers)
+        held = [link for each in links for link in (*each._idle, *each._busy)]
+        assert sum(len(link.headers) for link in held) < 1000
+        assert (await front.http.get("/health")).status_code == 200
+
+    pages = {"/metrics": answer, "/version": answer} if where == "pages" else {}
+    script = None if where == "pages" else lambda path, body: answer
+    run(test, StandIn(pages=pages, script=script), wait_up_s=0.05)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"choices":[{"index":0,"text":"\xff"}]}',
+        b'{"id":"\xff","choices":[]}',
+        b'{"choices":[{"index":0,"text":' + b"[" * 50_000,
+        b'{"choices":[{"index":7,"text":"x"}]}',
+        b'{"choices":[{"index":-1,"text":"x"}]}',
+        b'{"choices":[{"index":%d,"text":"x"}]}' % HUGE,
+        b'{"choices":"x"}',
+        b"nothing",
+        b"7",
+    ],
+    ids=range(9),
+)
+def test_an_event_that_is_none_sends_the_request_elsewhere(odd: bytes):
+    first = StandIn()
+    wanted = answer_of(asked())
+
+    def script(path: str, body: dict[str, Any]) -> bytes:
+        return streamed(text_event(wanted[0], token_ids=[ord(wanted[0])]), odd)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(3):
+            told = await front.stream(asked())
+            assert told.text == wanted
+            assert told.done
+
+    first.script = script
+    run(test, first, StandIn())
+
+
+UNREADABLE = [
+    b"\xff",
+    b'{"prompt": "\xff"}',
+    b'{"\xff": 1, "prompt": "a"}',
+    b'{"model": "\xff", "prompt": "a"}',
+    b'{"user": "\xff", "prompt": "a", "messages": []}',
+    b'{"prompt": "a"',
+    b"[1]",
+    b"null",
+    b"",
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b', "prompt": "a"}',
+    b"\xef\xbb\xbf{}",
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/embeddings"])
+@pytest.mark.parametrize("body", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_body_that_cannot_be_read_gets_400(path: str, body: bytes):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        headers = {"content-type": "application/json"}
+        answer = await front.http.post(path, content=body, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+        assert servers[0].served.total() == 0
+
+    run(test, StandIn())
