@@ -218,9 +218,9 @@ def test_trailers_without_end_take_no_memory(where: str):
         assert all(isinstance(each, httpx.Response) for each in answers)
         held = [link for each in links for link in (*each._idle, *each._busy)]
         assert sum(len(link.headers) for link in held) < 1000
-        assert (await front.http.get("/health")).status_code == 200
+        assert (await front.http.get("/replicas/metrics")).status_code == 200
 
-    pages = {"/metrics": answer, "/version": answer} if where == "pages" else {}
+    pages = {"/metrics": answer} if where == "pages" else {}
     script = None if where == "pages" else lambda path, body: answer
     run(test, StandIn(pages=pages, script=script), wait_up_s=0.05)
 

@@ -188,6 +188,11 @@ class PassingAnswer:
         return max(self._most_tokens, self.tokens)
 
     @property
+    def unseen_tokens(self) -> int:
+        """Tokens that bring no text, where no ids are counted: the last of a choice may be one."""
+        return len(self._finished) if self._ids is None else 0
+
+    @property
     def _counts_ids(self) -> bool:
         """The ids of all tokens of the answer are known, and those of its only prompt."""
         if self._ids is None or self._prompt_ids is None or len(self._call.prompts) > 1:

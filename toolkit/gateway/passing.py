@@ -130,8 +130,10 @@ class PassedRequest:
             return 0
         if passing.usage is None and not stream:
             return self.most_tokens
+        if passing.usage is not None:
+            return passing.prompt_tokens + self.generated
         by_text = math.ceil(passing.text_bytes / self._gateway.gauge.bytes_per_token)
-        generated = max(self.generated, by_text if passing.usage is None else 0)
+        generated = max(passing.counted_tokens, by_text) + passing.unseen_tokens
         return passing.prompt_tokens + generated
 
     def cut(self, reason: str) -> None:
