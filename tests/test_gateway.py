@@ -280,20 +280,21 @@ def events_of(tokens: str, *, ids: bool, hold: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("attempts", "modes"),
+    ("greedy", "attempts", "modes"),
     [
-        ([("abcdefgh", True), ("fghi", True)], ["ids", "text"]),  # of "fghi" one came: f
-        ([("abcdef", True), ("abcdefgh", False)], ["again", "text"]),  # abc came again
-        ([("abcdef", False), ("defghi", False)], ["text", "text"]),
+        (True, [("abcdefgh", True), ("fghi", True)], ["ids", "ids"]),  # of "fghi" one came: f
+        (True, [("abcdefgh", True), ("fghi", True)], ["ids", "again"]),
+        (True, [("abcdef", False)], ["again"]),
+        (False, [("abcdef", True), ("abcdefgh", False)], ["again", "text"]),  # abc came again
+        (False, [("abcdef", False), ("defghi", False)], ["text", "text"]),
     ],
 )
 def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
-    attempts: list[tuple[str, bool]], modes: list[str]
+    greedy: bool, attempts: list[tuple[str, bool]], modes: list[str]
 ) -> None:
     body = {"messages": [], "stream": True, "stop": ["xx", "yyyy"], "max_tokens": 20}
-    passing = PassingAnswer(
-        GenerationCall(json.dumps(body | {"temperature": 0}).encode(), chat=True)
-    )
+    body |= {"temperature": 0} if greedy else {}
+    passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
     text, asked = "", {}
     passing.request(Attempted(speaks_ids=True))
     for (tokens, ids), mode in zip(attempts, modes, strict=True):
@@ -305,8 +306,11 @@ def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
         )
         asked = json.loads(passing.request(Attempted(speaks_ids=mode == "ids"))[1])
         assert passing.mode == mode
-    assert asked["messages"] == [{"role": "assistant", "content": text}]
-    assert asked["max_tokens"] == 20 - len(text)
+    if modes[-1] == "text":
+        assert asked["messages"] == [{"role": "assistant", "content": text}]
+        assert asked["max_tokens"] == 20 - len(text)
+    if modes[-1] == "again":
+        assert (asked["messages"], asked["max_tokens"]) == ([], 20)
 
 
 def test_an_answer_that_lacks_only_its_last_lines_ends():

@@ -181,8 +181,9 @@ class Stream:
             [stops] if isinstance(stops, str) else stops,
             sends_stop=bool(body.get("include_stop_str_in_output")),
         )
-        events = [self._event({"delta": {"role": "assistant", "content": ""}}, [])]
-        events = events if self._chat else []
+        events = []
+        if self._chat:
+            events.append(self._event({"delta": {"role": "assistant", "content": ""}}, []))
         tokens = generate(self.prompt, plain=not dialect.ids)
         count, finish, merged = 0, "", list[int]()
         while not finish:

@@ -151,7 +151,8 @@ class GenerationCall:
         exact = self.greedy or not (done.overlap or done.repeated)
         if speaks_ids and done.ids and done.prompt_ids and exact:
             return "ids"
-        if (self.reread and self.greedy) or self.wants_ids:
+        # Without ids it is not known how many tokens the text has behind which a stop may begin.
+        if (self.greedy and (self.held_back or self.reread)) or self.wants_ids:
             return "again"
         return "text" if self._is_text else "again"
 
