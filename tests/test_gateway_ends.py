@@ -16,7 +16,9 @@ from benchmarks.common.dialects import (
 from benchmarks.serving.replica_ends import cases, tried
 
 
-@pytest.mark.parametrize(("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each))
+@pytest.mark.parametrize(
+    ("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each)
+)
 def test_an_answer_may_end_anywhere(dialect: Dialect, name: str):
     found = asyncio.run(tried(dialect, name, every=211, first=len(name)))
     assert found.positions > 2
@@ -24,7 +26,9 @@ def test_an_answer_may_end_anywhere(dialect: Dialect, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each))
+@pytest.mark.parametrize(
+    ("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each)
+)
 def test_an_answer_may_end_at_many_places(dialect: Dialect, name: str):
     found = asyncio.run(tried(dialect, name, every=13))
     assert found.differences == []

@@ -1,6 +1,6 @@
 """At every byte at which a replica may end its answer, does the client get the undisturbed one?
 
-    python -m benchmarks.serving.replica_ends --every 1
+    python -m benchmarks.serving.replica_ends --prompts 2
 
 A front stands before two servers of `benchmarks.common.dialects`. For each dialect and each kind of
 request, the first attempt ends after 0, 1, 2, ... bytes of its body, and another server goes on.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -181,11 +180,21 @@ def cases() -> Iterator[tuple[Dialect, str]]:
             yield dialect, name
 
 
-async def tried(dialect: Dialect, name: str, every: int, first: int = 0) -> Tried:
+def asked(name: str, variant: int) -> dict[str, Any]:
+    """The fields of a request, with one of several prompts: each has another answer."""
+    fields, more = REQUESTS[name], "fgb"[variant % 3] * variant
+    if "messages" in fields:
+        content = fields["messages"][0]["content"] + more
+        return fields | {"messages": [{"role": "user", "content": content}]}
+    prompt = fields["prompt"]
+    return fields | {"prompt": prompt + more if isinstance(prompt, str) else [*prompt, variant]}
+
+
+async def tried(dialect: Dialect, name: str, every: int, first: int = 0, variant: int = 0) -> Tried:
     """End the first attempt after `first`, `first` + `every`, ... bytes, and compare."""
     cuts: list[int] = []
     replicas = [Replica(dialect, cuts), Replica(dialect, cuts)]
-    found, fields = Tried(dialect.name, name), REQUESTS[name]
+    found, fields = Tried(dialect.name, name), asked(name, variant)
     async with front_before(*replicas) as client:
         whole = await client.ask(fields)
         assert whole.status == 200
@@ -213,21 +222,21 @@ def _difference(whole: Answer, answer: Answer) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth position")
-    parser.add_argument("--passes", type=int, default=1, help="of all positions")
+    parser.add_argument("--prompts", type=int, default=1, metavar="N", help="of each request")
     options = parser.parse_args()
     start_s, total, wrong = time.monotonic(), 0, 0
     print("| dialect | request | positions | differences |\n| --- | --- | --- | --- |")
     for dialect, name in cases():
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             found = Tried(dialect.name, name)
-            for number in range(options.passes):
-                first = math.floor(number * options.every / options.passes)
-                part = runner.run(tried(dialect, name, options.every, first))
+            for variant in range(options.prompts):
+                part = runner.run(tried(dialect, name, options.every, 0, variant))
                 found.positions += part.positions
                 found.differences += part.differences
         total += found.positions
         wrong += len(found.differences)
-        print(f"| {dialect.name} | {name} | {found.positions:,} | {len(found.differences)} |")
+        row = f"| {dialect.name} | {name} | {found.positions:,} | {len(found.differences)} |"
+        print(row, flush=True)
         for line in found.differences[:3]:
             print(f"  {line}")
     print(f"\n{total:,} positions, {wrong} differences, {time.monotonic() - start_s:.0f} s")
