@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from test_gateway import USAGE, Front, asked, chatted, run
+from test_gateway import PROMPT, USAGE, Front, Told, asked, chatted, run
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.gateway import replicas as pools
+from toolkit.routing.balancer import BalancerEvent, Routed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HUGE = 10**400
@@ -284,3 +285,273 @@ def test_a_body_that_cannot_be_read_gets_400(path: str, body: bytes):
         assert servers[0].served.total() == 0
 
     run(test, StandIn())
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "no ids"])
+@pytest.mark.parametrize("cut_behind", ["finish", "usage"])
+def test_an_answer_that_lacks_its_last_lines_has_its_usage_once(cut_behind: str, ids: bool):
+    whole: list[Told] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        whole.append(await front.stream(asked(**USAGE)))
+        first = StandIn(speaks_ids=ids)
+        await first.start()
+        events = [json.dumps(each) for each in whole[0].events]
+        kept = events if cut_behind == "usage" else events[:-1]
+        kept = [each.replace('"finish_reason"', '"x": 1, "finish_reason"') for each in kept]
+        first.script = lambda path, body: streamed(*(one.encode() for one in kept), done=False)
+        front.pool.renew([first.url, *(each.url for each in servers)])
+        await front.until("up", 2)
+        for _ in range(4):  # round-robin
+            told = await front.stream(asked(**USAGE))
+            usages = [each["usage"] for each in told.events if each.get("usage")]
+            assert told.text == whole[0].text
+            assert usages == [whole[0].usage]
+            assert (told.finish, told.done) == ("length", True)
+        first.kill()
+
+    run(test, StandIn(speaks_ids=ids), router="round-robin")
+
+
+@pytest.mark.parametrize("context", [4096, 0], ids=["context", "no context"])
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "no ids"])
+def test_a_chat_without_a_limit_does_not_grow(ids: bool, context: int):
+    body = {key: value for key, value in chatted(**USAGE).items() if key != "max_tokens"}
+    body |= {"temperature": 0}
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        whole = await front.stream(body, chat=True)
+        assert whole.usage["completion_tokens"] == 20
+        for cut_at in (900, 1500, 2500):
+            for each in servers:
+                each.cut_at = cut_at
+            told = await front.stream(body, chat=True, on=_healing(servers, 5))
+            assert (told.text, told.finish, told.usage) == (whole.text, "length", whole.usage)
+
+    kind = {"speaks_ids": ids, "default_tokens": 20, "max_model_len": context}
+    run(test, StandIn(token_s=0.001, **kind), StandIn(token_s=0.001, **kind))
+
+
+def _healing(servers: list[StandIn], after: int) -> Any:
+    """Ends the cuts of the servers after some events."""
+
+    async def on(number: int) -> None:
+        if number == after:
+            for each in servers:
+                each.cut_at = each.cut_at if not each.is_idle else -1
+
+    return on
+
+
+def test_ids_finish_reasons_and_times_stay_those_of_the_first_server():
+    wanted = answer_of(asked())
+    sampled = asked(20, logprobs=1)
+
+    def script(path: str, body: dict[str, Any]) -> bytes:
+        events = [text_event(letter) for letter in wanted[:5]]
+        return streamed(*events, done=False)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for body in (asked(), sampled):
+            told = await front.stream(body)
+            assert told.text == answer_of(body)
+            assert len({each["id"] for each in told.events}) == 1
+            assert len({each["created"] for each in told.events}) == 1
+            reasons = [each["choices"][0].get("finish_reason") for each in told.events]
+            assert [one for one in reasons if one] == ["length"]
+
+    run(test, StandIn(script=script, speaks_ids=False), StandIn(speaks_ids=False))
+
+
+def test_events_without_an_id_get_none_in_their_text():
+    wanted = answer_of(asked())
+
+    def script(path: str, body: dict[str, Any]) -> bytes | None:
+        if body["prompt"] != PROMPT:
+            rest = wanted[len(body["prompt"]) - len(PROMPT) :]
+            events = [text_event(letter) for letter in rest]
+            events[-1]["choices"][0]["finish_reason"] = "length"
+        else:
+            events = [text_event(letter) for letter in wanted[:5]]
+        for event in events:
+            del event["id"]
+        return streamed(*events, done=body["prompt"] != PROMPT)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await front.stream(asked())
+        assert told.text == wanted
+        assert not any("id" in each for each in told.events)
+
+    run(test, *(StandIn(script=script, speaks_ids=False) for _ in range(2)))
+
+
+def test_a_replica_that_gets_another_model_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pools, "PROBE_UP_S", 0.01)
+    monkeypatch.setattr(pools, "IDENTIFY_EVERY_S", 0.0)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        servers[0].model = "other"
+        await front.until("left out", 1)
+        shown = (await front.http.get("/replicas")).json()["replicas"]
+        assert [each["problem"] for each in shown] == ["it serves 'other', not 'standin'", ""]
+        servers[0].model = MODEL
+        await front.until("up", 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [404, 401, 500])
+def test_a_replica_that_refuses_at_once_takes_no_requests(status: int):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answers = [await front.http.post(COMPLETIONS, json=asked()) for _ in range(8)]
+        if status != 500:
+            assert [each.status_code for each in answers] == [200] * 8
+        while servers[0].url in {each.url for each in front.pool.up}:
+            await front.http.post(COMPLETIONS, json=asked())
+            await asyncio.sleep(0.01)
+        shown = (await front.http.get("/replicas")).json()["replicas"][0]
+        assert (shown["state"], str(status) in shown["problem"]) == ("down", True)
+        before = servers[0].served.total()
+        for _ in range(10):
+            assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+        assert servers[0].served.total() - before <= 2  # its probes
+        servers[0].status = 0
+        await front.until("up", 2)
+
+    run(test, StandIn(status=status), StandIn())
+
+
+def test_a_clients_errors_take_no_replica_out():
+    """Twenty requests at which every replica fails; each of them serves all others."""
+
+    def script(path: str, body: dict[str, Any]) -> bytes | None:
+        return page(b'{"error": {"message": "a bug"}}', 500) if body["prompt"] == "bug" else None
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(20):
+            assert (await front.http.post(COMPLETIONS, json=asked(prompt="bug"))).status_code == 500
+        await asyncio.sleep(0.3)
+        assert len(front.pool.up) == 2
+        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+
+    run(test, *(StandIn(script=script) for _ in range(2)))
+
+
+RELAYED = [("/tokenize", {"prompt": "a"}), ("/v1/embeddings", {"model": MODEL, "input": "abc"})]
+
+
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
+def test_a_relayed_request_ends_though_its_replica_hangs(path: str, body: dict[str, Any]):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answer = await front.http.post(path, json=body)
+        assert answer.status_code == 200
+        assert servers[0].asked[path] == servers[1].asked[path] == 1
+
+    run(test, StandIn(script=lambda *_: b""), StandIn(), hang_s=0.05)
+
+    async def alone(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.post(path, json=body)).status_code in (503, 504)
+
+    run(alone, StandIn(script=lambda *_: b""), hang_s=0.05)
+    run(alone, StandIn(script=lambda *_: b""), request_timeout_s=0.05)
+
+
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
+def test_a_relayed_request_is_answered_to_its_end_while_the_front_drains(
+    path: str, body: dict[str, Any]
+):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        servers[0].script = lambda *_: b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n"
+        asking = asyncio.create_task(front.http.post(path, json=body))
+        while not front.gateway.running:
+            await asyncio.sleep(0.001)
+        draining = asyncio.create_task(front.gateway.drain(20))
+        while not servers[0].asked[path]:
+            await asyncio.sleep(0.001)
+        assert (await front.http.post(path, json=body)).status_code == 503
+        for connection in servers[0].connections:
+            connection._write(b"{}")
+        assert (await asking).json() == {}
+        await draining
+
+    run(test, StandIn())
+
+
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
+def test_a_relayed_request_of_another_content_type_gets_415(path: str, body: dict[str, Any]):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        headers = {"content-type": "text/plain"}
+        answer = await front.http.post(path, content=json.dumps(body), headers=headers)
+        assert answer.status_code == 415
+        assert not servers[0].asked[path]
+
+    run(test, StandIn())
+
+
+def test_a_front_that_lists_itself_leaves_itself_out():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([str(front.http.base_url).rstrip("/"), servers[0].url])
+        await front.until("left out", 1)
+        shown = (await front.http.get("/replicas")).json()["replicas"]
+        assert {each["url"]: each["state"] for each in shown}[servers[0].url] == "up"
+        assert (await front.stream(asked())).text == answer_of(asked())
+        assert (await front.http.get("/health")).status_code == 200
+
+    run(test, StandIn())
+
+
+def test_the_words_of_a_replica_become_no_labels_and_no_lines():
+    said: list[str] = []
+    forged = "x\n2026 replica is up \x1b[2J\u202e"
+
+    def script(path: str, body: dict[str, Any]) -> bytes:
+        choice = {"index": 0, "text": "a", "finish_reason": f"reason {body['prompt']}"}
+        return page(json.dumps({"choices": [choice]}).encode())
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for number in range(20):
+            await front.http.post(COMPLETIONS, json=asked(prompt=f"{number}"))
+        told = (await front.http.get("/metrics")).text
+        assert 'finish_reason="other"' in told
+        assert told.count("llmctl_requests_total{") == 1
+        front.pool.renew([servers[1].url])
+        await front.until("left out", 1)
+        assert all(line.isprintable() for line in said), said
+
+    other = StandIn(model=forged)
+
+    async def both(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([servers[0].url])
+        await front.until("up", 1)
+        await test(front, servers)
+
+    run(both, StandIn(script=script), other, starts=(), said=said)
+
+
+def test_readers_of_all_metrics_share_one_reading():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answers = await asyncio.gather(*(front.http.get("/replicas/metrics") for _ in range(40)))
+        assert {each.status_code for each in answers} == {200}
+        assert all(each.asked["/metrics"] <= 2 for each in servers)
+
+    text = "vllm:num_requests_waiting 2.0\n"
+    run(test, StandIn(metrics=text), StandIn(metrics=text))
+
+
+@pytest.mark.parametrize("named", ["header", "field"])
+def test_the_log_has_no_session_verbatim_and_equal_ones_go_together(named: str):
+    events: list[BalancerEvent] = []
+    secret = "someone@example.org/" * 50
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(4):
+            headers = {"x-session-id": secret} if named == "header" else {}
+            body = asked(1) | ({} if headers else {"prompt_cache_key": secret})
+            await front.http.post(COMPLETIONS, json=body, headers=headers)
+
+    run(test, router="session-hash", sink=events.append)
+    routed = [event for event in events if isinstance(event, Routed)]
+    assert len({event.replica for event in routed}) == 1
+    assert len({event.request.session for event in routed}) == 1
+    assert "someone" not in repr(routed)
+    assert len(routed[0].request.session) <= 32
