@@ -193,7 +193,7 @@ def error_text(body: bytes) -> str:
     """The message of an error's body, in one line of at most 200 characters."""
     read = decoded(body, ForeignErrorBody)
     text = body[:4096].decode(errors="replace") if read is None else read.text
-    return plain(" ".join(text[:4096].split()))
+    return plain(" ".join(text[:4096].split())[:200])
 
 
 def server_url(url: str) -> httpx.URL:

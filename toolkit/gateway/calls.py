@@ -264,16 +264,18 @@ def _prompts(given: str | list[int | str | list[int]] | None) -> list[Prompt]:
         return []
     if isinstance(given, str):
         return [given.encode()]
-    kinds = set(map(type, given))
-    if kinds <= {int}:
-        return [[one for one in given if isinstance(one, int)]]
-    if len(kinds) > 1:
+    tokens = [one for one in given if isinstance(one, int)]
+    texts = [one.encode() for one in given if isinstance(one, str)]
+    lists = [one for one in given if isinstance(one, list)]
+    if len(tokens) == len(given):
+        return [tokens]
+    if len(given) not in (len(texts), len(lists)):
         text = "should hold strings alone, tokens alone, or lists of tokens alone"
         raise ApiError(f"'prompt' {text}", param="prompt")
     if len(given) > MAX_PROMPTS:
         text = f"'prompt' holds {len(given)} prompts; the limit is {MAX_PROMPTS}"
         raise ApiError(text, param="prompt")
-    return [one.encode() if isinstance(one, str) else one for one in given if type(one) is not int]
+    return [*texts, *lists]
 
 
 def session_name(given: str) -> str:

@@ -415,6 +415,11 @@ class RecordedUsage(msgspec.Struct):
     completion_tokens: Count = 0
 
 
+def _usage(given: Raw) -> RecordedUsage | None:
+    """A usage that a server can have counted; None for null and for any other."""
+    return None if bytes(given) == b"null" else decoded(given, RecordedUsage)
+
+
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: dict[str, Raw] | None = None
@@ -479,7 +484,7 @@ class StreamReader:
         chunk = decoded(b"\n".join(line[5:] for line in lines), _Chunk)
         if chunk is None:
             return False  # a comment, [DONE], or an event of an unknown format
-        self.usage = decoded(chunk.usage, RecordedUsage | None) or self.usage
+        self.usage = _usage(chunk.usage) or self.usage
         self.failed |= chunk.error is not None
         self.has_tokens |= any(choice.has_tokens for choice in chunk.choices)
         return bytes(chunk.usage) != b"null" and not chunk.choices and chunk.error is None
@@ -505,7 +510,7 @@ class WholeReader:
 
     def end(self) -> bytes:
         whole = decoded(b"".join(self._pieces), _Whole) or _Whole()
-        self.usage = decoded(whole.usage, RecordedUsage | None)
+        self.usage = _usage(whole.usage)
         self._pieces.clear()
         return b""
 
