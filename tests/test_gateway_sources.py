@@ -296,7 +296,7 @@ def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
         case _:
             contents = {"empty": b"", "comments": b"# none\n", "binary": b"\xff\xfe"}
             file.write_bytes(contents.get(kind, b"http://a:1\n" * 200_000))
-    with pytest.raises(InputError, match="replicas.txt"):
+    with pytest.raises(InputError, match=r"replicas\.txt"):
         read(replica_source([str(file)]))
 
 

@@ -269,7 +269,10 @@ class StandInConnection(asyncio.Protocol):
         server, path = self.server, self.path.decode()
         server.asked[path] += 1
         if self.parser.get_method() == b"POST":
-            self._post(path)
+            try:
+                self._post(path)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError):
+                self._whole({"error": {"message": "not a request", "code": 400}}, 400)
             return
         models = [{"id": server.model, "owned_by": "vllm" if server.speaks_ids else "x",
                    "max_model_len": server.max_model_len or None}]  # fmt: skip
@@ -320,6 +323,10 @@ class StandInConnection(asyncio.Protocol):
         if why := self._too_long(body, prompts[0]):
             self._whole({"error": {"message": why, "code": 400}}, 400)
             return
+        stops = stops_of(body)
+        if any(not stop for stop in stops):
+            self._whole({"error": {"message": "stop cannot contain an empty string"}}, 400)
+            return
         self.task = asyncio.ensure_future(self._generate(body, prompts, chat=chat))
 
     def _context(self) -> int:
@@ -336,6 +343,8 @@ class StandInConnection(asyncio.Protocol):
         """Why a request does not fit; '' if it does."""
         most, known = self._context(), len(prompt) // self.server.token_bytes
         limit = limit_of(body, prompt, most, self.server.default_tokens)
+        if limit < 1:
+            return f"max_tokens must be at least 1, got {limit}"
         wanted = known + max(limit if len(prompt) < most else 1, 1)
         return f"the context is {most} tokens, not {wanted}" if wanted > most else ""
 
