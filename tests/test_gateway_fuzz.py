@@ -16,7 +16,7 @@ def test_odd_bodies_get_no_5xx():
     assert found.statuses["400"] > 50
 
 
-def test_hostile_replicas_reach_nobody_else():
+def test_hostile_replicas_reach_no_other_request():
     found = asyncio.run(hostile_replicas(150, 3))
     assert found.complaints == []
     assert found.statuses["200"] > 50

@@ -27,7 +27,7 @@ def page(body: bytes, status: int = 200, more: bytes = b"") -> bytes:
 
 
 def endless_trailers() -> bytes:
-    """An answer whose trailers take 32 MiB."""
+    """An answer with trailers of 32 MiB."""
     head = b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     return head + b"".join(b"x-%d: %s\r\n" % (k, b"y" * 1000) for k in range(32_000))
 
@@ -80,7 +80,7 @@ def test_several_prompts_are_answered(prompt: list[Any], stream: bool):
 @pytest.mark.parametrize(
     "count", [HUGE, 10**12, -5, "7", None, 1.5, {"a": 1}], ids=lambda count: str(count)[:8]
 )
-def test_a_usage_that_cannot_be_reaches_nobody_else(stream: bool, count: Any):
+def test_a_usage_that_cannot_be_reaches_no_other_request(stream: bool, count: Any):
     usage = {"prompt_tokens": count, "completion_tokens": count, "total_tokens": count}
     given = {"id": "a", "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}
 

@@ -41,7 +41,7 @@ class Dialect:
         merged: tokens of an event at most; an engine that is faster than its client merges them.
         apart: the end comes in an event of its own, as from SGLang.
         crlf: lines end in CR LF, and comments keep the connection alive.
-        default_tokens: of an answer whose client names no limit; 0: what the context has left.
+        default_tokens: of an answer without a limit by its client; 0: what the context has left.
     """
 
     name: str
@@ -101,7 +101,7 @@ def piece_of(token: int) -> bytes:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Ids of a text whose characters are tokens."""
+    """Ids of a text of which each character is a token."""
     return [
         FIRST_ID + LETTERS.index(letter) if letter in LETTERS else letter % FIRST_ID
         for letter in text.encode()

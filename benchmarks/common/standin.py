@@ -130,7 +130,7 @@ class StandIn:
         max_model_len: the context: a request that does not fit gets 400, as from vLLM.
         token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
         kind: by which a list of replicas names it; '': by none.
-        default_tokens: of an answer whose client names no limit; 0: what the context has left.
+        default_tokens: of an answer without a limit by its client; 0: what the context has left.
         gives_usage: counts tokens for the client.
         served: requests for tokens by path.
         used: tokens of prompts and answers that it computed.

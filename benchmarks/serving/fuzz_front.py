@@ -257,7 +257,7 @@ async def odd_bodies(count: int, seed: int) -> Found:
 
 
 async def hostile_replicas(count: int, seed: int) -> Found:
-    """Ask a front one of whose replicas is hostile; the other one's answers stay right."""
+    """Ask a front before a hostile replica and a good one; the other one's answers stay right."""
     found, rng = Found(), random.Random(seed)
     rogue, good = StandIn(), StandIn()
     wanted = answer_of(good_body("/v1/completions"))

@@ -146,7 +146,7 @@ class PassingAnswer:
         self._about: dict[str, Raw] = {}  # what all events of the answer say of it
         self._rest = bytearray()
         self._seen = 0  # bytes of `_rest` that hold no end of an event
-        self._held_cr = False  # a carriage return, whose line feed may follow
+        self._held_cr = False  # a carriage return; its line feed may follow
         self._passed_bytes = 0
         self._channels: dict[tuple[int, str], _Channel] = {}
         self._finished: set[int] = set()  # choices of which the client has the end
@@ -621,7 +621,7 @@ def _counts(usage: StreamedUsage) -> dict[str, int]:
 
 
 def _without_roles(choices: Raw) -> list[dict[str, Any]]:
-    """Choices of an event whose deltas name no role: the client was told it before."""
+    """Choices of an event without roles in their deltas: the client was told it before."""
     listed: list[dict[str, Any]] = [*msgspec.json.decode(choices, type=list[dict[str, Raw]])]
     for choice in listed:
         delta = decoded(choice.get("delta", Raw(b"null")), dict[str, Raw])

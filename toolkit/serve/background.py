@@ -1,6 +1,6 @@
 """Tasks that run beside the requests for as long as the server does: probes, lists, logs.
 
-Nobody waits for them, so an exception in one would go unseen, and what it does would never be done
+No code waits for them, so an exception in one would go unseen, and its work would never be done
 again. `Background` is the one place that starts them: a task that raises is logged, counted and
 started again.
 """
@@ -79,7 +79,7 @@ class Background:
         self._running[name] += 1
         try:
             await work()
-        except Exception as error:
+        except Exception as error:  # whatever it is, no other code sees it
             self.failures[name] += 1
             _logger.debug("background task %s", name, exc_info=error)
             with suppress(OSError):  # stderr is closed at the other end
