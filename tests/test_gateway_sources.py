@@ -304,3 +304,11 @@ def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
 def test_what_is_no_name_is_one_line(name: str):
     with pytest.raises(InputError, match="cannot be resolved"):
         read(replica_source([name]))
+
+
+@pytest.mark.parametrize(
+    "url", [f"http://a:1{'0' * 400}", "http://a:99999", "http://a:-1", "http://a:0", "http://a..b"]
+)
+def test_a_port_or_a_host_that_cannot_be_is_refused(url: str):
+    with pytest.raises(InputError, match="not the URL of a server"):
+        GivenReplicas([url])

@@ -205,6 +205,14 @@ def server_url(url: str) -> httpx.URL:
         raise InputError(f"'{url}' is not a URL: {error}", example) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InputError(f"'{url}' is not the URL of a server", example)
+    if parsed.port is not None and not 0 < parsed.port < 65536:
+        raise InputError(f"'{url[:200]}' is not the URL of a server: no such port", example)
+    try:
+        parsed.host.encode("idna")  # as the resolver does
+    except UnicodeError:
+        raise InputError(
+            f"'{url[:200]}' is not the URL of a server: no such host", example
+        ) from None
     return parsed
 
 
