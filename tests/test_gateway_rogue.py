@@ -6,6 +6,8 @@ one. The tests speak HTTP to the front.
 
 import asyncio
 import json
+import os
+import resource
 from typing import Any
 
 import httpx
@@ -555,3 +557,25 @@ def test_the_log_has_no_session_verbatim_and_equal_ones_go_together(named: str):
     assert len({event.request.session for event in routed}) == 1
     assert "someone" not in repr(routed)
     assert len(routed[0].request.session) <= 32
+
+
+def test_a_front_without_descriptors_says_so_and_keeps_its_replicas():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.get("/health")).status_code == 200
+        for each in front.pool.replicas:
+            each.upstream.close()  # the next request needs a new connection
+        await asyncio.sleep(0.02)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)  # the least number that is not used
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            answer = await front.http.post(COMPLETIONS, json=asked())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert len(front.pool.up) == 2
+        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+
+    run(test)

@@ -7,6 +7,7 @@ that runs in the background.
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -28,5 +29,13 @@ def decoded(content: bytes | msgspec.Raw, kind: type[ValueT]) -> ValueT | None:
 
 def plain(text: str, limit: int = 200) -> str:
     """A foreign text for a line that people read: without control characters, and not long."""
-    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:limit])
+    shown = escaped(text[:limit])
     return shown if len(text) <= limit else f"{shown}..."
+
+
+def escaped(text: str) -> str:
+    """A text without characters that move the cursor, begin a line or turn its direction."""
+    return "".join(
+        ascii(one)[1:-1] if unicodedata.category(one)[0] == "C" or one in "\u2028\u2029" else one
+        for one in text
+    )

@@ -141,7 +141,7 @@ def find_target(
     listed = models or ([Model(model)] if model else [])
     chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
-        names = ", ".join(one.id for one in models) or "none"
+        names = ", ".join(plain(one.id, 80) for one in models[:20]) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return replace(
         target,

@@ -15,6 +15,7 @@ no redirects, no compression, no keep-alive.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,6 +39,7 @@ MAX_LINE_BYTES = 16 << 20  # of an event, as the load generator reads them
 CONNECT_S = 10.0
 IDLE_S = 4.0  # servers close theirs after five seconds or more
 MAX_IDLE = 256
+NO_ROOM_HERE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 LINE_BREAKS = re.compile(rb"[\r\n\0]")
 # The proxy sets these itself. It sends a body at once, so it does not pass `expect` on.
 SET_BY_PROXY = (b"host", b"content-length", b"expect")
@@ -55,13 +57,14 @@ HOP_BY_HOP = frozenset(
 
 class UpstreamError(Exception):
     """The answer did not arrive, or not completely. `timed_out`: the server was silent too long.
+    `here`: this process lacks what a connection needs, and the server is not at fault.
 
     The message may be shown to a proxy's client: it names no address of the server.
     """
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+    def __init__(self, message: str, *, timed_out: bool = False, here: bool = False) -> None:
         super().__init__(message)
-        self.timed_out = timed_out
+        self.timed_out, self.here = timed_out, here
 
 
 class Link(asyncio.Protocol):
@@ -274,6 +277,8 @@ class Upstream:
         try:
             link = await self._open()
         except OSError as error:
+            if error.errno in NO_ROOM_HERE:
+                raise UpstreamError("this server has no room for a connection", here=True) from None
             untrusted = "shows a certificate that is not trusted"
             problem = untrusted if distrusted(error) else "cannot be reached"
             raise UpstreamError(f"the server behind this one {problem}") from None

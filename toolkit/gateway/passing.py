@@ -20,7 +20,7 @@ from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import NOT_SERVED, LiveReplica
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late, overloaded
 from toolkit.serve.server import disconnected, first_of
 from toolkit.traces.write import TraceLine, ms_or_none
 
@@ -298,6 +298,11 @@ class PassedRequest:
                     await self._pass_whole(replica, answer)
                 return True
         except UpstreamError as error:
+            if error.here and not self._head_sent:
+                self._taken = False
+                raise overloaded(str(error)) from None
+            if error.here:
+                raise PassFailedError(str(error)) from None
             reached = reached or "lost" in str(error)
             why = "the connection broke off" if reached else "it cannot be reached"
             gateway.pool.failed(replica, why)

@@ -74,7 +74,9 @@ class RelayedRequest:
             except TimeoutError:
                 pool.doubt(replica)
                 continue
-            except UpstreamError:
+            except UpstreamError as error:
+                if error.here:
+                    raise overloaded(str(error)) from None
                 pool.failed(replica, "the connection broke off")
                 continue
             pool.answered(replica, status)

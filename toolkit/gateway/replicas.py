@@ -447,6 +447,8 @@ class ReplicaPool:
         except TimeoutError:
             return f"no answer within {PROBE_TIMEOUT_S:g} s"
         except UpstreamError as error:
+            if error.here and replica.state == "up":
+                return ""  # nothing is known of it
             text = str(error).replace("the server behind this one", "it")
             return text.replace("the connection to it", "the connection")
         return ""
