@@ -1,8 +1,11 @@
 """The gateway in front of stand-in replicas that are killed, hung, drained and restarted."""
 
 import asyncio
+import errno
 import json
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,6 +26,7 @@ from toolkit.estimators.steps import PassTimes, StepLaw
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
+from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.answers import Attempted, PassingAnswer
 from toolkit.gateway.calls import GenerationCall
@@ -786,6 +790,49 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
 
     run(test)
     assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
+
+
+def test_an_own_replica_without_room_for_its_files_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(launch, "RESTART_S", 0.01)
+    plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 1})
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(2)]
+
+    def folder(**_: Any) -> tempfile.TemporaryDirectory[str]:
+        if made and full:
+            raise full.pop()
+        return tempfile.TemporaryDirectory()
+
+    monkeypatch.setattr(launch, "new_folder", folder)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn(), StandIn()]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                return OwnStandIn(made, spare[len(made)])
+
+        own = own_replicas(plan, Backend(), front, said)
+        own.start()
+        while spare[0].url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        made[0].running = False  # its process ended
+        while spare[1].url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        assert not own.failed.is_set()
+        assert dict(front.pool.background.up())["servers"]
+        await own.stop()
+        for each in spare:
+            each.kill()
+
+    run(test)
+    assert not full
+    assert [line for line in said if "cannot be started" in line]
 
 
 def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():

@@ -301,6 +301,11 @@ def _needs_laws(router: Router, kinds: Sequence[LiveKind]) -> bool:
     return router.name == LawRouter.name and any(kind.traits.law is None for kind in kinds)
 
 
+def new_folder() -> tempfile.TemporaryDirectory[str]:
+    """For the files of a server."""
+    return tempfile.TemporaryDirectory(prefix="llmctl-replica-", ignore_cleanup_errors=True)
+
+
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
@@ -457,9 +462,7 @@ class OwnReplicas:
 
     async def _run_server(self, number: int, order: ServerOrder) -> str:
         """Start a server and wait until it is over. Returns why; '' for an ordered restart."""
-        with tempfile.TemporaryDirectory(
-            prefix="llmctl-replica-", ignore_cleanup_errors=True
-        ) as name:
+        with new_folder() as name:
             starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
             try:
                 server = self._servers[number] = await asyncio.shield(starting)

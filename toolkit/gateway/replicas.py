@@ -194,6 +194,7 @@ class ReplicaPool:
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
         self.balancer, self.kinds, self._needs = balancer, kinds, needs
         self.hang_s, self._say = hang_s, say
+        self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
         self.background = Background(say)
@@ -441,7 +442,9 @@ class ReplicaPool:
                         return problem
                     replica.identified_s = now_s
             if replica.state == "hung" or replica.in_doubt:
-                if problem := await self._cannot_generate(replica):
+                problem = await self._cannot_generate(replica)
+                heard = time.monotonic() - replica.heard_s < self.hang_s
+                if problem and not (heard and replica.state == "up" and problem == self._silent):
                     return problem
                 replica.in_doubt = False
         except TimeoutError:
@@ -560,7 +563,7 @@ class ReplicaPool:
                 if status in NO_ROUTE:  # a server of chats alone
                     status, _ = await self._ask(replica, CHAT, chat | {"max_tokens": 1})
         except TimeoutError:
-            return f"it generated no token within {self.hang_s:g} s"
+            return self._silent
         except UpstreamError:
             return "it broke off when asked for a token"
         refused = status in NOT_SERVED or status >= 500
