@@ -222,3 +222,18 @@ def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
     assert check_engine(load_recipe("llama-3.1-8b-a100-80gb"), ONE_H200) == []
     assert check_engine(load_recipe("tiny-llama-cpu"), CPU_ONLY) == []
     assert check_engine(None, CPU_ONLY) == []
+
+
+@pytest.mark.parametrize("beside", ["", "0.32.0", "0.1.0"])
+def test_the_program_that_a_recipe_names_is_not_run(beside: str, tmp_path: Path) -> None:
+    program, ran = tmp_path / "bin" / "python", tmp_path / "ran"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {ran}\necho 0.32.0\n")
+    program.chmod(0o755)
+    if beside:
+        (tmp_path / f"lib/python3.12/site-packages/vllm-{beside}.dist-info").mkdir(parents=True)
+    engine = f"engine: {{name: vllm, vllm: {{python: {program}}}, "
+    found = checked(tmp_path, "engine: {threads: 1, ", engine)["engine"]
+    assert found.status == {"": "note", "0.32.0": "ok", "0.1.0": "missing"}[beside]
+    assert beside in found.found
+    assert not ran.exists()

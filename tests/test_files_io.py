@@ -295,3 +295,15 @@ def test_invalid_json_is_one_line(tmp_path: Path, content: bytes, said: str) -> 
     with pytest.raises(InputError, match=said) as raised:
         read_file(Fit, tmp_path / "fit.json")
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**30), 1 << 64])
+def test_a_number_that_nothing_can_be_calculated_with_is_one_line(
+    number: int, tmp_path: Path
+) -> None:
+    write_file(samples.fit(), tmp_path / "fit.json")
+    text = (tmp_path / "fit.json").read_text()
+    capacity = str(samples.fit().engine.capacity_tokens)
+    (tmp_path / "fit.json").write_text(text.replace(f": {capacity}", f": {number}"))
+    with pytest.raises(InputError, match="too large a number"):
+        read_file(Fit, tmp_path / "fit.json")

@@ -1,8 +1,11 @@
 """The gateway in front of stand-in replicas that are killed, hung, drained and restarted."""
 
 import asyncio
+import errno
 import json
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,8 +26,10 @@ from toolkit.estimators.steps import PassTimes, StepLaw
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
+from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.calls import GenerationCall, PassingAnswer
+from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
@@ -279,22 +284,23 @@ def events_of(tokens: str, *, ids: bool, hold: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("attempts", "modes"),
+    ("greedy", "attempts", "modes"),
     [
-        ([("abcdefgh", True), ("fghi", True)], ["ids", "text"]),  # of "fghi" one came: f
-        ([("abcdef", True), ("abcdefgh", False)], ["again", "text"]),  # abc came again
-        ([("abcdef", False), ("defghi", False)], ["text", "text"]),
+        (True, [("abcdefgh", True), ("fghi", True)], ["ids", "ids"]),  # of "fghi" one came: f
+        (True, [("abcdefgh", True), ("fghi", True)], ["ids", "again"]),
+        (True, [("abcdef", False)], ["again"]),
+        (False, [("abcdef", True), ("abcdefgh", False)], ["again", "text"]),  # abc came again
+        (False, [("abcdef", False), ("defghi", False)], ["text", "text"]),
     ],
 )
 def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
-    attempts: list[tuple[str, bool]], modes: list[str]
+    greedy: bool, attempts: list[tuple[str, bool]], modes: list[str]
 ) -> None:
     body = {"messages": [], "stream": True, "stop": ["xx", "yyyy"], "max_tokens": 20}
-    passing = PassingAnswer(
-        GenerationCall(json.dumps(body | {"temperature": 0}).encode(), chat=True)
-    )
+    body |= {"temperature": 0} if greedy else {}
+    passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
     text, asked = "", {}
-    passing.request(speaks_ids=True, max_model_len=None)
+    passing.request(Attempted(speaks_ids=True))
     for (tokens, ids), mode in zip(attempts, modes, strict=True):
         passed = passing.feed(events_of(tokens, ids=ids, hold=3))
         text += "".join(
@@ -302,10 +308,13 @@ def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
             for line in passed.decode().split("\n\n")
             if line
         )
-        asked = json.loads(passing.request(speaks_ids=mode == "ids", max_model_len=None)[1])
+        asked = json.loads(passing.request(Attempted(speaks_ids=mode == "ids"))[1])
         assert passing.mode == mode
-    assert asked["messages"] == [{"role": "assistant", "content": text}]
-    assert asked["max_tokens"] == 20 - len(text)
+    if modes[-1] == "text":
+        assert asked["messages"] == [{"role": "assistant", "content": text}]
+        assert asked["max_tokens"] == 20 - len(text)
+    if modes[-1] == "again":
+        assert (asked["messages"], asked["max_tokens"]) == ([], 20)
 
 
 def test_an_answer_that_lacks_only_its_last_lines_ends():
@@ -781,6 +790,49 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
 
     run(test)
     assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
+
+
+def test_an_own_replica_without_room_for_its_files_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(launch, "RESTART_S", 0.01)
+    plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 1})
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(2)]
+
+    def folder(**_: Any) -> tempfile.TemporaryDirectory[str]:
+        if made and full:
+            raise full.pop()
+        return tempfile.TemporaryDirectory()
+
+    monkeypatch.setattr(launch, "new_folder", folder)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn(), StandIn()]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                return OwnStandIn(made, spare[len(made)])
+
+        own = own_replicas(plan, Backend(), front, said)
+        own.start()
+        while spare[0].url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        made[0].running = False  # its process ended
+        while spare[1].url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        assert not own.failed.is_set()
+        assert dict(front.pool.background.up())["servers"]
+        await own.stop()
+        for each in spare:
+            each.kill()
+
+    run(test)
+    assert not full
+    assert [line for line in said if "cannot be started" in line]
 
 
 def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():

@@ -14,7 +14,8 @@ from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import RouterSpec
-from toolkit.gateway.calls import GenerationCall, PassingAnswer
+from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.calls import GenerationCall
 
 LONG = "x" * 200  # does not fit into SHORT
 SHORT = 100
@@ -93,16 +94,16 @@ def test_a_stop_string_that_began_before_a_failure_is_found():
     body = {"messages": [], "stream": True, "stop": ["exy"], "max_tokens": 20, "temperature": 0}
     body |= {"include_stop_str_in_output": True}
     passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
-    passing.request(speaks_ids=True, max_model_len=None)
+    passing.request(Attempted(speaks_ids=True))
     first = passing.feed(events_of("abcde", ids=True, hold=0))
-    made = passing.request(speaks_ids=True, max_model_len=None)
+    made = passing.request(Attempted(speaks_ids=True))
     assert made is not None
     asked_for = json.loads(made[1])
     assert asked_for["prompt"] == [1, 2, *b"abc"]
     assert (asked_for["stop"], asked_for["include_stop_str_in_output"]) == (["exy"], True)
     second = passing.feed(events_of("dexy", ids=True, hold=0))
     assert [_text(first), _text(second)] == ["abcde", "xy"]
-    made = passing.request(speaks_ids=False, max_model_len=None)  # text has no token to go back to
+    made = passing.request(Attempted())  # text has no token to go back to
     assert passing.mode == "again"
 
 

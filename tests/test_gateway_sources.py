@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,71 @@ def test_several_lists_have_kinds_and_one_that_changes_is_seen(
     assert applied[-1] == ["fast=http://a:1", "slow=http://d:4"]
     given = sources.SeveralSources([("a", GivenReplicas(["http://a:1"]))])
     assert asyncio.run(given.wait()) is False
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type":"MODIFIED","object":{"metadata":{"name":"\xff"}}}\n',
+        b'{"type":' + b"[" * 50_000 + b"\n",
+        b"nothing\n",
+        b'{"type":"MODIFIED","object":{"endpoints":[{"addresses":["a b\\n"]}]}}\n',
+        b'{"type":"MODIFIED","object":{"endpoints":[{"addresses":[""]}]}}\n',
+    ],
+    ids=range(5),
+)
+def test_an_odd_change_ends_no_watch(line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "PAUSE_S", 0.001)
+    monkeypatch.setattr(sources, "PAUSE_MAX_S", 0.002)
+    one, two = ("10.0.0.1", True, False), ("10.0.0.2", True, False)
+    answers = [listed(10, one), (200, [line, b"cut"]), (410, [b""]), listed(11, one, two)]
+    applied: list[list[str]] = []
+
+    def apply(urls: list[str]) -> str:
+        for url in urls:  # as a pool does
+            sources.Upstream(url, 1.0)
+        applied.append(urls)
+        return ""
+
+    async def follow() -> None:
+        async with ApiServer(*answers) as server:
+            source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
+            task = asyncio.create_task(follow_source(source, apply, lambda _: None))
+            async with asyncio.timeout(20):
+                while not applied or len(applied[-1]) < 2:
+                    assert not task.done(), task.exception()
+                    await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(follow())
+    assert applied[-1] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+
+
+@pytest.mark.parametrize("kind", ["empty", "comments", "pipe", "folder", "binary", "long"])
+def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
+    file = tmp_path / "replicas.txt"
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "folder":
+            file.mkdir()
+        case _:
+            contents = {"empty": b"", "comments": b"# none\n", "binary": b"\xff\xfe"}
+            file.write_bytes(contents.get(kind, b"http://a:1\n" * 200_000))
+    with pytest.raises(InputError, match=r"replicas\.txt"):
+        read(replica_source([str(file)]))
+
+
+@pytest.mark.parametrize("name", ["dns://a..b:80", f"dns://{'a' * 70}.b:80"])
+def test_what_is_no_name_is_one_line(name: str):
+    with pytest.raises(InputError, match="cannot be resolved"):
+        read(replica_source([name]))
+
+
+@pytest.mark.parametrize(
+    "url", [f"http://a:1{'0' * 400}", "http://a:99999", "http://a:-1", "http://a:0", "http://a..b"]
+)
+def test_a_port_or_a_host_that_cannot_be_is_refused(url: str):
+    with pytest.raises(InputError, match="not the URL of a server"):
+        GivenReplicas([url])

@@ -25,6 +25,7 @@ from sse_server import sse_server as serving
 
 from toolkit.endpoints.wire import Upstream
 from toolkit.serve import recording as large
+from toolkit.serve.prompt_blocks import PromptBlocks
 from toolkit.serve.recording import (
     Recording,
     StreamReader,
@@ -620,3 +621,70 @@ def test_a_recorded_trace_is_read_with_what_its_prompts_share(tmp_path: Path):
     assert report.unshared.counts == {}
     assert trace.shared.block_tokens == 4
     assert trace.shared.counts.tolist() == [8, 7]
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("count", [10**9, HUGE, -1, "7", 1.5], ids=lambda count: str(count)[:6])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_usage_that_cannot_be_is_no_work(stream: bool, count: object, tmp_path: Path):
+    """Blocks follow the prompt, not the server's count of it."""
+    usage = {"prompt_tokens": count, "completion_tokens": 1}
+
+    def reply(body: dict) -> bytes:
+        if not stream:
+            return whole({"choices": [{"index": 0, "text": "x"}], "usage": usage})
+        return chunked(tokens_event("x"), event({"choices": [], "usage": usage}), DONE)
+
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+        app._block_tokens, app._blocks = 16, PromptBlocks(16, app._requests.ask)
+        body = {"prompt": "some text", "stream": stream}
+        for _ in range(2):
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    through(tmp_path / "t.jsonl", use, reply)
+    assert all(len(row.get("hash_ids") or []) < 10 for row in rows(tmp_path / "t.jsonl"))
+
+
+ODD_BODIES = [
+    b'{"prompt": "\xff"}',
+    b'{"\xff": 1, "prompt": "a"}',
+    b'{"prompt": "a", "stream": true, "user": "\xff"}',
+    b'{"prompt": [%d], "stream": true}' % HUGE,
+    b'{"prompt": "a", "n": %d}' % HUGE,
+    b'{"prompt": "a", "max_tokens": %d}' % HUGE,
+    b'{"prompt": "a", "stream_options": 7, "stream": true}',
+    b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("body", ODD_BODIES, ids=range(len(ODD_BODIES)))
+def test_an_odd_body_passes_as_it_is(body: bytes, tmp_path: Path):
+    read = read_request(body)
+    assert read is None or read.rows >= 1
+
+    def reply(_: dict) -> bytes:
+        return whole({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+
+    async def run(url: str) -> None:
+        async with recorder(url, tmp_path / "t.jsonl") as (client, app):
+            app._block_tokens, app._blocks = 16, PromptBlocks(16, app._requests.ask)
+            headers = {"content-type": "application/json"}
+            answer = await client.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == 200
+
+    async def server() -> None:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(size)
+            writer.write(reply({}))
+            writer.close()
+
+        listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+        await run(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        listening.close()
+
+    asyncio.run(server())

@@ -3,7 +3,8 @@
 A token is a letter, and each next one is a hash of all tokens before it, the prompt's included: a
 token that was lost, doubled, or made from something else changes all that follow. Text and tokens
 are the same thing (one byte each), so an answer can be continued by ids and by text. It can be
-killed, hung, drained, made to answer errors, and started again on its port.
+killed, hung, drained, made to answer errors, and started again on its port. It can also be told to
+misbehave: `pages` and `script` send any bytes as its answers, `cut_at` ends a stream at any byte.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httptools
 
+Script = Callable[[str, dict[str, Any]], "bytes | None"]
 MODEL = "standin"
 MASK = (1 << 61) - 1
 MAX_MODEL_LEN = 4096
@@ -27,8 +30,16 @@ def tokens_of(text: str) -> list[int]:
     return list(text.encode())
 
 
+def prompts_of(body: dict[str, Any], *, chat: bool) -> list[list[int]]:
+    """The tokens of all prompts."""
+    listed = None if chat else body["prompt"]
+    if isinstance(listed, list) and listed and not isinstance(listed[0], int):
+        return [prompt_of({"prompt": each}, chat=False) for each in listed]
+    return [prompt_of(body, chat=chat)]
+
+
 def prompt_of(body: dict[str, Any], *, chat: bool) -> list[int]:
-    """The prompt's tokens."""
+    """The only prompt's tokens."""
     if not chat:
         prompt = body["prompt"]
         return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
@@ -79,17 +90,31 @@ def answer_of(
 
 def stopped_at(body: dict[str, Any], text: str) -> int:
     """Where a stop string ends a text; -1: nowhere."""
-    for stop in body.get("stop") or []:
+    for stop in stops_of(body):
         if stop in text:
             kept = len(stop) if body.get("include_stop_str_in_output") else 0
             return text.index(stop) + kept
     return -1
 
 
-def limit_of(body: dict[str, Any], prompt: list[int], max_model_len: int = MAX_MODEL_LEN) -> int:
-    """The most tokens of the answer: without a limit of a chat, those that the context has left."""
+def stops_of(body: dict[str, Any]) -> list[str]:
+    stops = body.get("stop") or []
+    return [stops] if isinstance(stops, str) else stops
+
+
+def limit_of(
+    body: dict[str, Any],
+    prompt: list[int],
+    max_model_len: int = MAX_MODEL_LEN,
+    default_tokens: int = 0,
+) -> int:
+    """The most tokens of the answer: without a limit, the server's default, or those that the
+    context has left. Of text as a number, what pydantic makes of it.
+    """
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    return int(limit or (16 if "prompt" in body else max_model_len - len(prompt)))
+    if not limit and "prompt" in body and "max_tokens" not in body:
+        return 16
+    return int(limit or default_tokens or max_model_len - len(prompt))
 
 
 @dataclass
@@ -105,7 +130,14 @@ class StandIn:
         max_model_len: the context: a request that does not fit gets 400, as from vLLM.
         token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
         kind: by which a list of replicas names it; '': by none.
+        default_tokens: of an answer without a limit by its client; 0: what the context has left.
+        gives_usage: counts tokens for the client.
         served: requests for tokens by path.
+        used: tokens of prompts and answers that it computed.
+        asked: all requests by path.
+        cut_at: bytes of a streamed body after which the answer ends; -1: it does not.
+        pages: whole HTTP answers to GETs by path, in place of its own.
+        script: makes a whole HTTP answer to a POST with JSON; None: its own.
     """
 
     token_s: float = 0.0
@@ -121,7 +153,14 @@ class StandIn:
     first_s: float = 0.0
     token_bytes: int = 1
     kind: str = ""
+    default_tokens: int = 0
+    gives_usage: bool = True
+    used: int = 0
+    cut_at: int = -1
+    pages: dict[str, bytes] = field(default_factory=dict)
+    script: Script | None = None
     served: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keeps_bodies: bool = False
     connections: set[StandInConnection] = field(default_factory=set)
@@ -166,6 +205,27 @@ class StandIn:
             connection.abort_request()
 
 
+class Row:
+    """A choice that is generated; its text ends at a stop string."""
+
+    def __init__(self, at: StandInConnection, body: dict[str, Any], prompt: list[int]) -> None:
+        server, ignores_end = at.server, bool(body.get("ignore_eos"))
+        context = server.max_model_len or MAX_MODEL_LEN
+        limit = limit_of(body, prompt, context, server.default_tokens)
+        self.made = Generation(prompt, limit, ignores_end=ignores_end)
+        self.text, self.sent, self.count = "", 0, 0
+        self._body, self._server = body, server
+
+    def step(self) -> int:
+        """Generate a token, and return it."""
+        token = self.made.next()
+        self.text, self.count = self.text + chr(token), self.count + 1
+        self._server.used += 1
+        if (end := stopped_at(self._body, self.text)) >= 0:
+            self.text, self.made.finish = self.text[:end], "stop"
+        return token
+
+
 class StandInConnection(asyncio.Protocol):
     """One connection, one request at a time."""
 
@@ -174,7 +234,7 @@ class StandInConnection(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport | None = None
         self.path, self.body = b"", b""
-        self.aborted = False
+        self.aborted, self.streamed = False, 0
 
     @property
     def is_idle(self) -> bool:
@@ -197,42 +257,80 @@ class StandInConnection(asyncio.Protocol):
             self.parser.feed_data(data)
 
     def on_message_begin(self) -> None:
-        self.body, self.aborted = b"", False
+        self.body, self.path, self.aborted, self.streamed = b"", b"", False, 0
 
     def on_url(self, url: bytes) -> None:
-        self.path = url
+        self.path += url
 
     def on_body(self, body: bytes) -> None:
         self.body += body
 
     def on_message_complete(self) -> None:
         server, path = self.server, self.path.decode()
-        if path.endswith("/completions"):
-            server.served[path] += 1
-            if server.status:
-                error = {"error": {"message": "made so", "code": server.status}}
-                self._whole(error, server.status)
-                return
-            body = json.loads(self.body)
-            if server.keeps_bodies:
-                server.bodies.append(body)
-            prompt = prompt_of(body, chat="chat" in path)
-            if why := self._too_long(body, prompt):
-                self._whole({"error": {"message": why, "code": 400}}, 400)
-                return
-            self.task = asyncio.ensure_future(self._generate(body, prompt, chat="chat" in path))
+        server.asked[path] += 1
+        if self.parser.get_method() == b"POST":
+            try:
+                self._post(path)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError):
+                self._whole({"error": {"message": "not a request", "code": 400}}, 400)
             return
         models = [{"id": server.model, "owned_by": "vllm" if server.speaks_ids else "x",
-                   "max_model_len": server.max_model_len}]  # fmt: skip
+                   "max_model_len": server.max_model_len or None}]  # fmt: skip
         pages = {
             "/health": {},
             "/v1/models": {"object": "list", "data": models},
             "/version": {"version": server.version},
         }
-        if path == "/metrics":
+        if path in server.pages:
+            self._write(server.pages[path])
+        elif path == "/metrics":
             self._send(200, b"text/plain", server.metrics.encode())
         else:
             self._whole(pages.get(path, {}), 200 if path in pages else 404)
+
+    def _post(self, path: str) -> None:
+        server = self.server
+        body = json.loads(self.body)
+        scripted = None if server.script is None else server.script(path, body)
+        if scripted is not None:
+            server.served[path] += 1
+            self._write(scripted)
+            return
+        if path == "/v1/embeddings":
+            tokens = sum(map(len, prompts_of({"prompt": body["input"]}, chat=False)))
+            server.used += tokens
+            usage = _usage(tokens, 0) if server.gives_usage else None
+            self._whole({"object": "list", "data": [], "usage": usage})
+            return
+        if not path.endswith("/completions"):
+            self._whole({"count": 1, "tokens": [1]})
+            return
+        chat = "chat" in path
+        prompts = prompts_of(body, chat=chat)
+        most = limit_of(body, prompts[0], self._context(), server.default_tokens)
+        if body.get("min_tokens", 0) > most:  # vLLM's words
+            given = body["min_tokens"]
+            text = f"min_tokens must be less than or equal to max_tokens={most}, got {given}."
+            self._whole({"error": {"message": text, "code": 400}}, 400)
+            return
+        server.served[path] += 1
+        if server.status:
+            error = {"error": {"message": "made so", "code": server.status}}
+            self._whole(error, server.status)
+            return
+        if server.keeps_bodies:
+            server.bodies.append(body)
+        if why := self._too_long(body, prompts[0]):
+            self._whole({"error": {"message": why, "code": 400}}, 400)
+            return
+        stops = stops_of(body)
+        if any(not stop for stop in stops):
+            self._whole({"error": {"message": "stop cannot contain an empty string"}}, 400)
+            return
+        self.task = asyncio.ensure_future(self._generate(body, prompts, chat=chat))
+
+    def _context(self) -> int:
+        return self.server.max_model_len or MAX_MODEL_LEN
 
     def end(self) -> None:
         if self.transport is not None:
@@ -243,77 +341,89 @@ class StandInConnection(asyncio.Protocol):
 
     def _too_long(self, body: dict[str, Any], prompt: list[int]) -> str:
         """Why a request does not fit; '' if it does."""
-        most, known = self.server.max_model_len, len(prompt) // self.server.token_bytes
-        wanted = known + max(limit_of(body, prompt, most) if len(prompt) < most else 1, 1)
+        most, known = self._context(), len(prompt) // self.server.token_bytes
+        limit = limit_of(body, prompt, most, self.server.default_tokens)
+        if limit < 1:
+            return f"max_tokens must be at least 1, got {limit}"
+        wanted = known + max(limit if len(prompt) < most else 1, 1)
         return f"the context is {most} tokens, not {wanted}" if wanted > most else ""
 
-    async def _generate(self, body: dict[str, Any], prompt: list[int], *, chat: bool) -> None:
+    async def _generate(
+        self, body: dict[str, Any], prompts: list[list[int]], *, chat: bool
+    ) -> None:
         server = self.server
         if server.first_s:
             await asyncio.sleep(server.first_s)
-        limit = limit_of(body, prompt, server.max_model_len)
-        made = Generation(prompt, limit, ignores_end=bool(body.get("ignore_eos")))
-        if body.get("stream"):
-            await self._stream(body, prompt, made, chat=chat)
+        copies = int(body.get("n") or 1)
+        rows = [Row(self, body, prompt) for prompt in prompts for _ in range(copies)]
+        counted = sum(len(prompt) // server.token_bytes for prompt in prompts)
+        server.used += counted
+        if str(body.get("stream")).lower() == "true":  # as pydantic reads it
+            await self._stream(body, prompts[0], rows, counted, chat=chat)
             return
-        text = ""
-        while not made.finish:
+        while running := [row for row in rows if not row.made.finish]:
             await self._pause()
             if self.aborted:  # its text ends here; a text that has ended was not aborted
-                made.finish = "abort"
+                for row in running:
+                    row.made.finish = "abort"
                 break
-            text += chr(made.next())
-            if (end := stopped_at(body, text)) >= 0:
-                text, made.finish = text[:end], "stop"
-        choice = {"index": 0, "finish_reason": made.finish}
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        usage = _usage(len(prompt) // server.token_bytes, len(text))
-        self._whole({"id": "whole", "choices": [choice], "usage": usage})
+            for row in running:
+                row.step()
+        choices = []
+        for index, row in enumerate(rows):
+            choice: dict[str, Any] = {"index": index, "finish_reason": row.made.finish}
+            message = {"role": "assistant", "content": row.text}
+            choices.append(choice | ({"message": message} if chat else {"text": row.text}))
+        usage = {"usage": _usage(counted, sum(row.count for row in rows))}
+        self._whole({"id": "whole", "choices": choices} | (usage if server.gives_usage else {}))
 
     async def _stream(
-        self, body: dict[str, Any], prompt: list[int], made: Generation, *, chat: bool
+        self,
+        body: dict[str, Any],
+        prompt: list[int],
+        rows: list[Row],
+        counted: int,
+        *,
+        chat: bool,
     ) -> None:
         ids = bool(body.get("return_token_ids")) and self.server.speaks_ids
-        stops = [] if body.get("include_stop_str_in_output") else body.get("stop") or []
+        stops = [] if body.get("include_stop_str_in_output") else stops_of(body)
         hold = max((len(stop) - 1 for stop in stops), default=0)
-        about = {"id": f"cmpl-{id(made):x}", "created": 1, "model": self.server.model,
+        about = {"id": f"cmpl-{id(rows):x}", "created": 1, "model": self.server.model,
                  "object": "chat.completion.chunk" if chat else "text_completion"}  # fmt: skip
         self._head(200, b"text/event-stream", b"transfer-encoding: chunked\r\n")
         if chat:
             first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
             self._event(about | first | ({"prompt_token_ids": prompt} if ids else {}))
-        text, sent, count, all_at_once = "", 0, 0, not self.server.token_s
         lines: list[dict[str, Any]] = []
-        while not made.finish:
+        while running := [row for row in rows if not row.made.finish]:
             await self._pause()
             if self.aborted:
-                made.finish = "abort"
                 break
-            token = made.next()
-            text, count = text + chr(token), count + 1
-            if (end := stopped_at(body, text)) >= 0:
-                text, made.finish = text[:end], "stop"
-            to = len(text) if made.finish else max(len(text) - hold, sent)
-            choice: dict[str, Any] = {"index": 0, "finish_reason": made.finish or None}
-            choice |= {"delta": {"content": text[sent:to]}} if chat else {"text": text[sent:to]}
-            sent = max(to, sent)
-            if ids:
-                choice["token_ids"] = [token]
-                if count == 1 and not chat:
-                    choice["prompt_token_ids"] = prompt
-            lines.append(about | {"choices": [choice]})
-            if not all_at_once:
-                self._event(lines.pop())
+            for row in running:
+                token = row.step()
+                to = len(row.text) if row.made.finish else max(len(row.text) - hold, row.sent)
+                new = row.text[row.sent : to]
+                index = rows.index(row)
+                choice: dict[str, Any] = {"index": index, "finish_reason": row.made.finish or None}
+                choice |= {"delta": {"content": new}} if chat else {"text": new}
+                row.sent = max(to, row.sent)
+                if ids:
+                    choice["token_ids"] = [token]
+                    if row.count == 1 and not chat:
+                        choice["prompt_token_ids"] = prompt
+                lines.append(about | {"choices": [choice]})
+                if self.server.token_s:
+                    self._event(lines.pop())
         for line in lines:
             self._event(line)
-        if made.finish == "abort":
+        if self.aborted:
             self._event(about | {"choices": [{"index": 0, "finish_reason": "abort"}]})
-        if (body.get("stream_options") or {}).get("include_usage"):
-            self._event(
-                about
-                | {"choices": [], "usage": _usage(len(prompt) // self.server.token_bytes, count)}
-            )
-        self._write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        if (body.get("stream_options") or {}).get("include_usage") and self.server.gives_usage:
+            usage = _usage(counted, sum(row.count for row in rows))
+            self._event(about | {"choices": [], "usage": usage})
+        self._payload(b"data: [DONE]\n\n")
+        self._write(b"0\r\n\r\n")
 
     async def _pause(self) -> None:
         if self.server.token_s:
@@ -322,8 +432,20 @@ class StandInConnection(asyncio.Protocol):
             await asyncio.sleep(0.01)
 
     def _event(self, fields: dict[str, Any]) -> None:
-        data = json.dumps(fields, separators=(",", ":")).encode()
-        self._write(_chunk(b"data: " + data + b"\n\n"))
+        self._payload(b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n")
+
+    def _payload(self, data: bytes) -> None:
+        """Bytes of a streamed body, up to where it is cut."""
+        cut = self.server.cut_at
+        if cut >= 0:
+            data = data[: max(cut - self.streamed, 0)]
+            self.streamed += len(data)
+            if self.streamed >= cut:
+                self._write(_chunk(data) if data else b"")
+                if self.transport is not None:
+                    self.transport.close()
+                return
+        self._write(_chunk(data))
 
     def _whole(self, content: object, status: int = 200) -> None:
         self._send(status, b"application/json", json.dumps(content).encode())

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -102,9 +103,12 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
 def kv_tokens(metrics: Sequence[Metric]) -> int | None:
     """Tokens of KV cache by the metric names of vLLM, SGLang and llmctl; None if none is there."""
     for name, labels, value in metrics:
-        if name == "vllm:cache_config_info" and labels.get("num_gpu_blocks", "").isdigit():
-            return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
-        if name in ("sglang:max_total_num_tokens", "llmctl_kv_cache_tokens") and value > 0:
+        if name == "vllm:cache_config_info":
+            sizes = [labels.get(one, "") for one in ("num_gpu_blocks", "block_size")]
+            if all(re.fullmatch(r"[0-9]{1,12}", size) for size in sizes):
+                return math.prod(map(int, sizes))
+        is_size = name in ("sglang:max_total_num_tokens", "llmctl_kv_cache_tokens")
+        if is_size and 0 < value < math.inf:
             return int(value)
     return None
 

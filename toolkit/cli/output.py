@@ -23,6 +23,7 @@ from string import ascii_lowercase
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
+from toolkit.endpoints.foreign import escaped
 from toolkit.errors import InputError
 from toolkit.units import number
 
@@ -100,7 +101,7 @@ def emit(
 
 def note(*texts: str) -> None:
     """Print texts for the user on stderr: in the terminal's width there, else as a line each."""
-    lines = [line for text in texts for line in text.split("\n")]
+    lines = [escaped(line) for text in texts for line in text.split("\n")]
     if sys.stderr.isatty():  # words stay whole, and a continued line is indented
         width = max(WIDTH, shutil.get_terminal_size().columns)
         whole = TextWrapper(

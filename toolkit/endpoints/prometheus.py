@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from toolkit.endpoints.foreign import UNREADABLE
 from toolkit.endpoints.target import Metric, Target, base_url, get, parsed_metrics
 from toolkit.errors import InputError
 
@@ -73,7 +74,7 @@ def query_range(
     )
     try:
         return msgspec.json.decode(body, type=_Answer).data.result
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InputError(
             f"{base}: its answer is not Prometheus': {error}",
             "name a Prometheus server, or leave out --past for a server's /metrics",

@@ -6,6 +6,7 @@ SSL_CERT_FILE and SSL_CERT_DIR name others.
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,10 @@ from typing import NamedTuple
 import httpx
 import msgspec
 import numpy as np
+from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from toolkit.endpoints.foreign import UNREADABLE, Count, decoded, plain
 from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
@@ -74,7 +77,7 @@ class Model(msgspec.Struct):
 
     id: str
     owned_by: str = ""
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     replicas: int | None = None
 
 
@@ -132,13 +135,13 @@ def find_target(
     body = get(target, "/v1/models")
     try:
         models = msgspec.json.decode(body, type=Models).data
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
     # transformers' serve lists the models in its cache only, and also serves folders.
     listed = models or ([Model(model)] if model else [])
     chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
-        names = ", ".join(one.id for one in models) or "none"
+        names = ", ".join(plain(one.id, 80) for one in models[:20]) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return replace(
         target,
@@ -173,25 +176,24 @@ def front_state(target: Target) -> FrontState:
     """The router and the replicas of a front. Raises `InputError` if it does not show them."""
     try:
         return msgspec.json.decode(get(target, "/replicas"), type=FrontState)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InputError(f"{target.url}/replicas is not that of a front: {error}") from error
 
 
 def version(target: Target) -> str:
     """The version at /version; '' if there is no such page."""
     try:
-        return msgspec.json.decode(get(target, "/version"), type=Version).version
-    except (InputError, msgspec.DecodeError):
+        found = decoded(get(target, "/version"), Version)
+    except InputError:
         return ""
+    return "" if found is None else found.version
 
 
 def error_text(body: bytes) -> str:
     """The message of an error's body, in one line of at most 200 characters."""
-    try:
-        text = msgspec.json.decode(body, type=ForeignErrorBody).text
-    except msgspec.DecodeError:
-        text = body.decode(errors="replace")
-    return " ".join(text.split())[:200]
+    read = decoded(body, ForeignErrorBody)
+    text = body[:4096].decode(errors="replace") if read is None else read.text
+    return plain(" ".join(text[:4096].split())[:200])
 
 
 def server_url(url: str) -> httpx.URL:
@@ -203,6 +205,14 @@ def server_url(url: str) -> httpx.URL:
         raise InputError(f"'{url}' is not a URL: {error}", example) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InputError(f"'{url}' is not the URL of a server", example)
+    if parsed.port is not None and not 0 < parsed.port < 65536:
+        raise InputError(f"'{url[:200]}' is not the URL of a server: no such port", example)
+    try:
+        parsed.host.encode("idna")  # as the resolver does
+    except UnicodeError:
+        raise InputError(
+            f"'{url[:200]}' is not the URL of a server: no such host", example
+        ) from None
     return parsed
 
 
@@ -346,7 +356,7 @@ FULL = Dialect()
 
 
 class TargetUsage(msgspec.Struct):
-    prompt_tokens: int
+    prompt_tokens: Count
 
 
 class AnswerChoice(msgspec.Struct):
@@ -395,10 +405,8 @@ def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
 def _complete(target: Target, fields: dict[str, object]) -> tuple[int, Answer]:
     """The status and the answer, which is empty if it is not OpenAI's."""
     status, body = post(target, COMPLETIONS, fields)
-    try:
-        return status, msgspec.json.decode(body, type=Answer) if status == OK else Answer()
-    except msgspec.DecodeError:
-        return status, Answer()
+    answer = decoded(body, Answer) if status == OK else None
+    return status, answer or Answer()
 
 
 def _calibrated(target: Target, dialect: Dialect) -> Dialect:
@@ -473,15 +481,19 @@ def total(metrics: Sequence[Metric], *names: str) -> float | None:
     return None
 
 
+def families_in(text: str) -> list[MetricFamily]:
+    """The families of a page; none where it is not in Prometheus' text format."""
+    try:
+        return list(text_string_to_metric_families(text))
+    except (ValueError, LookupError, TypeError, AttributeError):  # its parser raises all of them
+        return []
+
+
 def parsed_metrics(text: str) -> list[Metric]:
     """The metrics of a page; none where it is not in Prometheus' text format."""
-    try:
-        families = list(text_string_to_metric_families(text))
-    except ValueError:
-        return []
     return [
         Metric(sample.name, sample.labels, sample.value)
-        for family in families
+        for family in families_in(text)
         for sample in family.samples
     ]
 
@@ -514,7 +526,8 @@ class Look:
         for name, label in ENDED:
             shown = [metric for metric in self.metrics if metric.name == name]
             if shown:
-                return {metric.labels.get(label, ""): int(metric.value) for metric in shown}
+                finite = [metric for metric in shown if math.isfinite(metric.value)]
+                return {metric.labels.get(label, ""): int(metric.value) for metric in finite}
         return {}
 
 

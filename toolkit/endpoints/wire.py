@@ -15,6 +15,7 @@ no redirects, no compression, no keep-alive.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,14 +28,18 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from toolkit.endpoints.foreign import UNREADABLE, Count
 from toolkit.endpoints.target import Problem, Target, distrusted, error_text, server_url, trust
 from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
+# Between two pieces of a body: a head, interim answers, framing, trailers.
 MAX_HEAD_BYTES = 1 << 18
+MAX_LINE_BYTES = 16 << 20  # of an event, as the load generator reads them
 CONNECT_S = 10.0
 IDLE_S = 4.0  # servers close theirs after five seconds or more
 MAX_IDLE = 256
+NO_ROOM_HERE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 LINE_BREAKS = re.compile(rb"[\r\n\0]")
 # The proxy sets these itself. It sends a body at once, so it does not pass `expect` on.
 SET_BY_PROXY = (b"host", b"content-length", b"expect")
@@ -52,13 +57,14 @@ HOP_BY_HOP = frozenset(
 
 class UpstreamError(Exception):
     """The answer did not arrive, or not completely. `timed_out`: the server was silent too long.
+    `here`: this process lacks what a connection needs, and the server is not at fault.
 
     The message may be shown to a proxy's client: it names no address of the server.
     """
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+    def __init__(self, message: str, *, timed_out: bool = False, here: bool = False) -> None:
         super().__init__(message)
-        self.timed_out = timed_out
+        self.timed_out, self.here = timed_out, here
 
 
 class Link(asyncio.Protocol):
@@ -75,7 +81,7 @@ class Link(asyncio.Protocol):
         self._event = asyncio.Event()
         self._pieces: list[bytes] = []  # of the body, unread
         self._held_bytes = 0
-        self._head_bytes = 0
+        self._bodyless_bytes = 0  # that came since the last piece of a body
         self._bodyless = False
         self._has_head = False
         self._ends_with_connection = True
@@ -90,7 +96,7 @@ class Link(asyncio.Protocol):
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
         """Send a request, a HEAD if `bodyless`. Raises `UpstreamError` if no answer begins."""
         self.status, self.headers, self._pieces = 0, [], []
-        self._held_bytes = self._head_bytes = 0
+        self._held_bytes = self._bodyless_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
         self._ends_with_connection, self._bodyless = True, bodyless
         if self._closed:
@@ -144,13 +150,12 @@ class Link(asyncio.Protocol):
             self.close()
             return
         self.heard = True
+        self._bodyless_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.close()
-        if not self._has_head:
-            self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
+        if self._bodyless_bytes > MAX_HEAD_BYTES:
             self.close()
         self._event.set()
 
@@ -162,6 +167,8 @@ class Link(asyncio.Protocol):
     # httptools' callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_head:  # a trailer: nothing here reads one, and it may be endless
+            return
         self.headers.append((name, value))
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._ends_with_connection = False
@@ -176,6 +183,7 @@ class Link(asyncio.Protocol):
             self._complete = True
 
     def on_body(self, body: bytes) -> None:
+        self._bodyless_bytes = 0
         if self._bodyless:
             return
         self._pieces.append(body)
@@ -269,6 +277,8 @@ class Upstream:
         try:
             link = await self._open()
         except OSError as error:
+            if error.errno in NO_ROOM_HERE:
+                raise UpstreamError("this server has no room for a connection", here=True) from None
             untrusted = "shows a certificate that is not trusted"
             problem = untrusted if distrusted(error) else "cannot be reached"
             raise UpstreamError(f"the server behind this one {problem}") from None
@@ -337,8 +347,13 @@ class Upstream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; answers that were not read to their end break off."""
         for link in (*self._idle, *self._busy):
             link.close()
+        self._idle.clear()
 
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
@@ -355,12 +370,12 @@ OVERLOADED = (429, 503)  # statuses of a server that refuses load
 
 
 class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class StreamUsage(msgspec.Struct):
-    completion_tokens: int
-    prompt_tokens: int = 0
+    completion_tokens: Count
+    prompt_tokens: Count = 0
     prompt_tokens_details: PromptDetails | None = None
 
 
@@ -464,6 +479,9 @@ class StreamCall(asyncio.Protocol):
             self._rest = (self._rest + body)[:MAX_ERROR_BYTES]
             return
         *lines, self._rest = (self._rest + body).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            self.end("an event is too long")
+            return
         for line in lines:
             if line.startswith(b"data:"):
                 self._on_event(line[5:].strip())
@@ -476,7 +494,7 @@ class StreamCall(asyncio.Protocol):
             return
         try:
             chunk = _decode(data)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             self.end("an event is not OpenAI's")
             return
         if chunk.error is not None:
@@ -489,7 +507,7 @@ class StreamCall(asyncio.Protocol):
                 sample.max_gap_s = max(sample.max_gap_s, now_s - sample.last_token_s)
             sample.last_token_s = now_s
             if sample.keeps_answer:
-                with suppress(msgspec.DecodeError):
+                with suppress(*UNREADABLE):
                     kept = _decode_choice(chunk.choices[0])
                     sample.answer_text += [kept.text] if kept.text else []
                     sample.answer_ids += kept.token_ids or []

@@ -228,11 +228,17 @@ def parse_json(text: str | bytes, file: Path, hint: str = "") -> object:
             raise InputError(f"{file.name}: the key {twice[:80]!r} occurs twice", hint)
         return content
 
+    def bounded(digits: str) -> int:
+        """Beyond 64 bits a number cannot be calculated with as the others."""
+        if len(digits) > 19 and not -(1 << 63) <= int(digits[:24]) < 1 << 64:
+            raise InputError(f"{file.name}: {digits[:20]}...: too large a number", hint)
+        return int(digits)
+
     try:
         decoded = text.decode() if isinstance(text, bytes) else text
         if not decoded.strip():
             raise InputError(f"{file.name}: empty", hint)
-        data: object = json.loads(decoded, object_pairs_hook=no_duplicates)
+        data: object = json.loads(decoded, object_pairs_hook=no_duplicates, parse_int=bounded)
     except UnicodeDecodeError as error:
         problem = f"{file.name}: not text: byte {error.start + 1} is not UTF-8"
         raise InputError(problem, hint) from None

@@ -20,8 +20,9 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import aclosing, suppress
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -31,30 +32,22 @@ from typing import Any
 import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import toolkit
-from toolkit.endpoints.target import REPLICA_METRICS
-from toolkit.endpoints.wire import UpstreamError
-from toolkit.gateway.calls import GenerationCall, Prompt
-from toolkit.gateway.passing import (
-    NO_REPLICA,
-    PassedRequest,
-    RetryBudget,
-    kept_headers,
-    send_whole,
-    whole_body,
-)
-from toolkit.gateway.replicas import LiveReplica, ReplicaPool
+from toolkit.endpoints.target import REPLICA_METRICS, families_in
+from toolkit.gateway.calls import GenerationCall, Prompt, read_object
+from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget, send_whole
+from toolkit.gateway.relaying import RELAYED, RelayedRequest
+from toolkit.gateway.replicas import LOOP, LiveReplica, ReplicaPool
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
-from toolkit.serve.forms import read_body, read_json_bytes
+from toolkit.serve.forms import read_json_bytes
 from toolkit.serve.metrics import Gauges, by_label, family_of, histogram_family, usage_of_keys
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
@@ -62,9 +55,14 @@ from toolkit.traces.write import TraceLog
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
+LEAST_BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 1.0, 8.0  # of a prompt, whatever a server counts
 COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
-# The path of a request passes only where it is one of these.
-RELAYED = ("/tokenize", "/detokenize", "/v1/embeddings")
+GAUGED_PROMPTS = 256  # the last, of which the mean is
+GAUGED_TOKENS = 1024  # that one prompt counts for at most
+FIRST_TOKENS = 8 * GAUGED_TOKENS  # that the first value counts for
+MERGE_EVERY_S = 1.0  # the metrics of replicas, for all readers
+MERGE_SHARE = 0.2  # of the time
+MAX_METRIC_BYTES = 1 << 12  # of a line of a replica's metrics
 OUT = {  # states of replicas that the history notes
     "down": "replica {} is down",
     "hung": "replica {} hangs",
@@ -98,6 +96,9 @@ class GatewaySettings:
 class PromptGauge:
     """Estimates of prompts from their bytes, with the mean bytes per token that servers counted.
 
+    One request moves the mean by little, whatever its prompt and its server's count are: what one
+    client sends must not change the limits of another.
+
     A block is a piece of as many bytes as 64 tokens have in the first prompts; equal hashes stand
     for equal bytes in it and in all before it. They are keyed by a secret of this process, so that
     a log of them reveals no prompt.
@@ -105,26 +106,23 @@ class PromptGauge:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._bytes, self._tokens, self._counted = 0, 0, 0
+        self._gauged: deque[tuple[float, int]] = deque(maxlen=GAUGED_PROMPTS)  # bytes and tokens
+        self._counted = 0
         self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
+        self.bytes_per_token = BYTES_PER_TOKEN
 
-    @property
-    def bytes_per_token(self) -> float:
-        return self._bytes / self._tokens if self._tokens else BYTES_PER_TOKEN
+    def tokens(self, prompts: Sequence[Prompt]) -> int:
+        """About how many tokens prompts have together."""
+        counts = (
+            len(prompt) if isinstance(prompt, list) else round(len(prompt) / self.bytes_per_token)
+            for prompt in prompts
+        )
+        return max(sum(max(count, 1) for count in counts), 1)
 
-    def tokens(self, prompt: Prompt) -> int:
-        """About how many tokens a prompt has."""
-        if isinstance(prompt, list):
-            return max(len(prompt), 1)
-        return max(round(len(prompt or b"") / self.bytes_per_token), 1)
-
-    def blocks(self, prompt: Prompt) -> tuple[int, ...]:
+    def blocks(self, prompt: Prompt | None) -> tuple[int, ...]:
         """The hashes of a prompt's full blocks."""
         if isinstance(prompt, list):
-            try:
-                content, size = array("q", prompt).tobytes(), 8 * BLOCK_TOKENS
-            except OverflowError:
-                return ()
+            content, size = array("q", prompt).tobytes(), 8 * BLOCK_TOKENS
         else:
             content, size = prompt or b"", self._block_bytes
         hashes, before, key = [], b"", self._key
@@ -133,22 +131,25 @@ class PromptGauge:
             hashes.append(int.from_bytes(before, "big") >> 1)
         return tuple(hashes)
 
-    def count(self, prompt: Prompt, tokens: int) -> None:
+    def count(self, prompt: Prompt | None, tokens: int) -> None:
         """A server counted a prompt's tokens."""
-        if not isinstance(prompt, bytes) or tokens < 1:
+        if not isinstance(prompt, bytes) or tokens < 1 or not prompt:
             return
-        self._bytes += len(prompt)
-        self._tokens += tokens
+        ratio = min(max(len(prompt) / tokens, LEAST_BYTES_PER_TOKEN), MOST_BYTES_PER_TOKEN)
+        weight = min(tokens, GAUGED_TOKENS)
+        self._gauged.append((ratio * weight, weight))
+        sums = [sum(each) for each in zip(*self._gauged, strict=True)]
+        self.bytes_per_token = (sums[0] + FIRST_TOKENS * BYTES_PER_TOKEN) / (sums[1] + FIRST_TOKENS)
         self._counted += 1
         if self._counted == COUNTED_PROMPTS:
-            self._block_bytes = max(round(BLOCK_TOKENS * self._bytes / self._tokens), 1)
+            self._block_bytes = max(round(BLOCK_TOKENS * self.bytes_per_token), 1)
 
 
 class Gateway:
     """The application, and what its requests share. `access` is the ASGI application to serve.
 
     Attributes:
-        running: requests for tokens that have not ended.
+        running: requests that have not ended.
         leaving: the end is announced.
         draining: new requests are refused.
         idle: no request runs.
@@ -175,6 +176,7 @@ class Gateway:
         self.log, self.numbers = log, count(1)  # of the requests
         self._created = int(time.time())
         self.status: StatusPage | None = None
+        self._merging, self._merged, self._merge_at_s = asyncio.Lock(), b"", -math.inf
         open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
         self.access: ASGIApp = AccessGate(
             self._answer,
@@ -206,13 +208,15 @@ class Gateway:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         try:
+            if self.pool.name in Headers(scope=scope).get("via", ""):
+                raise ApiError("this request went through this front before", status=LOOP)
             if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
                 await self._generate(scope, receive, send)
             elif path in RELAYED and method == "POST":
                 await self._relay(scope, receive, send)
             elif path == REPLICA_METRICS and method == "GET":
-                content = await asyncio.to_thread(merged_metrics, await self.pool.read_metrics())
-                await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
+                headers = [(b"content-type", METRICS_TYPE)]
+                await send_whole(send, 200, headers, await self._merged_metrics())
             elif method not in ("GET", "HEAD"):
                 raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
             elif self.status is not None and path in (PAGE, DATA):
@@ -224,6 +228,19 @@ class Gateway:
                 await send_whole(send, status, [(b"content-type", kind)], content)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
+
+    async def _merged_metrics(self) -> bytes:
+        """The metrics of all replicas, read at most once a second, and for no more than a share of
+        the time: readers that come meanwhile get the same.
+        """
+        async with self._merging:
+            if self.now_s() >= self._merge_at_s:
+                pages = await self.pool.read_metrics()
+                start_s = self.now_s()
+                self._merged = await asyncio.to_thread(merged_metrics, pages)
+                took_s = self.now_s() - start_s
+                self._merge_at_s = self.now_s() + max(MERGE_EVERY_S, took_s / MERGE_SHARE)
+            return self._merged
 
     def _page(self, path: str) -> tuple[int, bytes, bytes]:
         """The status, the content type and the content of a page."""
@@ -275,47 +292,59 @@ class Gateway:
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
-        body = await read_body(Request(scope, receive), self.settings.max_body_bytes)
-        path, headers = scope["path"].encode(), self.pool.json_headers
-        for replica in sorted(self.pool.up, key=lambda each: len(each.attempts)):
-            try:
-                answer = await replica.upstream.send("POST", path, headers, body)
-                async with aclosing(answer):
-                    content = await whole_body(answer)
-            except UpstreamError:
-                continue
-            await send_whole(send, answer.status, kept_headers(answer), content)
-            return
-        raise overloaded(NO_REPLICA)
+        self._check_open()
+        body = await self._body(scope, receive)
+        read_object(body)
+        headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
+        request = RelayedRequest(self, scope["path"], body, headers)
+        keyed = KeyedRequest.of(scope)
+        keyed.admit(1, request.most_tokens)
+        keyed.reserve(request.most_tokens, lambda: request.charged)
+        with self._counted():
+            await request.run(receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.draining:
-            headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
-            raise ApiError("the server is draining", status=503, headers=headers)
-        if not self.pool.up:
-            self.stats.refused += 1
-            raise overloaded(NO_REPLICA)
+        self._check_open()
         arrival_s = self.now_s()
-        body = await read_json_bytes(Request(scope, receive), self.settings.max_body_bytes)
-        session = Headers(scope=scope).get("x-session-id", "")
-        call = GenerationCall(body, chat=scope["path"].startswith("/v1/chat"), session=session)
+        body = await self._body(scope, receive)
+        given = Headers(scope=scope)
+        session, is_chat = given.get("x-session-id", ""), scope["path"].startswith("/v1/chat")
+        call = GenerationCall(body, chat=is_chat, session=session)
         if self.model and call.model and call.model != self.model:
             text = f"there is no model '{call.model[:80]}'; this server has '{self.model}'"
             raise ApiError(text, status=404, param="model", code="model_not_found")
         if self.waiting >= self.settings.max_waiting:
             self.stats.refused += 1
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
-        request = PassedRequest(self, call, send, arrival_s)
-        limit = call.max_tokens or self.settings.max_new_tokens
-        most = call.choices * (request.prompt_tokens + max(limit, 1))
+        headers = self.pool.forwarded(given.get("via", ""))
+        request = PassedRequest(self, call, send, arrival_s, headers)
         keyed = KeyedRequest.of(scope)
-        keyed.admit(call.choices, most)
+        keyed.check_priority(call.priority)
+        keyed.admit(call.rows, request.most_tokens)
         request.admit()
-        keyed.reserve(most, lambda: request.usage.total)
+        keyed.reserve(request.most_tokens, lambda: request.charged)
+        with self._counted():
+            await request.run(receive)
+
+    def _check_open(self) -> None:
+        """Raise `ApiError` while the server drains, and without a replica."""
+        if self.draining:
+            headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
+            raise ApiError("the server is draining", status=503, headers=headers)
+        if not self.pool.up:
+            self.stats.refused += 1
+            raise overloaded(NO_REPLICA)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        return await read_json_bytes(Request(scope, receive), self.settings.max_body_bytes)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A request runs: the end of the server waits for it."""
         self.running += 1
         self.idle.clear()
         try:
-            await request.run(receive)
+            yield
         finally:
             self.running -= 1
             if not self.running:
@@ -328,7 +357,7 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
     labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
     beyond = "Requests beyond the rows that replicas run at once."
     for name, text, value in (
-        ("llmctl_requests_running", "Requests for tokens that have not ended.", gateway.running),
+        ("llmctl_requests_running", "Requests that have not ended.", gateway.running),
         ("llmctl_requests_waiting", beyond, gateway.waiting),
     ):
         yield family_of(GaugeMetricFamily, name, text, labels, value)
@@ -368,23 +397,28 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
         ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
         ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
         ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
+        ("llmctl_replica_odd_usage", "Token counts that no server can have made.", "odd_usages"),
     ):
         values = {one.url: float(getattr(one, attribute)) for one in replicas}
         yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
+    background = gateway.pool.background
+    alive = {name: float(is_up) for name, is_up in background.up()}
+    text = "1 while every task of this name runs; 0 while one waits to be started again."
+    yield by_label(GaugeMetricFamily, "llmctl_background_task_up", text, labels, "task", alive)
+    failures = {name: float(background.failures[name]) for name in alive}
+    name, text = "llmctl_background_task_failures", "Failures of tasks that run beside requests."
+    yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
     yield from usage_of_keys(labels, gateway.keyring.named)
 
 
-def merged_metrics(texts: Mapping[str, str]) -> bytes:
+def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
     """The metrics of several servers, by URL, as one text with the URLs as the label `replica`. It
-    leaves out texts that are not in Prometheus' format.
+    leaves out texts that are not in Prometheus' format, and lines that are too long.
     """
     merged: dict[str, Metric] = {}
-    for url, text in texts.items():
-        try:
-            families = list(text_string_to_metric_families(text))
-        except ValueError:
-            continue
-        for family in families:
+    for url, page in pages.items():
+        short = b"\n".join(line for line in page.split(b"\n") if len(line) <= MAX_METRIC_BYTES)
+        for family in families_in(short.decode(errors="replace")):
             empty = Metric(family.name, family.documentation, family.type)
             merged.setdefault(family.name, empty).samples += [
                 Sample(one.name, {"replica": url, **one.labels}, one.value)

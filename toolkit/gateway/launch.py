@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from ssl import SSLContext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.files.plan import Plan
@@ -209,18 +209,20 @@ async def _serve(
     followed, tls = followed_files(order.callers, gateway.keyring.renew, order.certificate)
     if own is not None and order.reread is not None:
         followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
-    background = [order.manager.report_health(lambda: True), pool.sweep(), follow(followed, say)]
+    background = pool.background
+    background.start("health of the manager", partial(order.manager.report_health, lambda: True))
+    background.start("silent replicas", pool.sweep)
+    background.start("files that change", partial(follow, followed, say))
     if order.settings.status_page:
         gateway.status = GatewayStatus(gateway, _facts(order, order.plan))
-        background.append(gateway.status.sampling())
+        background.start("status page", gateway.status.sampling)
     if order.router.reads_reports:
-        background.append(pool.read_reports())
+        background.start("reports of replicas", pool.read_reports)
     if events is not None:
-        background.append(flush(events))
-    tasks = [asyncio.create_task(each) for each in background]
+        background.start("event log", partial(flush, events))
     try:
         await server.start(listener, tls)
-        await _begin(order, pool, own, signals, tasks)
+        await _begin(order, pool, own, signals)
         if not signals.first.is_set():
             if not pool.up:
                 say("no replica is up yet: requests get 503 until one is")
@@ -230,9 +232,6 @@ async def _serve(
         drain = partial(gateway.drain, order.ending.timeout_s)
         await leave(gateway.running, server, order.ending, signals, drain)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         if own is not None:
             await own.stop()
         await pool.stop()
@@ -269,7 +268,6 @@ async def _begin(
     pool: ReplicaPool,
     own: OwnReplicas | None,
     signals: Signals,
-    tasks: list[asyncio.Task[None]],
 ) -> None:
     """Start the replicas, and wait for all; or find those that run already, and wait until one is
     up. With `strict`, wait until each was probed.
@@ -278,9 +276,11 @@ async def _begin(
         own.start()
         await first_of(own.loaded(), own.failed.wait(), signals.first.wait())
     elif order.source is not None:
-        order.ending.say(pool.renew(await order.source.read()))
-        following = follow_source(order.source, pool.renew, order.ending.say)
-        tasks.append(asyncio.create_task(following))
+        source, say = order.source, order.ending.say
+        say(pool.renew(await source.read()))
+        pool.background.start(
+            "list of replicas", lambda: follow_source(source, pool.renew, say, pool.listed)
+        )
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + FIRST_PROBES_S
         while not signals.first.is_set() and pool.refused is None and now_s() < end_s:
@@ -300,6 +300,11 @@ def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
 def _needs_laws(router: Router, kinds: Sequence[LiveKind]) -> bool:
     """Whether a router needs laws that the replicas lack."""
     return router.name == LawRouter.name and any(kind.traits.law is None for kind in kinds)
+
+
+def new_folder() -> tempfile.TemporaryDirectory[str]:
+    """For the files of a server."""
+    return tempfile.TemporaryDirectory(prefix="llmctl-replica-", ignore_cleanup_errors=True)
 
 
 class OwnReplicas:
@@ -333,14 +338,16 @@ class OwnReplicas:
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
+        self._were_ready: set[int] = set()
         self._trial = -1  # the replica that tries a plan for its kind
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
         self._threads = ThreadPoolExecutor(2 * self._count, "replica")
-        self._tasks: list[asyncio.Task[None]] = []
-        self._rolling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._rolling: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
+        start, numbers = self._pool.background.start, range(self._count)
+        self._tasks = [start("servers", partial(self._keep, number)) for number in numbers]
 
     async def loaded(self) -> None:
         """Wait until all are up."""
@@ -358,7 +365,7 @@ class OwnReplicas:
         if self._rolling is not None:
             self._rolling.cancel()
         self._take(replace(self._order, plan=plan))
-        self._rolling = asyncio.create_task(self._roll(self._order))
+        self._rolling = self._pool.background.once("restart", partial(self._roll, self._order))
         return f"restarting {self._count} replicas, one at a time"
 
     def _take(self, order: ServerOrder) -> None:
@@ -427,32 +434,23 @@ class OwnReplicas:
 
     async def _keep(self, number: int) -> None:
         """Keep one server running, until cancelled."""
-        loop, wait_s, was_up = asyncio.get_running_loop(), RESTART_S, False
+        loop, wait_s = asyncio.get_running_loop(), RESTART_S
         while True:
             self._renewed[number].clear()
             begin_s, error, why, order = loop.time(), None, "", self._orders[number]
-            with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
-                starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
-                try:
-                    server = self._servers[number] = await asyncio.shield(starting)
-                    await self._in_thread(server.wait_until_ready)
-                    was_up = True
-                    kind = self._kinds[number]
-                    replica = self._replicas[number] = self._pool.add(server.url, kind=kind)
-                    why = await self._until_over(number, server, replica)
-                    self._pool.remove(replica)
-                    replica.cut_all(why or "it is restarted")
-                except LlmctlError as failure:
-                    error, self._lost[number] = failure, (order, failure.message)
-                finally:
-                    # Also one that was still starting when this was cancelled.
-                    with suppress(LlmctlError):
-                        await asyncio.shield(self._in_thread((await starting).stop))
-                    self._servers.pop(number, None)
-            if error is not None and not was_up:
-                self.error = error
-                self.failed.set()
-                return
+            try:
+                why = await self._run_server(number, order)
+            except LlmctlError as failure:
+                error = failure
+            except OSError as failure:  # no room for its files, say
+                text = f"cannot be started: {failure.strerror or failure}"
+                error = EngineError(text, "it needs room for temporary files (TMPDIR)")
+            if error is not None:
+                self._lost[number] = order, error.message
+                if number not in self._were_ready:
+                    self.error = error
+                    self.failed.set()
+                    return
             if self._renewed[number].is_set():
                 continue
             if number != self._trial:
@@ -462,6 +460,29 @@ class OwnReplicas:
                 async with asyncio.timeout(wait_s):
                     await self._renewed[number].wait()
             wait_s = min(2 * wait_s, RESTART_MAX_S)
+
+    async def _run_server(self, number: int, order: ServerOrder) -> str:
+        """Start a server and wait until it is over. Returns why; '' for an ordered restart."""
+        with new_folder() as name:
+            starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
+            try:
+                server = self._servers[number] = await asyncio.shield(starting)
+                await self._in_thread(server.wait_until_ready)
+                self._were_ready.add(number)
+                replica = self._pool.add(server.url, kind=self._kinds[number])
+                self._replicas[number] = replica
+                why = "its task failed"
+                try:
+                    why = await self._until_over(number, server, replica)
+                finally:
+                    self._pool.remove(replica)
+                    replica.cut_all(why or "it is restarted")
+                return why
+            finally:
+                # Also one that was still starting when this was cancelled.
+                with suppress(LlmctlError, OSError):
+                    await asyncio.shield(self._in_thread((await starting).stop))
+                self._servers.pop(number, None)
 
     async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
         """Wait until the server has ended or hangs, its probes have failed for `hang_s` seconds, or

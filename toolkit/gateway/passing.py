@@ -10,14 +10,17 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Raw
 from starlette.types import Receive, Send
 
+from toolkit.endpoints.foreign import decoded
 from toolkit.endpoints.wire import UpstreamAnswer, UpstreamError
-from toolkit.gateway.calls import DIVERGED, GenerationCall, PassingAnswer, StreamedUsage
-from toolkit.gateway.replicas import LiveReplica
+from toolkit.gateway.answers import DIVERGED, Attempted, PassingAnswer
+from toolkit.gateway.calls import GenerationCall
+from toolkit.gateway.replicas import NOT_SERVED, LiveReplica
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late, overloaded
 from toolkit.serve.server import disconnected, first_of
 from toolkit.traces.write import TraceLine, ms_or_none
 
@@ -30,6 +33,8 @@ MAX_FAILURES = 4  # attempts in a row that failed without a new token, of one re
 RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 and above
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
+ELSEWHERE = (*BUSY, *NOT_SERVED)  # also where it lacks what another one may have
+REASONS = ("stop", "length", "tool_calls", "function_call", "content_filter")  # how answers end
 TOO_LONG = (400, 413, 422)  # with a word of the context: another one's may be longer
 _OF_CONTEXT = re.compile(rb"context|max_model_len", re.IGNORECASE)
 MAX_WHOLE_BYTES = 64 << 20
@@ -79,13 +84,21 @@ class PassedRequest:
     """
 
     def __init__(
-        self, gateway: Gateway, call: GenerationCall, send: Send, arrival_s: float
+        self,
+        gateway: Gateway,
+        call: GenerationCall,
+        send: Send,
+        arrival_s: float,
+        headers: list[tuple[bytes, bytes]],
     ) -> None:
         self.heard_s = self.arrival_s = arrival_s
         self.streaming, self.waiting = False, True
-        self.prompt_tokens = gateway.gauge.tokens(call.prompt)
-        self._gateway, self._call, self._send = gateway, call, send
-        self._passing = PassingAnswer(call)
+        self.prompt_tokens = gateway.gauge.tokens(call.prompts)
+        limit = call.max_tokens if (call.max_tokens or 0) > 0 else gateway.settings.max_new_tokens
+        self.new_tokens = limit or 1
+        self.most_tokens = call.copies * self.prompt_tokens + call.rows * self.new_tokens
+        self._gateway, self._call, self._send, self._headers = gateway, call, send, headers
+        self._passing = PassingAnswer(call, self.prompt_tokens)
         self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
         self._task: asyncio.Task[bool] | None = None
@@ -97,12 +110,31 @@ class PassedRequest:
         self._outgrown = 0  # the longest context that it did not fit into
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._status = "cancelled"
+        self._taken = False  # a replica has it, or had it until the client left
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
-    def usage(self) -> StreamedUsage:
-        """Its tokens as the server counted them, else as the gateway did."""
-        return self._passing.usage or StreamedUsage(self.prompt_tokens, self._passing.tokens)
+    def generated(self) -> int:
+        """Its new tokens as the server counted them, and no fewer than came."""
+        usage = self._passing.usage
+        counted = self._passing.counted_tokens
+        return counted if usage is None else max(usage.completion_tokens, counted)
+
+    @property
+    def charged(self) -> int:
+        """The tokens that its key pays. Of an answer that came in one piece or was to, and was not
+        counted, these are all that it might have had; of a stream those that came.
+        """
+        passing, stream = self._passing, self._call.stream
+        if passing.usage is None and not passing.begun and not self._taken:
+            return 0
+        if passing.usage is None and not stream:
+            return self.most_tokens
+        if passing.usage is not None:
+            return passing.prompt_tokens + self.generated
+        by_text = math.ceil(passing.text_bytes / self._gateway.gauge.bytes_per_token)
+        generated = max(passing.counted_tokens, by_text) + passing.unseen_tokens
+        return passing.prompt_tokens + generated
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
@@ -144,11 +176,14 @@ class PassedRequest:
             except PassFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                if self._passing.complete and self._head_sent:
+                passing, self._taken = self._passing, False
+                if passing.finished and passing.countable and self._head_sent:
                     # The client has all tokens, but not the last lines.
-                    await self._close_stream(self._passing.finish())
+                    await self._close_stream(passing.finish())
                     return
                 if str(failed) == DIVERGED:
+                    if passing.falls_back():
+                        continue
                     await self._give_up(f"the answer broke off, and {failed}")
                     return
                 failures = 1 if self._passing.tokens > tokens else failures + failed.counts
@@ -199,7 +234,7 @@ class PassedRequest:
         return RoutedRequest(
             self._id,
             self.prompt_tokens + (done.tokens if done else 0),
-            self._call.max_tokens or self._gateway.settings.max_new_tokens,
+            self.new_tokens,
             self._blocks,
             self._call.session,
         )
@@ -209,6 +244,7 @@ class PassedRequest:
         gateway = self._gateway
         self._cut = ""
         self.heard_s, self.streaming, self.waiting = gateway.now_s(), False, True
+        self._taken, odd_before = True, self._passing.odd_usages
         replica.requests += 1
         replica.attempts.add(self)
         sent = gateway.balancer.replicas[replica.index].sent[self._id]
@@ -224,13 +260,14 @@ class PassedRequest:
                 raise PassFailedError(self._cut or "cancelled")
             ended = task.result()
             if ended and self._status in ("stop", "length"):
-                generated = self.usage.completion_tokens
+                generated = self.generated
             return ended
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
             self._task = None
+            replica.odd_usages += self._passing.odd_usages - odd_before
             gateway.balancer.ended(self._id, generated)
             gateway.pool.ended(replica, self)
 
@@ -238,13 +275,12 @@ class PassedRequest:
         """One attempt. Returns whether the request has ended; else another replica may take it."""
         gateway, passing, call = self._gateway, self._passing, self._call
         was_begun = passing.begun
-        request = passing.request(
-            speaks_ids=replica.speaks_ids and call.stream, max_model_len=replica.max_model_len
-        )
+        ids = replica.speaks_ids and call.stream
+        request = passing.request(Attempted(ids, replica.max_model_len, replica.default_tokens))
         if request is None:
             await self._give_up(CANNOT_GO_ON)
             return True
-        (path, body), headers, reached = request, gateway.pool.json_headers, False
+        (path, body), headers, reached = request, self._headers, False
         try:
             answer = await replica.upstream.send("POST", path, headers, body)
             reached = True
@@ -262,6 +298,11 @@ class PassedRequest:
                     await self._pass_whole(replica, answer)
                 return True
         except UpstreamError as error:
+            if error.here and not self._head_sent:
+                self._taken = False
+                raise overloaded(str(error)) from None
+            if error.here:
+                raise PassFailedError(str(error)) from None
             reached = reached or "lost" in str(error)
             why = "the connection broke off" if reached else "it cannot be reached"
             gateway.pool.failed(replica, why)
@@ -277,8 +318,9 @@ class PassedRequest:
             if any(each.max_model_len and each.max_model_len > size for each in listed):
                 self._outgrown = max(self._outgrown, size)
                 raise PassFailedError("the request does not fit into its context", counts=False)
+        self._taken = False
         if self._head_sent:
-            if status >= 500 or status in BUSY:
+            if status >= 500 or status in ELSEWHERE:
                 raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
             if self._passing.falls_back():
                 return False
@@ -286,10 +328,10 @@ class PassedRequest:
             await self._give_up(CANNOT_GO_ON if begun else f"a replica answered {status}")
             return True
         refusal = status, kept_headers(answer), content
-        if status in BUSY or (status >= 500 and gateway.budget.take()):
+        if status in ELSEWHERE or (status >= 500 and gateway.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
-            raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
+            raise PassFailedError(f"it answered {status}", counts=status not in ELSEWHERE)
         self._status = f"HTTP {status}"
         await send_whole(self._send, *refusal)
         return True
@@ -327,25 +369,28 @@ class PassedRequest:
         raise PassFailedError("the answer ended early")
 
     async def _close_stream(self, last: bytes) -> None:
-        self._status = self._passing.finish_reason or "stop"
+        self._status = _reason(self._passing.finish_reason)
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await whole_body(answer)
         self.heard_s = replica.heard_s = self._gateway.now_s()
-        try:
-            read = msgspec.json.decode(content, type=_WholeAnswer)
-        except (msgspec.DecodeError, RecursionError):
-            read = _WholeAnswer()
+        read = decoded(content, _WholeAnswer) or _WholeAnswer()
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
             raise PassFailedError("the server aborted the request")
-        self._passing.usage, self._last_s = read.usage, self._gateway.now_s()
-        self._status = reasons[0] if reasons else "stop"
+        self._passing.usage = self._passing.possible(read.usage)
+        self._last_s = self._gateway.now_s()
+        self._status = _reason(reasons[0] if reasons else "stop")
         await send_whole(self._send, 200, kept_headers(answer), content)
 
     async def _give_up(self, text: str, ended: str = "failed", status: int = 503) -> None:
-        """End with an error: in the stream, if the client has a part of it."""
+        """End with an error: in the stream, if the client has a part of it. Where it has all tokens
+        and lacks the last lines, end with those that are known.
+        """
+        if self._head_sent and self._passing.complete:
+            await self._close_stream(self._passing.finish())
+            return
         self._status = ended
         error = ApiError(text, status=status, code="replicas")
         if not self._head_sent:
@@ -357,7 +402,7 @@ class PassedRequest:
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         gateway, stats = self._gateway, self._gateway.stats
-        prompt, tokens = self.usage.prompt_tokens, self.usage.completion_tokens
+        prompt, tokens = self._passing.prompt_tokens, self.generated
         stats.prompt_tokens += prompt
         if self._passing.usage is not None and self._call.choices == 1:
             gateway.gauge.count(self._call.prompt, prompt)
@@ -374,7 +419,7 @@ class PassedRequest:
         if gateway.log is not None:
             arrival_s, ok = self.arrival_s, self._status in ("stop", "length")
             first, last = (ms_or_none(at_s - arrival_s) for at_s in (self._first_s, self._last_s))
-            most = self._call.max_tokens or gateway.settings.max_new_tokens
+            most = self.new_tokens
             at, status = gateway.log.timestamp(arrival_s), "ok" if ok else self._status
             gateway.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
 
@@ -385,7 +430,12 @@ class _WholeChoice(msgspec.Struct):
 
 class _WholeAnswer(msgspec.Struct):
     choices: list[_WholeChoice] = []
-    usage: StreamedUsage | None = None
+    usage: Raw = Raw(b"null")
+
+
+def _reason(told: str) -> str:
+    """How an answer ended, in words that are known: a replica's own would become labels."""
+    return told if told in REASONS else "other" if told else "stop"
 
 
 async def whole_body(answer: UpstreamAnswer) -> bytes:

@@ -4,7 +4,10 @@
 and with the right model. Traffic (a refused connection, an answer that breaks off, silence) and
 probes take it out; only probes bring it back, with few requests at first. A replica that is silent
 while it has requests is asked for a token; if it gives none, it hangs, and its requests go
-elsewhere.
+elsewhere. One that answers with errors is asked, too: they may be the requests' fault or its own.
+
+What a replica says is bounded where it is read: a page, a number or a word of one replica must not
+reach the requests of another.
 """
 
 from __future__ import annotations
@@ -12,21 +15,25 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from toolkit.backends.openai import kv_tokens
-from toolkit.endpoints.target import Models, Version, parsed_metrics
+from toolkit.endpoints.foreign import decoded, plain
+from toolkit.endpoints.target import Models, Version, error_text, parsed_metrics
 from toolkit.endpoints.wire import Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
+from toolkit.serve.background import Background
 
 if TYPE_CHECKING:
     from toolkit.gateway.passing import PassedRequest
@@ -37,16 +44,33 @@ PROBE_UP_S = 2.0  # between two probes of a replica that is up
 PROBE_DOWN_S = 0.5  # and of one that is not, at first
 PROBE_DOWN_MAX_S = 5.0
 PROBE_TIMEOUT_S = 5.0
+IDENTIFY_EVERY_S = 10.0  # a replica that is up: another model may run there since
+DOUBT_EVERY_S = 1.0  # between two questions whether a replica serves at all
 FAILED_PROBES = 2  # in a row take a replica out
-FAILED_ANSWERS = 5  # in a row, with a status of 500 and above
+FAILED_ANSWERS = 5  # in a row, with a status of 500 and above: it is in doubt
+NOT_SERVED = (401, 403, 404, 405, 501)  # a replica lacks the route or the model, or wants a key
+NO_ROUTE = (404, 405, 501)
 SLOW_START_S = 10.0  # a replica that came back gets its share of the requests after this long
 SWEEP_EVERY_S = 0.25
 MAX_PROBE_BYTES = 4 << 20
+MAX_PAGE_BYTES = 1 << 20  # of metrics, which are read four times a second
+# Bounded by the line, so that a page is read in one pass.
 _REPORTED = re.compile(
     rb"^(?:vllm:num_requests|llmctl_requests|vllm:kv|vllm:gpu|llmctl_kv)_"
-    rb"(waiting|running|cache_usage)(?:_perc|_ratio)?(?:\{[^}]*\})? (\S+)",
+    rb"(waiting|running|cache_usage)(?:_perc|_ratio)?(?:\{[^\n]*\})? ([^\s]+)",
     re.MULTILINE,
 )
+_CACHE_SIZE = re.compile(
+    rb"^(?:vllm:cache_config_info|sglang:max_total_num_tokens|llmctl_kv_cache_tokens)[^\n]{0,4096}$",
+    re.MULTILINE,
+)
+MAX_ROWS = 1 << 20  # that a replica may report
+_MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
+MAX_ENGINES = 1024  # of a replica, of which figures are read
+FOREIGN = ("it serves ", "it runs ", "its kind ")  # problems with which a replica is left out
+MAX_VIA_BYTES = 1024
+LOOP = 508  # the status for a request that went through this front before
+COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
@@ -69,6 +93,10 @@ class LiveReplica:
         kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
+        default_tokens: as `toolkit.gateway.answers.Attempted`.
+        in_doubt: the next probe asks it for a token.
+        doubted_s, identified_s: when that was asked last, and when the model was.
+        odd_usages: usages of its answers that no server can have counted.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
         requests, failures, moved: requests that it was sent, attempts that failed there, and
@@ -88,6 +116,11 @@ class LiveReplica:
     version: str = ""
     max_model_len: int | None = None
     speaks_ids: bool = False
+    default_tokens: int | None = None
+    in_doubt: bool = False
+    doubted_s: float = -math.inf
+    identified_s: float = -math.inf
+    odd_usages: int = 0
     attempts: set[PassedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     slow_since_s: float = -math.inf
@@ -155,14 +188,18 @@ class ReplicaPool:
         self.model = needs.model
         self.refused: InputError | None = None  # a replica is not as needed, and `strict`
         self.changed = asyncio.Event()  # a replica came up, or one was refused
-        self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        self.name = f"llmctl-{secrets.token_hex(8)}"  # in `Via`: a list may name this front
+        key_header = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
         self.balancer, self.kinds, self._needs = balancer, kinds, needs
-        self._hang_s, self._say = hang_s, say
+        self.hang_s, self._say = hang_s, say
+        self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
+        self.background = Background(say)
+        self.listed: list[str] = []  # as `renew` was given them last
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
-        self._checks: set[asyncio.Task[None]] = set()
 
     def kind_of(self, replica: LiveReplica) -> str:
         """The name of a replica's kind; '' while it is not known."""
@@ -197,6 +234,7 @@ class ReplicaPool:
             self.remove(replica)
         for url, upstream in upstreams.items():
             self.add(url, upstream, wanted[url])
+        self.listed = list(listed)
         parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
         parts += [f"new: {', '.join(new)}"] if new else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
@@ -208,7 +246,7 @@ class ReplicaPool:
         replica = LiveReplica(url, upstream, self._index(kind or 0), kind or 0, kind is not None)
         self.replicas.append(replica)
         self.by_index[replica.index] = replica
-        self._tasks[replica] = asyncio.create_task(self._watch(replica))
+        self._tasks[replica] = self.background.start("probes", partial(self._watch, replica))
         return replica
 
     def _index(self, kind: int) -> int:
@@ -239,13 +277,27 @@ class ReplicaPool:
             self._say(f"replica {replica.url} is down: {why}")
         replica.wake.set()
 
+    def forwarded(self, via: str) -> list[tuple[bytes, bytes]]:
+        """The headers of a client's request that came `via` other proxies."""
+        before = via.encode("latin-1")[:MAX_VIA_BYTES]
+        return [*self.json_headers, (b"via", before)] if before else self.json_headers
+
     def answered(self, replica: LiveReplica, status: int) -> None:
-        """Note the status of an answer; too many failures in a row take the replica out."""
+        """Note the status of an answer. One that it cannot serve, or too many failures in a row,
+        put the replica in doubt: the requests may be at fault, so it is asked itself.
+        """
         failed = status >= 500 and status != 503
         replica.failed_answers = replica.failed_answers + 1 if failed else 0
-        if replica.failed_answers >= FAILED_ANSWERS:
+        if status in NOT_SERVED or replica.failed_answers >= FAILED_ANSWERS:
             replica.failed_answers = 0
-            self.failed(replica, f"{FAILED_ANSWERS} answers in a row were HTTP {status}")
+            self.doubt(replica)
+
+    def doubt(self, replica: LiveReplica) -> None:
+        """Ask a replica soon whether it serves at all."""
+        now_s = time.monotonic()
+        if replica.state == "up" and now_s - replica.doubted_s > DOUBT_EVERY_S:
+            replica.doubted_s, replica.in_doubt = now_s, True
+            replica.wake.set()
 
     def ended(self, replica: LiveReplica, attempt: PassedRequest) -> None:
         """An attempt at a replica is over."""
@@ -286,17 +338,15 @@ class ReplicaPool:
             now_s = time.monotonic()
             for replica in list(self.by_index.values()):
                 for attempt in list(replica.attempts):
-                    late = attempt.waiting and now_s - attempt.heard_s > self._hang_s
+                    late = attempt.waiting and now_s - attempt.heard_s > self.hang_s
                     if late and attempt.streaming:
-                        attempt.cut(f"it was silent for {self._hang_s:g} s")
+                        attempt.cut(f"it was silent for {self.hang_s:g} s")
                 if replica.state != "up" or not replica.attempts:
                     continue
                 sent_s = min(attempt.heard_s for attempt in replica.attempts)
-                if now_s - max(replica.heard_s, sent_s) > self._hang_s:
+                if now_s - max(replica.heard_s, sent_s) > self.hang_s:
                     replica.heard_s = now_s
-                    task = asyncio.create_task(self._check_hung(replica))
-                    self._checks.add(task)
-                    task.add_done_callback(self._checks.discard)
+                    self.background.once("hang checks", partial(self._check_hung, replica))
 
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
@@ -305,20 +355,17 @@ class ReplicaPool:
             await asyncio.gather(*(self._report(replica) for replica in self.up))
             await asyncio.sleep(max(REPORT_EVERY_S - (time.monotonic() - start_s), 0.01))
 
-    async def read_metrics(self) -> dict[str, str]:
+    async def read_metrics(self) -> dict[str, bytes]:
         """The pages /metrics of the replicas that are up and have one, by URL."""
         up = self.up
         pages = await asyncio.gather(*(self._metrics_page(replica) for replica in up))
         pairs = zip(up, pages, strict=True)
-        return {one.url: page.decode(errors="replace") for one, page in pairs if page is not None}
+        return {one.url: page for one, page in pairs if page is not None}
 
     async def stop(self) -> None:
-        tasks = [*self._tasks.values(), *self._checks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.background.stop()
         for replica in self.by_index.values():
-            await replica.upstream.__aexit__(None, None, None)
+            replica.upstream.close()
 
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
         if replica.state == "up":
@@ -329,6 +376,8 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
+            if replica.state == "gone":
+                replica.upstream.close()
             if self.balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
                 self._free[replica.kind].append(replica.index)
 
@@ -338,14 +387,17 @@ class ReplicaPool:
         while True:
             problem = "" if replica.state == "draining" else await self._probe(replica)
             failed = failed + 1 if problem else 0
+            foreign = problem.startswith(FOREIGN)
             match replica.state:
                 case "draining" | "gone":
                     pass
+                case "up" if foreign:
+                    self._take_out(replica, "left out", problem)
+                    self._say(f"replica {replica.url} is left out: {problem}")
                 case "up":
-                    if failed >= FAILED_PROBES:
+                    if failed >= FAILED_PROBES or replica.in_doubt:
                         self.failed(replica, problem)
                 case _ if problem:
-                    foreign = problem.startswith(("it serves ", "it runs ", "its kind "))
                     if problem != replica.problem:
                         left_out = " is left out" if foreign else ""
                         self._say(f"replica {replica.url}{left_out}: {problem}")
@@ -376,63 +428,92 @@ class ReplicaPool:
 
     async def _probe(self, replica: LiveReplica) -> str:
         """Why a replica cannot serve; '' if it can."""
+        now_s = time.monotonic()
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 status, _ = await self._ask(replica, b"/health")
+                if status == LOOP:
+                    return "it serves this front itself"
                 if status not in (200, 404):
                     return f"/health answered {status}"
-                if replica.state == "up" and status == 200:
-                    return ""
-                problem = await self._identify(replica)
-            if problem or replica.state != "hung":
-                return problem
-            return "" if await self._generates(replica) else "it generates nothing"
+                is_known = now_s - replica.identified_s < IDENTIFY_EVERY_S
+                if replica.state != "up" or not is_known or replica.in_doubt or status == 404:
+                    if problem := await self._identify(replica):
+                        return problem
+                    replica.identified_s = now_s
+            if replica.state == "hung" or replica.in_doubt:
+                problem = await self._cannot_generate(replica)
+                heard = time.monotonic() - replica.heard_s < self.hang_s
+                if problem and not (heard and replica.state == "up" and problem == self._silent):
+                    return problem
+                replica.in_doubt = False
         except TimeoutError:
             return f"no answer within {PROBE_TIMEOUT_S:g} s"
         except UpstreamError as error:
+            if error.here and replica.state == "up":
+                return ""  # nothing is known of it
             text = str(error).replace("the server behind this one", "it")
             return text.replace("the connection to it", "the connection")
+        return ""
 
     async def _identify(self, replica: LiveReplica) -> str:
         """What is wrong with a replica's model, context or version; '' if nothing is."""
         status, body = await self._ask(replica, b"/v1/models")
         if status != 200:
             return f"/v1/models answered {status}"
-        try:
-            models = msgspec.json.decode(body, type=Models).data
-        except msgspec.DecodeError:
+        models = decoded(body, Models)
+        if models is None:
             return "/v1/models is not OpenAI's"
         needs, wanted = self._needs, self.model
-        if not models:
+        if not models.data:
             return "it serves no model"
-        model = next((one for one in models if one.id == wanted), models[0])
+        model = next((one for one in models.data if one.id == wanted), models.data[0])
         if wanted and model.id != wanted:
-            return f"it serves '{model.id[:80]}', not '{wanted}'"
-        length = model.max_model_len
+            return f"it serves '{plain(model.id, 80)}', not '{wanted}'"
+        length = model.max_model_len or None
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
         status, body = await self._ask(replica, b"/version")
-        replica.version = ""
-        if status == 200:
-            with suppress(msgspec.DecodeError):
-                replica.version = msgspec.json.decode(body, type=Version).version
+        version = decoded(body, Version) if status == 200 else None
+        replica.version = plain(version.version, 80) if version is not None else ""
         if not replica.kind_listed and (problem := await self._find_kind(replica)):
             return problem
         known = replica.version.partition("+")[0]  # without what a build adds
-        version = self.kinds[replica.kind].version
-        if version and known and known != version:
-            return f"it runs version {replica.version}, not {version}"
-        self.model = self.model or model.id
+        version_of_kind = self.kinds[replica.kind].version
+        if version_of_kind and known and known != version_of_kind:
+            return f"it runs version {replica.version}, not {version_of_kind}"
+        self.model = self.model or plain(model.id)
         replica.model, replica.max_model_len = model.id, length
         replica.speaks_ids = model.owned_by in IDS_FROM
+        if replica.state != "up":
+            replica.default_tokens = await self._default_tokens(replica)
         return ""
+
+    async def _default_tokens(self, replica: LiveReplica) -> int | None:
+        """The most tokens of an answer for which its client names no limit; None: not known.
+
+        No page of vLLM has it, but its refusal of a larger `min_tokens` names it, and costs no
+        token. Other servers, which do not know `min_tokens`, are not asked.
+        """
+        if not replica.speaks_ids:
+            return None
+        messages = [{"role": "user", "content": "a"}]
+        fields = {"model": replica.model, "messages": messages, "min_tokens": (1 << 31) - 1}
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S / 5):
+                status, body = await self._ask(replica, CHAT, fields)
+        except (TimeoutError, UpstreamError):
+            return None
+        found = _MAX_TOKENS.search(error_text(body)) if status == 400 else None
+        return int(found[1]) if found else None
 
     async def _find_kind(self, replica: LiveReplica) -> str:
         """Read a replica's kind from the size of its cache, and give it an index of that kind.
         Returns why that is impossible, or ''.
         """
         page = await self._metrics_page(replica) or b""
-        size = kv_tokens(parsed_metrics(page.decode(errors="replace"))) or 0
+        lines = b"\n".join(_CACHE_SIZE.findall(page)[:MAX_ENGINES]) + b"\n"
+        size = kv_tokens(parsed_metrics(lines.decode(errors="replace"))) or 0
         sizes = [kind.traits.capacity_tokens for kind in self.kinds]
         like = [k for k, each in enumerate(sizes) if abs(size - each) <= LIKE_SHARE * each]
         if len(like) != 1:
@@ -451,9 +532,15 @@ class ReplicaPool:
         return ""
 
     async def _ask(
-        self, replica: LiveReplica, path: bytes, fields: dict[str, Any] | None = None
+        self,
+        replica: LiveReplica,
+        path: bytes,
+        fields: dict[str, Any] | None = None,
+        most_bytes: int = MAX_PROBE_BYTES,
     ) -> tuple[int, bytes]:
-        """The status and the body of an answer: to a POST of `fields` as JSON, else to a GET."""
+        """The status and the body of an answer: to a POST of `fields` as JSON, else to a GET. It is
+        read until it has more than `most_bytes`.
+        """
         method, headers, content = "GET", self.headers, b""
         if fields is not None:
             method, headers, content = "POST", self.json_headers, msgspec.json.encode(fields)
@@ -462,23 +549,29 @@ class ReplicaPool:
         async with aclosing(answer):
             async for piece in answer.body():
                 body += piece
-                if len(body) > MAX_PROBE_BYTES:
+                if len(body) > most_bytes:
                     break
         return answer.status, bytes(body)
 
-    async def _generates(self, replica: LiveReplica) -> bool:
-        """Whether a replica generates a token within `hang_s`."""
-        fields = {"model": self.model, "prompt": "a", "max_tokens": 1}
+    async def _cannot_generate(self, replica: LiveReplica) -> str:
+        """Why a replica generates no token within `hang_s`; '' if it does, or is only busy."""
+        text = {"model": self.model, "prompt": "a", "max_tokens": 1}
+        chat = {"model": self.model, "messages": [{"role": "user", "content": "a"}]}
         try:
-            async with asyncio.timeout(self._hang_s):
-                status, _ = await self._ask(replica, b"/v1/completions", fields)
-                return status < 500
-        except (TimeoutError, UpstreamError):
-            return False
+            async with asyncio.timeout(self.hang_s):
+                status, _ = await self._ask(replica, COMPLETIONS, text)
+                if status in NO_ROUTE:  # a server of chats alone
+                    status, _ = await self._ask(replica, CHAT, chat | {"max_tokens": 1})
+        except TimeoutError:
+            return self._silent
+        except UpstreamError:
+            return "it broke off when asked for a token"
+        refused = status in NOT_SERVED or status >= 500
+        return f"it answered {status} when asked for a token" if refused else ""
 
     async def _check_hung(self, replica: LiveReplica) -> None:
-        if not await self._generates(replica) and replica.state == "up":
-            why = f"it was silent for {self._hang_s:g} s and generated no token when asked"
+        if await self._cannot_generate(replica) and replica.state == "up":
+            why = f"it was silent for {self.hang_s:g} s and generated no token when asked"
             self._take_out(replica, "hung", why)
             self._say(f"replica {replica.url} hangs: {why}")
             replica.cut_all(why)
@@ -489,20 +582,24 @@ class ReplicaPool:
         any. Of several engines, requests are added, and the fullest cache counts.
         """
         at_s = time.monotonic()
-        figures: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
-        for name, value in _REPORTED.findall(await self._metrics_page(replica) or b""):
+        found = _REPORTED.findall(await self._metrics_page(replica) or b"")[: 3 * MAX_ENGINES]
+        figures = {b"waiting": [0.0], b"running": [0.0], b"cache_usage": [0.0]}
+        for name, text in found:
             with suppress(ValueError):
-                figures[name].append(float(value))
-        waiting, running, usage = figures.values()
-        if replica.state == "up" and waiting + running + usage:
-            report = ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)
-            self.balancer.report(replica.index, report)
+                if math.isfinite(value := float(text)):
+                    figures[name].append(value)
+        if replica.state == "up" and any(values[1:] for values in figures.values()):
+            waiting, running = (
+                int(min(max(sum(figures[name]), 0), MAX_ROWS)) for name in (b"waiting", b"running")
+            )
+            usage = min(max(figures[b"cache_usage"]), 1.0)
+            self.balancer.report(replica.index, ReplicaReport(waiting, running, usage, at_s))
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, body = await self._ask(replica, b"/metrics")
+                status, body = await self._ask(replica, b"/metrics", None, MAX_PAGE_BYTES)
         except (TimeoutError, UpstreamError):
             return None
-        return body if status == 200 else None
+        return body if status == 200 and len(body) <= MAX_PAGE_BYTES else None

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from toolkit.endpoints.foreign import UNREADABLE, decoded
 from toolkit.endpoints.wire import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
@@ -28,6 +29,8 @@ DNS_EVERY_S = 3.0
 WATCH_S = 290  # then the API server ends a watch, which begins again
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is tried again
 ANSWER_S = 10.0
+MAX_LIST_BYTES = 64 << 20  # of EndpointSlices, and of one change of them
+MAX_FILE_BYTES = 1 << 20
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 RIGHTS = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
 HINT = "--replicas takes FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
@@ -107,12 +110,18 @@ class ListedReplicas(ReplicaSource):
 
     def _read(self) -> list[str]:
         try:
+            if self._path.exists() and not self._path.is_file():
+                raise InputError(f"{self._path}: not a regular file", HINT)  # a pipe would wait
+            if self._path.stat().st_size > MAX_FILE_BYTES:
+                raise InputError(f"{self._path}: longer than {MAX_FILE_BYTES} bytes", HINT)
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not text"
             raise InputError(f"{self._path}: cannot be read: {why}", HINT) from None
         texts = [line.partition("#")[0].strip() for line in lines]
         urls = list(dict.fromkeys(_checked(text) for text in texts if text))
+        if not urls:  # it may be about to be written
+            raise InputError(f"{self._path}: it lists no replica", HINT)
         if len(urls) > MAX_REPLICAS:
             why = f"{self._path}: {len(urls)} replicas; the limit is {MAX_REPLICAS}"
             raise InputError(why, "list fewer")
@@ -133,10 +142,12 @@ class NamedReplicas(ReplicaSource):
         loop = asyncio.get_running_loop()
         try:
             addresses = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            why = f"{self._name}: cannot be resolved: {error.strerror}"
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a name"
+            why = f"{self._name}: cannot be resolved: {reason}"
             raise InputError(why, "check the name in --replicas") from None
-        return sorted({_url(str(address[0]), self._port) for *_, address in addresses})
+        urls = sorted({_url(str(address[0]), self._port) for *_, address in addresses})
+        return urls[:MAX_REPLICAS]
 
 
 class _Conditions(msgspec.Struct, frozen=True):
@@ -212,7 +223,7 @@ class SlicedReplicas(ReplicaSource):
             await anext(changes)
         except StopAsyncIteration:
             self._changes, self._pause_s = None, PAUSE_S
-        except (UpstreamError, msgspec.DecodeError, InputError):
+        except (UpstreamError, InputError, *UNREADABLE):
             self._changes = None
             self._fail()
         return True
@@ -222,12 +233,18 @@ class SlicedReplicas(ReplicaSource):
             self._fail()  # unless they can be listed
             try:
                 async with asyncio.timeout(ANSWER_S), aclosing(await self._ask("")) as answer:
-                    body = b"".join([piece async for piece in answer.body()])
+                    body = bytearray()
+                    async for piece in answer.body():
+                        body += piece
+                        if len(body) > MAX_LIST_BYTES:
+                            raise UpstreamError("the list is too long")
                 if answer.status != 200:
                     why = f"the API server answered {answer.status} for {self._where}"
                     raise InputError(why, RIGHTS)
-                slices = msgspec.json.decode(body, type=_Slices)
-            except (TimeoutError, UpstreamError, msgspec.DecodeError):
+                slices = decoded(bytes(body), _Slices)
+            except (TimeoutError, UpstreamError):
+                slices = None
+            if slices is None:
                 why = f"the API server gave no EndpointSlices of {self._where}"
                 raise InputError(why, RIGHTS) from None
             self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
@@ -236,7 +253,7 @@ class SlicedReplicas(ReplicaSource):
         staying = [one for one in endpoints if not one.conditions.terminating]
         serving = [one for one in endpoints if one.conditions.serving]  # until others are there
         addresses = {address for one in staying or serving for address in one.addresses}
-        return sorted(_url(address, self._port) for address in addresses)
+        return sorted(_url(address, self._port) for address in addresses)[:MAX_REPLICAS]
 
     def _fail(self) -> None:
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
@@ -253,6 +270,8 @@ class SlicedReplicas(ReplicaSource):
             rest = b""
             async for piece in answer.body():
                 *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > MAX_LIST_BYTES:
+                    raise InputError(f"the API server sent too long a change of {self._where}")
                 for line in filter(None, lines):
                     change = msgspec.json.decode(line, type=_Change)
                     changed, metadata = change.object, change.object.metadata
@@ -306,10 +325,16 @@ def _source(text: str) -> ReplicaSource:
 
 
 async def follow_source(
-    source: ReplicaSource, apply: Callable[[list[str]], str], say: Callable[[str], None]
+    source: ReplicaSource,
+    apply: Callable[[list[str]], str],
+    say: Callable[[str], None],
+    applied: Sequence[str] | None = None,
 ) -> None:
-    """Read a source again and again, and apply each change, until cancelled."""
-    applied, problem = await source.read(), ""
+    """Read a source again and again, and apply each change, until cancelled.
+
+    `applied` is what is in force; None: what the source says first.
+    """
+    applied, problem = await source.read() if applied is None else list(applied), ""
     while await source.wait():
         try:
             urls = await source.read()

@@ -44,6 +44,9 @@ MAX_KEYS = 100  # each has its own metrics
 HINT = "see docs/how-to/serve.md, 'Several keys'"
 
 
+Bounded = Annotated[Positive, Field(le=1 << 53)]  # beyond, a number of JSON is not exact
+
+
 class ApiKey(Strict):
     """One client. Where a limit is None, only the server's own limits hold."""
 
@@ -51,9 +54,9 @@ class ApiKey(Strict):
     sha256: str = Field(
         description="of the key's bytes, without a line break: printf %s KEY | sha256sum"
     )
-    requests_per_minute: Positive | None = None
-    tokens_per_minute: Positive | None = Field(default=None, description="prompt and output")
-    max_concurrent: Positive | None = Field(
+    requests_per_minute: Bounded | None = None
+    tokens_per_minute: Bounded | None = Field(default=None, description="prompt and output")
+    max_concurrent: Bounded | None = Field(
         default=None,
         description="choices of waiting and running requests: a request for n counts n times",
     )

@@ -17,14 +17,18 @@ import math
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
+from toolkit.endpoints.foreign import decoded
 from toolkit.serve.errors import ApiError
 
 ID_BITS = 53
+# A server adds tokens to a prompt, of a template or a picture; beyond these its count is not one.
+MAX_ADDED_TOKENS = 1 << 16
+LEAST_BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 1, 16  # of the blocks of texts
 
 
 class BlockedPrompt(NamedTuple):
@@ -34,17 +38,19 @@ class BlockedPrompt(NamedTuple):
     block_bytes: int
 
 
+Token = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
 class _Prompt(msgspec.Struct):
-    prompt: list[int | str] | str | None = None
+    prompt: list[Token | str] | str | None = None
     messages: list[Raw] | None = None
     tools: Raw = Raw(b"null")
 
 
 def prompt_content(body: bytes) -> list[int] | bytes | None:
     """The tokens or the text of a request's only prompt; None where there is no such prompt."""
-    try:
-        request = msgspec.json.decode(body, type=_Prompt)
-    except (msgspec.DecodeError, RecursionError):
+    request = decoded(body, _Prompt)
+    if request is None:
         return None
     match request.prompt:
         case None:
@@ -65,13 +71,14 @@ def blocks_of_prompt(
     """The ids of the prompt in a body, one for every `block_tokens` of its `prompt_tokens`.
 
     `block_bytes` are the bytes of a block of text; 0: as many as in this one. None where the body
-    has no prompt, or several.
+    has no prompt, or several, and where it cannot have so many tokens.
     """
     content = prompt_content(body)
-    if content is None or prompt_tokens < 1:
+    if content is None or not 1 <= prompt_tokens <= len(content) + MAX_ADDED_TOKENS:
         return None
     if isinstance(content, bytes):
-        block_bytes = block_bytes or max(round(len(content) * block_tokens / prompt_tokens), 1)
+        per_token = max(len(content) / prompt_tokens, LEAST_BYTES_PER_TOKEN)
+        block_bytes = block_bytes or round(block_tokens * min(per_token, MOST_BYTES_PER_TOKEN))
         pieces = _pieces(content, block_bytes)
     else:
         block_bytes = 0

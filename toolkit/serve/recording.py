@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import uvloop
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from toolkit.endpoints.foreign import Count, decoded
 from toolkit.endpoints.wire import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
@@ -60,6 +62,7 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\]]*\])\s*[,\]]')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY = (b'""', b"null", b"[]", b"{}")
+_NULL = Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +360,9 @@ class TokenRequest:
     max_tokens: int  # 0: no limit
 
 
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
 class _Options(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -365,16 +371,16 @@ class _Request(msgspec.Struct):
     prompt: Raw = Raw(b"null")
     stream: bool | None = None
     stream_options: _Options | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    n: Count | None = None
+    max_tokens: Number | None = None
+    max_completion_tokens: Number | None = None
 
 
 def read_request(body: bytes) -> TokenRequest | None:
     """The request in a body. None if it is not one for tokens: the server will refuse it."""
-    try:
-        request = msgspec.json.decode(body, type=_Request)
-    except (msgspec.DecodeError, RecursionError):
+    fields = decoded(body, dict[str, Raw])
+    request = None if fields is None else decoded(body, _Request)
+    if request is None:
         return None
     rows = _count_prompts(request.prompt) * max(request.n or 1, 1)
     limit = request.max_completion_tokens or request.max_tokens or 0
@@ -397,17 +403,21 @@ def _count_prompts(prompt: Raw) -> int:
 
 def ask_for_usage(body: bytes) -> bytes:
     """The body with a wish for the usage. All other values keep their bytes."""
-    fields = msgspec.json.decode(body, type=dict[str, Raw])
-    options = {}
-    if "stream_options" in fields and bytes(fields["stream_options"]).strip() != b"null":
-        options = msgspec.json.decode(fields["stream_options"], type=dict[str, Raw])
+    fields = decoded(body, dict[str, Raw]) or {}
+    given = fields.get("stream_options", _NULL)
+    options = decoded(given, dict[str, Raw]) or {}
     fields["stream_options"] = Raw(msgspec.json.encode(options | {"include_usage": Raw(b"true")}))
     return msgspec.json.encode(fields)
 
 
 class RecordedUsage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+
+
+def _usage(given: Raw) -> RecordedUsage | None:
+    """A usage that a server can have counted; None for null and for any other."""
+    return None if bytes(given) == b"null" else decoded(given, RecordedUsage)
 
 
 class _Choice(msgspec.Struct):
@@ -425,12 +435,12 @@ class _Choice(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: RecordedUsage | None = None
+    usage: Raw = _NULL
     error: Raw | None = None
 
 
 class _Whole(msgspec.Struct):
-    usage: RecordedUsage | None = None
+    usage: Raw = _NULL
 
 
 class StreamReader:
@@ -450,7 +460,8 @@ class StreamReader:
         """What to pass on now: with `strip` whole events, otherwise the piece itself."""
         passed = []
         text, at = self._rest + piece, 0
-        for end in _EVENT_END.finditer(text):
+        seen = max(len(self._rest) - 3, 0)  # no event ends before; the end of one may be cut
+        for end in _EVENT_END.finditer(text, seen):
             only_usage = self._read_event(text[at : end.start()])
             if not (only_usage and self._strip):
                 passed.append(text[at : end.end()])
@@ -470,14 +481,13 @@ class StreamReader:
     def _read_event(self, event: bytes) -> bool:
         """Note what an event says. Returns whether it carries the usage and nothing else."""
         lines = [line for line in _LINE_END.split(event) if line.startswith(b"data:")]
-        try:
-            chunk = msgspec.json.decode(b"\n".join(line[5:] for line in lines), type=_Chunk)
-        except (msgspec.DecodeError, RecursionError):
+        chunk = decoded(b"\n".join(line[5:] for line in lines), _Chunk)
+        if chunk is None:
             return False  # a comment, [DONE], or an event of an unknown format
-        self.usage = chunk.usage or self.usage
+        self.usage = _usage(chunk.usage) or self.usage
         self.failed |= chunk.error is not None
         self.has_tokens |= any(choice.has_tokens for choice in chunk.choices)
-        return chunk.usage is not None and not chunk.choices and chunk.error is None
+        return bytes(chunk.usage) != b"null" and not chunk.choices and chunk.error is None
 
 
 class WholeReader:
@@ -499,10 +509,8 @@ class WholeReader:
         return piece
 
     def end(self) -> bytes:
-        try:
-            self.usage = msgspec.json.decode(b"".join(self._pieces), type=_Whole).usage
-        except (msgspec.DecodeError, RecursionError):
-            self.usage = None
+        whole = decoded(b"".join(self._pieces), _Whole) or _Whole()
+        self.usage = _usage(whole.usage)
         self._pieces.clear()
         return b""
 

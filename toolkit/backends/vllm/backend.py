@@ -12,6 +12,7 @@ import math
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -35,13 +36,20 @@ from toolkit.backends.vllm.command import (
     POLICY,
     VllmCommand,
     VllmServer,
+    check_version,
     flags_of,
     free_port,
+    vllm_beside,
     vllm_python,
     vllm_server,
     vllm_version,
 )
-from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, ITERATIONS_VARIABLE, PLAN_VARIABLE
+from toolkit.backends.vllm.setup import (
+    EVENT_LOG_VARIABLE,
+    ITERATIONS_VARIABLE,
+    PLAN_VARIABLE,
+    PYTHON_VARIABLE,
+)
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
@@ -148,11 +156,22 @@ class VllmBackend:
         return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
     def check(self, recipe: Recipe) -> Check:
+        """A recipe is data: a Python that it names is looked at and not run."""
+        python = vllm_python(recipe)
         try:
-            version = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
+            if python in (os.environ.get(PYTHON_VARIABLE), sys.executable):
+                return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
+            found = vllm_beside(Path(python))
+            if found:
+                check_version(found)
+                return Check("engine", "ok", f"vLLM {found}, beside {python}")
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
-        return Check("engine", "ok", version)
+        if not os.access(python, os.X_OK) or not Path(python).is_file():
+            text = f"{python}: no program, and the recipe names it"
+            return Check("engine", "missing", text, f"engine.vllm.python, or {PYTHON_VARIABLE}")
+        text = f"the recipe names {python}: no vLLM lies beside it, and it is not run here"
+        return Check("engine", "note", text, "llmctl profile and llmctl serve run it, and say more")
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one

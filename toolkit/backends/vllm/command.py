@@ -184,6 +184,13 @@ def vllm_version(recipe: Recipe) -> str:
     return version
 
 
+def vllm_beside(python: Path) -> str:
+    """The version of vLLM in the environment of a Python, by its files alone; '' without any."""
+    pattern = "lib*/python3*/*-packages/vllm-*.dist-info"
+    found = sorted(python.parent.parent.glob(pattern))
+    return found[-1].name.removeprefix("vllm-").removesuffix(".dist-info") if found else ""
+
+
 def link_package(folder: Path) -> None:
     """Link llmctl's package into `folder`, and `mypy_extensions`, a file without imports: all else
     that this code imports is in vLLM's environment, in versions of its own.

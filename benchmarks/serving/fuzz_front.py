@@ -1,0 +1,372 @@
+"""A front before replicas, under odd requests, hostile replicas and flapping ones.
+
+    python -m benchmarks.serving.fuzz_front
+
+Three parts: bodies of requests with odd fields and torn bytes; a replica that answers requests,
+probes and readers of metrics with hostile bytes, beside a good one; and replicas that end and start
+again under streams, each of which must be the undisturbed answer. All the time /health is asked. No
+answer may be a 5xx that is not meant, no stream may differ, and at the end every task of the front
+must run, as its metrics say. Ten minutes on one core; no model, no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import uvloop
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import make_router
+from toolkit.routing.types import ReplicaTraits
+from toolkit.serve.access import Keyring
+from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.server import listen, url
+
+HUGE = 10**400
+HEALTH_EVERY_S = 0.02
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/embeddings")
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 64, 2**31, 2**63, HUGE, -HUGE, 0.5, 1e300, -0.0),
+    *("", "a", "true", "64", "\x00", "\u202e", "é" * 50, "x" * 5000),
+    *([], [1], ["a"], ["a", "b"], [[1], [2]], [[]], [None], [{}], [1, "a"], [-1], [HUGE]),
+    *({}, {"a": 1}, {"type": "text"}, {"include_usage": 1}, {"include_usage": True}),
+)
+FIELDS = (
+    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of"),
+    *("stream", "stream_options", "temperature", "stop", "include_stop_str_in_output"),
+    *("return_token_ids", "min_tokens", "priority", "prompt_cache_key", "prompt_embeds", "tools"),
+    *("logprobs", "echo", "suffix", "user", "ignore_eos", "input", "nothing"),
+)
+TORN = (b"\xff", b"\x00", b'"', b"{", b"[" * 3000, b"\\ud800", b",", b"\xe2\x82", b"1e999")
+
+
+def good_body(path: str) -> dict[str, Any]:
+    about = {"model": MODEL, "max_tokens": 4, "ignore_eos": True}
+    if path == "/v1/completions":
+        return about | {"prompt": "Once"}
+    if path == "/v1/chat/completions":
+        return about | {"messages": [{"role": "user", "content": "Once"}]}
+    return {"model": MODEL, "prompt": "Once", "input": "Once"}
+
+
+def odd_body(rng: random.Random) -> tuple[str, bytes]:
+    """A path, and a body near a good one: with other fields, or torn."""
+    path = rng.choice(PATHS)
+    fields = good_body(path)
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        name = rng.choice(FIELDS)
+        if rng.random() < 0.2:
+            fields.pop(name, None)
+        else:
+            fields[name] = rng.choice(VALUES)
+    body = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode(errors="replace")
+    if rng.random() < 0.4:
+        at = rng.randrange(len(body) + 1)
+        cut = at + rng.choice((0, 0, 1, 3, 50))
+        body = body[:at] + rng.choice((b"", *TORN)) + body[cut:]
+    return path, body
+
+
+def hostile(rng: random.Random) -> bytes:
+    """A whole answer of a replica, or a part of one, that is hardly what was asked for."""
+    kind = rng.choice(("json", "events", "events", "events", "wire", "wire", "random"))
+    value = rng.choice(VALUES)
+    status = rng.choice((200, 200, 200, 200, 204, 302, 400, 404, 429, 503))
+    if kind == "json":
+        usage = {"prompt_tokens": value, "completion_tokens": rng.choice(VALUES)}
+        choice = {"index": rng.choice(VALUES), "text": rng.choice(VALUES), "finish_reason": value}
+        whole = {"choices": [choice], "usage": usage, "data": rng.choice(VALUES), "id": value}
+        return framed(rng, status, torn(rng, json.dumps(whole).encode()))
+    if kind == "events":
+        lines = []
+        for _ in range(rng.randrange(6)):
+            choice = {"index": 0, "text": "x", "delta": {"content": "x"}, "finish_reason": None}
+            choice[rng.choice(("index", "text", "finish_reason", "token_ids", "delta"))] = (
+                rng.choice(VALUES)
+            )
+            event = {"id": rng.choice(("a", value)), "choices": [choice], "usage": value}
+            lines.append(b"data: " + json.dumps(event).encode() + b"\n\n")
+        lines += [b"data: [DONE]\n\n"] * (rng.random() < 0.5)
+        return framed(rng, status, torn(rng, b"".join(lines)))
+    if kind == "wire":
+        return rng.choice(WIRE)
+    return rng.randbytes(rng.randrange(200))
+
+
+WIRE = (
+    b"",
+    b"HTTP/1.1 200 X\r\n\r\n",
+    b"HTTP/1.1 200 X\r\ncontent-length: 99999999999999999999\r\n\r\n{}",
+    b"HTTP/1.1 200 X\r\ncontent-length: -1\r\n\r\n{}",
+    b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"x: y\r\n" * 90_000,
+    b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n2;" + b"e" * 500_000,
+    b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000,
+    b"HTTP/1.1 999 X\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 101 Upgrade\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    b"HTTP/1.1 200 X\r\nx: " + b"y" * 400_000 + b"\r\n\r\n",
+    b"HTTP/1.1 200 X\r\nconnection: close\r\n\r\n" + b"data: " + b"a" * 2_000_000,
+)
+
+
+def torn(rng: random.Random, content: bytes) -> bytes:
+    if rng.random() < 0.5 or not content:
+        return content
+    at = rng.randrange(len(content))
+    return content[:at] + rng.choice((b"", *TORN)) + content[at + rng.choice((0, 1, 9)) :]
+
+
+def framed(rng: random.Random, status: int, body: bytes) -> bytes:
+    kind = rng.choice((b"application/json", b"text/event-stream", b"text/plain", b"\xff"))
+    head = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n" % (status, kind)
+    if rng.random() < 0.5:
+        return head + b"content-length: %d\r\n\r\n" % len(body) + body
+    return head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+
+METRICS = (
+    b"vllm:num_requests_waiting{" + b"x" * 300_000,
+    (b"vllm:num_requests_waiting{" + b"y" * 40 + b"\n") * 20_000,
+    b"vllm:num_requests_waiting NaN\nvllm:kv_cache_usage_perc 1e999\n",
+    b'vllm:num_requests_waiting{a="' + b"\\" * 100_000 + b'"} 1\n',
+    b"# TYPE a counter\n" * 10_000 + b'a_total{b="c"} 1\n',
+    b"vllm:num_requests_running %d\n" % HUGE,
+)
+
+
+def hostile_page(rng: random.Random, path: str) -> bytes:
+    if path == "/metrics" and rng.random() < 0.6:
+        return framed(rng, 200, rng.choice(METRICS))
+    return hostile(rng)
+
+
+@dataclass
+class Found:
+    """What came of a run."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    complaints: list[str] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+
+    def complain(self, text: str) -> None:
+        if len(self.complaints) < 100:
+            self.complaints.append(text)
+
+
+@asynccontextmanager
+async def front_before(*replicas: StandIn) -> AsyncIterator[tuple[httpx.AsyncClient, ReplicaPool]]:
+    """A front before these replicas, and a client of it."""
+    for replica in replicas:
+        await replica.start()
+    balancer = Balancer(make_router("vllm-dp", {}), [], block_tokens=64, index_limit=1000)
+    kinds = [LiveKind(ReplicaTraits(100_000))]
+    pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=2.0)
+    gateway = Gateway(pool, GatewaySettings(wait_up_s=20.0), Keyring())
+    server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
+    pool.background.start("silent replicas", pool.sweep)
+    pool.background.start("reports of replicas", pool.read_reports)
+    with listen("127.0.0.1", 0) as listener:
+        await server.start(listener)
+        pool.renew([replica.url for replica in replicas])
+        while not pool.up:
+            await asyncio.sleep(0.01)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=url(listener), timeout=60, limits=limits, trust_env=False
+        ) as http:
+            yield http, pool
+        await pool.stop()
+        await server.stop(1)
+    for replica in replicas:
+        replica.kill()
+
+
+async def ask_health(http: httpx.AsyncClient, found: Found) -> None:
+    """Ask /health again and again, until cancelled."""
+    while True:
+        begin_s = time.perf_counter()
+        answer = await http.get("/health")
+        found.health_s.append(time.perf_counter() - begin_s)
+        if answer.status_code != 200:
+            found.complain(f"/health answered {answer.status_code}")
+        await asyncio.sleep(HEALTH_EVERY_S)
+
+
+async def in_parallel(
+    count: int, clients: int, ask: Callable[[int], Any], found: Found, http: httpx.AsyncClient
+) -> None:
+    """Call `ask` for each number, by so many clients at once, while /health is asked."""
+    numbers = iter(range(count))
+
+    async def client() -> None:
+        for number in numbers:
+            await ask(number)
+
+    health = asyncio.create_task(ask_health(http, found))
+    await asyncio.gather(*(client() for _ in range(clients)))
+    health.cancel()
+    await asyncio.gather(health, return_exceptions=True)
+
+
+async def check_tasks(http: httpx.AsyncClient, found: Found) -> None:
+    """Every task of the front runs, and none has failed, as its metrics say."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    up = [line for line in lines if line.startswith("llmctl_background_task_up{")]
+    failed = [line for line in lines if line.startswith("llmctl_background_task_failures_total{")]
+    if len(up) < 3 or not all(line.endswith(" 1.0") for line in up):
+        found.complain(f"tasks: {up}")
+    if not all(line.endswith(" 0.0") for line in failed):
+        found.complain(f"failures of tasks: {failed}")
+
+
+async def odd_bodies(count: int, seed: int) -> Found:
+    """Send odd bodies to a front before good replicas."""
+    found = Found()
+    async with front_before(StandIn(), StandIn()) as (http, _):
+
+        async def ask(number: int) -> None:
+            rng = random.Random(f"{seed} {number}")
+            path, body = odd_body(rng)
+            headers = {"content-type": "application/json"}
+            if rng.random() < 0.05:
+                headers["x-session-id"] = "s" * rng.randrange(5000)
+            answer = await http.post(path, content=body, headers=headers)
+            found.statuses[str(answer.status_code)] += 1
+            if answer.status_code >= 500:
+                found.complain(
+                    f"{answer.status_code} {answer.text[:100]} for {path} {body[:200]!r}"
+                )
+
+        await in_parallel(count, 8, ask, found, http)
+        await check_tasks(http, found)
+    return found
+
+
+async def hostile_replicas(count: int, seed: int) -> Found:
+    """Ask a front before a hostile replica and a good one; the other one's answers stay right."""
+    found, rng = Found(), random.Random(seed)
+    rogue, good = StandIn(), StandIn()
+    wanted = answer_of(good_body("/v1/completions"))
+    async with front_before(rogue, good) as (http, pool):
+        rogue.script = lambda *_: hostile(rng) if rng.random() < 0.7 else None
+
+        async def ask(number: int) -> None:
+            for path in ("/health", "/v1/models", "/version", "/metrics"):
+                rogue.pages.pop(path, None)
+                if rng.random() < 0.3:
+                    rogue.pages[path] = hostile_page(rng, path)
+            if number % 10 == 0:
+                for one in pool.replicas:
+                    one.identified_s = -1e9
+                    one.wake.set()
+                await http.get("/replicas/metrics")
+            body = good_body("/v1/completions") | {"stream": rng.random() < 0.7}
+            answer = await http.post("/v1/completions", json=body)
+            found.statuses[str(answer.status_code)] += 1
+            if answer.status_code >= 500 and answer.status_code != 503:
+                found.complain(f"{answer.status_code} {answer.text[:200]}")
+
+        await in_parallel(count, 8, ask, found, http)
+        rogue.script = None
+        rogue.pages.clear()
+        while len(pool.up) < 2:
+            await asyncio.sleep(0.05)
+        for _ in range(10):
+            answer = await http.post("/v1/completions", json=good_body("/v1/completions"))
+            if answer.json()["choices"][0]["text"] != wanted:
+                found.complain(f"another answer: {answer.text[:200]}")
+        await check_tasks(http, found)
+    return found
+
+
+async def flaps(count: int, streams: int, seed: int) -> Found:
+    """End and start replicas again under streams."""
+    found, rng, ended = Found(), random.Random(seed), asyncio.Event()
+    replicas = [StandIn(token_s=0.01) for _ in range(4)]
+
+    async def flap() -> None:
+        for _ in range(count):
+            one = rng.choice(replicas[1:])
+            rng.choice((one.kill, one.kill, one.abort_requests))()
+            await asyncio.sleep(rng.uniform(0.0, 0.05))
+            if one._server is None:
+                await one.start()
+            await asyncio.sleep(rng.uniform(0.0, 0.1))
+        ended.set()
+
+    async with front_before(*replicas) as (http, pool):
+
+        async def ask(number: int) -> None:
+            while not ended.is_set():
+                body = good_body("/v1/completions") | {"max_tokens": 60, "prompt": f"Once {number}"}
+                text, done = "", False
+                async with http.stream(
+                    "POST", "/v1/completions", json=body | {"stream": True}
+                ) as answer:
+                    found.statuses[str(answer.status_code)] += 1
+                    async for line in answer.aiter_lines():
+                        done |= line == "data: [DONE]"
+                        if line.startswith("data: {"):
+                            choices = json.loads(line[6:]).get("choices") or [{}]
+                            text += choices[0].get("text", "")
+                if answer.status_code == 200 and (text != answer_of(body) or not done):
+                    found.complain(f"another stream: {text!r} of {answer_of(body)!r}, done {done}")
+
+        flapping = asyncio.create_task(flap())
+        await in_parallel(streams, streams, ask, found, http)
+        await flapping
+        while len(pool.up) < len(replicas):
+            await asyncio.sleep(0.05)
+        await check_tasks(http, found)
+    return found
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--bodies", type=int, default=20_000)
+    parser.add_argument("--answers", type=int, default=2_000)
+    parser.add_argument("--flaps", type=int, default=1_000)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    process, wrong = psutil.Process(), 0
+    print("| part | answers | statuses | /health p50, p99, max | memory | complaints |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, work in (
+        (f"{options.bodies:,} odd bodies", odd_bodies(options.bodies, options.seed)),
+        (f"{options.answers:,} hostile", hostile_replicas(options.answers, options.seed)),
+        (f"{options.flaps:,} flaps", flaps(options.flaps, options.streams, options.seed)),
+    ):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            found = runner.run(work)
+        wrong += len(found.complaints)
+        statuses = ", ".join(f"{key}: {n:,}" for key, n in sorted(found.statuses.items()))
+        times = sorted(found.health_s)
+        shares = [times[min(int(len(times) * share), len(times) - 1)] for share in (0.5, 0.99, 1)]
+        health = ", ".join(f"{1000 * each:.0f} ms" for each in shares)
+        memory = f"{process.memory_info().rss >> 20} MiB"
+        total = found.statuses.total()
+        row = f"| {name} | {total:,} | {statuses} | {health} | {memory} | {len(found.complaints)} |"
+        print(row, flush=True)
+        for line in found.complaints[:5]:
+            print(f"  {line}")
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

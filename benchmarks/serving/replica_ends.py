@@ -1,0 +1,248 @@
+"""At every byte at which a replica may end its answer, does the client get the undisturbed one?
+
+    python -m benchmarks.serving.replica_ends --prompts 2
+
+A front stands before two servers of `benchmarks.common.dialects`. For each dialect and each kind of
+request, the first attempt ends after 0, 1, 2, ... bytes of its body, and another server goes on.
+Text, token ids, finish reason, stop reason, usage, end, one id, one role: all must be those of the
+answer that was not disturbed. Half an hour on one core for all positions; no model, no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import uvloop
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.dialects import DIALECTS, MODEL, Dialect, Replica
+from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import make_router
+from toolkit.routing.types import ReplicaTraits
+from toolkit.serve.access import Keyring
+from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.server import listen
+
+STOPS = {"stop": ["de", "fgab"]}
+USAGE = {"stream_options": {"include_usage": True}}
+GREEDY = {"temperature": 0}
+TEXT = {"prompt": "abcd gaf"}
+CHAT = {"messages": [{"role": "user", "content": "gab cde"}]}
+SHORT = {"max_tokens": 20}
+# By name, the fields of a request; those of chats have messages.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "completion": TEXT | SHORT | GREEDY,
+    "usage": TEXT | SHORT | GREEDY | USAGE,
+    "token ids": TEXT | SHORT | GREEDY | USAGE | {"return_token_ids": True},
+    "stop": TEXT | {"max_tokens": 60} | GREEDY | USAGE | STOPS,
+    "stop, sent": TEXT | {"max_tokens": 60} | GREEDY | USAGE | STOPS
+    | {"include_stop_str_in_output": True},
+    "stop, token ids": TEXT | {"max_tokens": 60} | GREEDY | USAGE | STOPS
+    | {"return_token_ids": True},
+    "stop, not met": TEXT | SHORT | GREEDY | USAGE | {"stop": "gggggggg"},
+    "ids for a prompt": {"prompt": [1, 2, 3]} | SHORT | GREEDY | USAGE,
+    "no limit": TEXT | GREEDY | USAGE | {"max_tokens": None, "stop": ["de", "fa", "b "]},
+    "chat": CHAT | SHORT | GREEDY | USAGE,
+    "chat, token ids": CHAT | SHORT | GREEDY | USAGE | {"return_token_ids": True},
+    "chat, stop": CHAT | {"max_tokens": 60} | GREEDY | USAGE | STOPS,
+    "chat, stop, token ids": CHAT | {"max_tokens": 60} | GREEDY | USAGE | STOPS
+    | {"return_token_ids": True},
+    "chat, no limit": CHAT | GREEDY | USAGE | {"stop": ["de", "fa", "b "]},
+    "sampled": TEXT | SHORT | USAGE,
+    "sampled chat": CHAT | SHORT | USAGE,
+}  # fmt: skip
+# Sampled answers differ after each switch at a real server, and so are compared only where nothing
+# is generated again: an event of one token.
+SAMPLED_BY = ("vllm", "vllm, CRLF")
+
+
+@dataclass
+class Answer:
+    """What a client was told."""
+
+    status: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: list[str] = field(default_factory=list)
+    stop_reason: list[str] = field(default_factory=list)
+    usage: list[dict[str, int]] = field(default_factory=list)
+    done: int = 0
+    ids: int = 0
+    created: int = 0
+    roles: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def told(status: int, body: bytes) -> Answer:
+    """A streamed answer, read."""
+    answer, names, times = Answer(status), set(), set()
+    for event in body.replace(b"\r\n", b"\n").split(b"\n\n"):
+        if not event.startswith(b"data: "):
+            continue
+        if event == b"data: [DONE]":
+            answer.done += 1
+            continue
+        fields = json.loads(event[6:])
+        if "error" in fields:
+            answer.errors.append(fields["error"]["message"])
+            continue
+        names.add(fields["id"])
+        times.add(fields["created"])
+        if fields.get("usage"):
+            answer.usage.append(fields["usage"])
+        for choice in fields["choices"]:
+            delta = choice.get("delta") or {}
+            answer.roles += "role" in delta
+            answer.text += choice.get("text") or delta.get("content") or ""
+            answer.token_ids += choice.get("token_ids") or []
+            answer.finish += [choice["finish_reason"]] if choice.get("finish_reason") else []
+            answer.stop_reason += [choice["stop_reason"]] if choice.get("stop_reason") else []
+    answer.ids, answer.created = len(names), len(times)
+    return answer
+
+
+class Client:
+    """One connection to the front, one request after the other."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def ask(self, fields: dict[str, Any]) -> Answer:
+        """Send a streamed request, and read its answer."""
+        body = json.dumps({"model": MODEL, "stream": True} | fields).encode()
+        path = b"/v1/chat/completions" if "messages" in fields else b"/v1/completions"
+        head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self._writer.write(head % path + b"content-length: %d\r\n\r\n" % len(body) + body)
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+        sizes = [int(line[15:]) for line in lines if line.startswith(b"content-length:")]
+        if sizes:
+            return told(int(lines[0].split()[1]), await self._reader.readexactly(sizes[0]))
+        content = bytearray()
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
+            content += (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readexactly(2)
+        return told(int(lines[0].split()[1]), bytes(content))
+
+
+@asynccontextmanager
+async def front_before(*replicas: Replica) -> Any:
+    """A client of a front before these replicas."""
+    for replica in replicas:
+        await replica.start()
+    balancer = Balancer(make_router("round-robin", {}), [], block_tokens=64, index_limit=1000)
+    kinds = [LiveKind(ReplicaTraits(100_000))]
+    pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=30.0)
+    gateway = Gateway(pool, GatewaySettings(), Keyring())
+    server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
+    with listen("127.0.0.1", 0) as listener:
+        await server.start(listener)
+        pool.renew([replica.url for replica in replicas])
+        while len(pool.up) < len(replicas):
+            await asyncio.sleep(0.01)
+        streams = await asyncio.open_connection(*listener.getsockname()[:2])
+        try:
+            yield Client(*streams)
+        finally:
+            streams[1].close()
+            await pool.stop()
+            await server.stop(1)
+            for replica in replicas:
+                replica.stop()
+
+
+@dataclass
+class Tried:
+    """The positions of one dialect and request, and where an answer differed."""
+
+    dialect: str
+    request: str
+    positions: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+def cases() -> Iterator[tuple[Dialect, str]]:
+    """Each dialect with each request that has a single right answer there."""
+    for dialect in DIALECTS:
+        for name in REQUESTS:
+            needs_ids = "ids" in name
+            if name.startswith("sampled") and dialect.name not in SAMPLED_BY:
+                continue
+            if needs_ids and not dialect.ids:
+                continue
+            yield dialect, name
+
+
+def asked(name: str, variant: int) -> dict[str, Any]:
+    """The fields of a request, with one of several prompts: each has another answer."""
+    fields, more = REQUESTS[name], "fgb"[variant % 3] * variant
+    if "messages" in fields:
+        content = fields["messages"][0]["content"] + more
+        return fields | {"messages": [{"role": "user", "content": content}]}
+    prompt = fields["prompt"]
+    return fields | {"prompt": prompt + more if isinstance(prompt, str) else [*prompt, variant]}
+
+
+async def tried(dialect: Dialect, name: str, every: int, first: int = 0, variant: int = 0) -> Tried:
+    """End the first attempt after `first`, `first` + `every`, ... bytes, and compare."""
+    cuts: list[int] = []
+    replicas = [Replica(dialect, cuts), Replica(dialect, cuts)]
+    found, fields = Tried(dialect.name, name), asked(name, variant)
+    async with front_before(*replicas) as client:
+        whole = await client.ask(fields)
+        assert whole.status == 200
+        assert whole.done == 1
+        assert not whole.errors
+        length = max(len(each) for one in replicas for each in one._contents.values())
+        for position in range(first, length, every):
+            cuts[:] = [position]
+            answer = await client.ask(fields)
+            found.positions += 1
+            if answer != whole:
+                found.differences.append(f"{position}: {_difference(whole, answer)}")
+    return found
+
+
+def _difference(whole: Answer, answer: Answer) -> str:
+    before, after = asdict(whole), asdict(answer)
+    return "; ".join(
+        f"{key} {before[key]!r} became {after[key]!r}"
+        for key in before
+        if before[key] != after[key]
+    )
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth position")
+    parser.add_argument("--prompts", type=int, default=1, metavar="N", help="of each request")
+    options = parser.parse_args()
+    start_s, total, wrong = time.monotonic(), 0, 0
+    print("| dialect | request | positions | differences |\n| --- | --- | --- | --- |")
+    for dialect, name in cases():
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            found = Tried(dialect.name, name)
+            for variant in range(options.prompts):
+                part = runner.run(tried(dialect, name, options.every, 0, variant))
+                found.positions += part.positions
+                found.differences += part.differences
+        total += found.positions
+        wrong += len(found.differences)
+        row = f"| {dialect.name} | {name} | {found.positions:,} | {len(found.differences)} |"
+        print(row, flush=True)
+        for line in found.differences[:3]:
+            print(f"  {line}")
+    print(f"\n{total:,} positions, {wrong} differences, {time.monotonic() - start_s:.0f} s")
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A part of what `benchmarks/serving/fuzz_front.py` does to a front."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.serving.fuzz_front import flaps, hostile_replicas, odd_bodies
+
+pytestmark = pytest.mark.slow
+
+
+def test_odd_bodies_get_no_5xx():
+    found = asyncio.run(odd_bodies(600, 3))
+    assert found.complaints == []
+    assert found.statuses["200"] > 50
+    assert found.statuses["400"] > 50
+
+
+def test_hostile_replicas_reach_no_other_request():
+    found = asyncio.run(hostile_replicas(150, 3))
+    assert found.complaints == []
+    assert found.statuses["200"] > 50
+
+
+def test_streams_through_flapping_replicas_are_undisturbed():
+    found = asyncio.run(flaps(20, 20, 3))
+    assert found.complaints == []
+    assert found.statuses.keys() == {"200"}

@@ -1,0 +1,581 @@
+"""Replicas that misbehave, and clients: none of it reaches the requests of others.
+
+A replica here is a stand-in that is told what to send: any bytes as a page, an answer, or a part of
+one. The tests speak HTTP to the front.
+"""
+
+import asyncio
+import json
+import os
+import resource
+from typing import Any
+
+import httpx
+import pytest
+from test_gateway import PROMPT, USAGE, Front, Told, asked, chatted, run
+
+from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.gateway import replicas as pools
+from toolkit.routing.balancer import BalancerEvent, Routed
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HUGE = 10**400
+DEEP = b'{"data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def page(body: bytes, status: int = 200, more: bytes = b"") -> bytes:
+    """A whole HTTP answer."""
+    return b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n%s" % (status, more, len(body), body)
+
+
+def endless_trailers() -> bytes:
+    """An answer with trailers of 32 MiB."""
+    head = b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    return head + b"".join(b"x-%d: %s\r\n" % (k, b"y" * 1000) for k in range(32_000))
+
+
+def streamed(*events: dict[str, Any] | bytes, done: bool = True) -> bytes:
+    """A whole HTTP answer with these events."""
+    lines = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in events]
+    lines += [b"[DONE]"] if done else []
+    body = b"".join(b"data: %s\n\n" % line for line in lines)
+    return page(body, more=b"content-type: text/event-stream\r\n")
+
+
+def text_event(text: str, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "finish_reason": None} | more
+    return {"id": "first", "created": 1, "model": MODEL, "choices": [choice]}
+
+
+async def tasks_of(front: Front) -> dict[str, float]:
+    """By task, whether it is up, as /metrics says."""
+    told = (await front.http.get("/metrics")).text
+    lines = [line for line in told.splitlines() if line.startswith("llmctl_background_task_up{")]
+    return {line.split('task="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+async def metric(front: Front, name: str) -> float:
+    """The sum of a metric over its labels."""
+    told = (await front.http.get("/metrics")).text
+    return sum(float(line.split()[-1]) for line in told.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3, 4]], [[1, 2]], ["a"]])
+def test_several_prompts_are_answered(prompt: list[Any], stream: bool):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(5, prompt=prompt, stream=stream)
+        answer = await front.http.post(COMPLETIONS, json=body)
+        assert answer.status_code == 200
+        lines = answer.text.split("\n\n") if stream else ["data: " + answer.text]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        texts = dict.fromkeys(range(len(prompt)), "")
+        for choice in (choice for event in events for choice in event["choices"]):
+            texts[choice["index"]] += choice["text"]
+        wanted = [answer_of(asked(5, prompt=each)) for each in prompt]
+        assert list(texts.values()) == wanted
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "count", [HUGE, 10**12, -5, "7", None, 1.5, {"a": 1}], ids=lambda count: str(count)[:8]
+)
+def test_a_usage_that_cannot_be_reaches_no_other_request(stream: bool, count: Any):
+    usage = {"prompt_tokens": count, "completion_tokens": count, "total_tokens": count}
+    given = {"id": "a", "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}
+
+    def script(path: str, body: dict[str, Any]) -> bytes | None:
+        if body["prompt"] != "odd":
+            return None
+        if body.get("stream"):
+            return streamed(text_event("hi", finish_reason="stop"), {"choices": [], "usage": usage})
+        return page(json.dumps(given | {"usage": usage}).encode())
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        odd = await front.http.post(COMPLETIONS, json=asked(prompt="odd", stream=stream, **USAGE))
+        assert odd.status_code == 200
+        assert "hi" in odd.text
+        for _ in range(3):
+            assert (await front.stream(asked())).text == answer_of(asked())
+        told = await front.http.get("/metrics")
+        assert told.status_code == 200
+        assert await metric(front, "llmctl_prompt_tokens_total") < 1000
+        assert await metric(front, "llmctl_generation_tokens_total") < 1000
+        if count is not None:
+            assert await metric(front, "llmctl_replica_odd_usage_total") == 1
+
+    run(test, StandIn(script=script))
+
+
+def test_a_prompt_of_spaces_changes_no_others_estimate():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        gauge, prompt = front.gateway.gauge, [b"word " * 1000]
+        before = gauge.tokens(prompt)
+        servers[0].token_bytes = 400  # so long a token has this prompt
+        await front.http.post(
+            CHAT, json=chatted(messages=[{"role": "user", "content": " " * 390_000}])
+        )
+        assert gauge.tokens(prompt) > 0.8 * before
+
+    run(test, StandIn(), max_body_bytes=1 << 20)
+
+
+def test_long_pages_of_metrics_stop_nothing(monkeypatch: pytest.MonkeyPatch):
+    """A page of 4 MB of lines that almost match: with a quadratic expression it takes minutes."""
+    monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
+    line = b"vllm:num_requests_waiting{" + b"x" * 40 + b"\n"
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        task = front.pool.background.start("reports of replicas", front.pool.read_reports)
+        for _ in range(20):
+            assert (await front.http.get("/health")).status_code == 200
+            assert (await front.http.get("/replicas/metrics")).status_code == 200
+        while servers[0].asked["/metrics"] < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    metrics = page(line * (4_000_000 // len(line)))
+    run(test, StandIn(pages={"/metrics": metrics}), router="vllm-dp")
+
+
+REPORTS = [
+    "vllm:num_requests_running 3.0\n",  # without a figure of its cache
+    "vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\n",
+    "vllm:num_requests_running -1e300\nvllm:kv_cache_usage_perc 7e300\n",
+    f"vllm:num_requests_running {HUGE}\n",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", REPORTS, ids=range(len(REPORTS)))
+def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        front.pool.background.start("reports of replicas", front.pool.read_reports)
+        known = front.gateway.balancer.replicas
+        while any(each.report is None for each in known[1:]):
+            await asyncio.sleep(0.005)
+        before = servers[0].asked["/metrics"]
+        while servers[0].asked["/metrics"] < before + 3:
+            await asyncio.sleep(0.005)
+        assert known[1].kv_usage == 0.25
+        for each in known:
+            assert 0 <= each.waiting <= 1 << 20
+            assert 0.0 <= each.kv_usage <= 1.0
+        assert (await tasks_of(front))["reports of replicas"] == 1.0
+        assert await metric(front, "llmctl_background_task_failures_total{") == 0
+
+    good = "vllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.25\n"
+    run(test, StandIn(metrics=text), StandIn(metrics=good), router="vllm-dp")
+
+
+MODELS = [
+    b'{"data":[{"id":"\xff"}]}',
+    DEEP,
+    b'{"data":[{"id":"standin","max_model_len":%d}]}' % HUGE,
+    b'{"data":[{"id":"standin","max_model_len":-1}]}',
+    b'{"data":null}',
+    b"\xff\xfe",
+    b"",
+    b"x" * (5 << 20),
+]
+
+
+@pytest.mark.parametrize("body", MODELS, ids=range(len(MODELS)))
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/health", "/metrics"])
+def test_a_replica_with_odd_pages_is_probed_again(
+    path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pools, "PROBE_DOWN_S", 0.01)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        odd, _ = servers
+        while odd.asked["/health"] < 2 and odd.url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        assert (await front.stream(asked())).text == answer_of(asked())
+        assert (await front.http.get("/replicas/metrics")).status_code == 200
+        odd.pages.clear()
+        await front.until("up", 2)
+        assert await metric(front, "llmctl_background_task_failures_total{") == 0
+
+    async def both(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([each.url for each in servers])
+        await test(front, servers)
+
+    run(both, StandIn(pages={path: page(body)}), StandIn(), starts=())
+
+
+@pytest.mark.parametrize("where", ["pages", "stream", "whole"])
+def test_trailers_without_end_take_no_memory(where: str):
+    answer = endless_trailers()
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(stream=where == "stream")
+        links = [each.upstream for each in front.pool.replicas]
+        answers = await asyncio.gather(
+            *(front.http.post(COMPLETIONS, json=body) for _ in range(2)), return_exceptions=True
+        )
+        assert all(isinstance(each, httpx.Response) for each in answers)
+        held = [link for each in links for link in (*each._idle, *each._busy)]
+        assert sum(len(link.headers) for link in held) < 1000
+        assert (await front.http.get("/replicas/metrics")).status_code == 200
+
+    pages = {"/metrics": answer} if where == "pages" else {}
+    script = None if where == "pages" else lambda path, body: answer
+    run(test, StandIn(pages=pages, script=script), wait_up_s=0.05)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"choices":[{"index":0,"text":"\xff"}]}',
+        b'{"id":"\xff","choices":[]}',
+        b'{"choices":[{"index":0,"text":' + b"[" * 50_000,
+        b'{"choices":[{"index":7,"text":"x"}]}',
+        b'{"choices":[{"index":-1,"text":"x"}]}',
+        b'{"choices":[{"index":%d,"text":"x"}]}' % HUGE,
+        b'{"choices":"x"}',
+        b"nothing",
+        b"7",
+    ],
+    ids=range(9),
+)
+def test_an_event_that_is_none_sends_the_request_elsewhere(odd: bytes):
+    first = StandIn()
+    wanted = answer_of(asked())
+
+    def script(path: str, body: dict[str, Any]) -> bytes:
+        return streamed(text_event(wanted[0], token_ids=[ord(wanted[0])]), odd)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(3):
+            told = await front.stream(asked())
+            assert told.text == wanted
+            assert told.done
+
+    first.script = script
+    run(test, first, StandIn())
+
+
+UNREADABLE = [
+    b"\xff",
+    b'{"prompt": "\xff"}',
+    b'{"\xff": 1, "prompt": "a"}',
+    b'{"model": "\xff", "prompt": "a"}',
+    b'{"user": "\xff", "prompt": "a", "messages": []}',
+    b'{"prompt": "a"',
+    b"[1]",
+    b"null",
+    b"",
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b', "prompt": "a"}',
+    b"\xef\xbb\xbf{}",
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/embeddings"])
+@pytest.mark.parametrize("body", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_body_that_cannot_be_read_gets_400(path: str, body: bytes):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        headers = {"content-type": "application/json"}
+        answer = await front.http.post(path, content=body, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+        assert servers[0].served.total() == 0
+
+    run(test, StandIn())
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "no ids"])
+@pytest.mark.parametrize("cut_behind", ["finish", "usage"])
+def test_an_answer_that_lacks_its_last_lines_has_its_usage_once(cut_behind: str, ids: bool):
+    whole: list[Told] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        whole.append(await front.stream(asked(**USAGE)))
+        first = StandIn(speaks_ids=ids)
+        await first.start()
+        events = [json.dumps(each) for each in whole[0].events]
+        kept = events if cut_behind == "usage" else events[:-1]
+        kept = [each.replace('"finish_reason"', '"x": 1, "finish_reason"') for each in kept]
+        first.script = lambda path, body: streamed(*(one.encode() for one in kept), done=False)
+        front.pool.renew([first.url, *(each.url for each in servers)])
+        await front.until("up", 2)
+        for _ in range(4):  # round-robin
+            told = await front.stream(asked(**USAGE))
+            usages = [each["usage"] for each in told.events if each.get("usage")]
+            assert told.text == whole[0].text
+            assert usages == [whole[0].usage]
+            assert (told.finish, told.done) == ("length", True)
+        first.kill()
+
+    run(test, StandIn(speaks_ids=ids), router="round-robin")
+
+
+@pytest.mark.parametrize("context", [4096, 0], ids=["context", "no context"])
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "no ids"])
+def test_a_chat_without_a_limit_does_not_grow(ids: bool, context: int):
+    body = {key: value for key, value in chatted(**USAGE).items() if key != "max_tokens"}
+    body |= {"temperature": 0}
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        whole = await front.stream(body, chat=True)
+        assert whole.usage["completion_tokens"] == 20
+        for cut_at in (900, 1500, 2500):
+            for each in servers:
+                each.cut_at = cut_at
+            told = await front.stream(body, chat=True, on=_healing(servers, 5))
+            assert (told.text, told.finish, told.usage) == (whole.text, "length", whole.usage)
+
+    kind = {"speaks_ids": ids, "default_tokens": 20, "max_model_len": context}
+    run(test, StandIn(token_s=0.001, **kind), StandIn(token_s=0.001, **kind))
+
+
+def _healing(servers: list[StandIn], after: int) -> Any:
+    """Ends the cuts of the servers after some events."""
+
+    async def on(number: int) -> None:
+        if number == after:
+            for each in servers:
+                each.cut_at = each.cut_at if not each.is_idle else -1
+
+    return on
+
+
+def test_ids_finish_reasons_and_times_stay_those_of_the_first_server():
+    wanted = answer_of(asked())
+    sampled = asked(20, logprobs=1)
+
+    def script(path: str, body: dict[str, Any]) -> bytes:
+        events = [text_event(letter) for letter in wanted[:5]]
+        return streamed(*events, done=False)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for body in (asked(), sampled):
+            told = await front.stream(body)
+            assert told.text == answer_of(body)
+            assert len({each["id"] for each in told.events}) == 1
+            assert len({each["created"] for each in told.events}) == 1
+            reasons = [each["choices"][0].get("finish_reason") for each in told.events]
+            assert [one for one in reasons if one] == ["length"]
+
+    run(test, StandIn(script=script, speaks_ids=False), StandIn(speaks_ids=False))
+
+
+def test_events_without_an_id_get_none_in_their_text():
+    wanted = answer_of(asked())
+
+    def script(path: str, body: dict[str, Any]) -> bytes | None:
+        if body["prompt"] != PROMPT:
+            rest = wanted[len(body["prompt"]) - len(PROMPT) :]
+            events = [text_event(letter) for letter in rest]
+            events[-1]["choices"][0]["finish_reason"] = "length"
+        else:
+            events = [text_event(letter) for letter in wanted[:5]]
+        for event in events:
+            del event["id"]
+        return streamed(*events, done=body["prompt"] != PROMPT)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await front.stream(asked())
+        assert told.text == wanted
+        assert not any("id" in each for each in told.events)
+
+    run(test, *(StandIn(script=script, speaks_ids=False) for _ in range(2)))
+
+
+def test_a_replica_that_gets_another_model_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pools, "PROBE_UP_S", 0.01)
+    monkeypatch.setattr(pools, "IDENTIFY_EVERY_S", 0.0)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        servers[0].model = "other"
+        await front.until("left out", 1)
+        shown = (await front.http.get("/replicas")).json()["replicas"]
+        assert [each["problem"] for each in shown] == ["it serves 'other', not 'standin'", ""]
+        servers[0].model = MODEL
+        await front.until("up", 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [404, 401, 500])
+def test_a_replica_that_refuses_at_once_takes_no_requests(status: int):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answers = [await front.http.post(COMPLETIONS, json=asked()) for _ in range(8)]
+        if status != 500:
+            assert [each.status_code for each in answers] == [200] * 8
+        while servers[0].url in {each.url for each in front.pool.up}:
+            await front.http.post(COMPLETIONS, json=asked())
+            await asyncio.sleep(0.01)
+        shown = (await front.http.get("/replicas")).json()["replicas"][0]
+        assert (shown["state"], str(status) in shown["problem"]) == ("down", True)
+        before = servers[0].served.total()
+        for _ in range(10):
+            assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+        assert servers[0].served.total() - before <= 2  # its probes
+        servers[0].status = 0
+        await front.until("up", 2)
+
+    run(test, StandIn(status=status), StandIn())
+
+
+def test_a_clients_errors_take_no_replica_out():
+    """Twenty requests at which every replica fails; each of them serves all others."""
+
+    def script(path: str, body: dict[str, Any]) -> bytes | None:
+        return page(b'{"error": {"message": "a bug"}}', 500) if body["prompt"] == "bug" else None
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(20):
+            assert (await front.http.post(COMPLETIONS, json=asked(prompt="bug"))).status_code == 500
+        await asyncio.sleep(0.3)
+        assert len(front.pool.up) == 2
+        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+
+    run(test, *(StandIn(script=script) for _ in range(2)))
+
+
+RELAYED = [("/tokenize", {"prompt": "a"}), ("/v1/embeddings", {"model": MODEL, "input": "abc"})]
+
+
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
+def test_a_relayed_request_ends_though_its_replica_hangs(path: str, body: dict[str, Any]):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answer = await front.http.post(path, json=body)
+        assert answer.status_code == 200
+        assert servers[0].asked[path] == servers[1].asked[path] == 1
+
+    run(test, StandIn(script=lambda *_: b""), StandIn(), hang_s=0.05)
+
+    async def alone(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.post(path, json=body)).status_code in (503, 504)
+
+    run(alone, StandIn(script=lambda *_: b""), hang_s=0.05)
+    run(alone, StandIn(script=lambda *_: b""), request_timeout_s=0.05)
+
+
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
+def test_a_relayed_request_is_answered_to_its_end_while_the_front_drains(
+    path: str, body: dict[str, Any]
+):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        servers[0].script = lambda *_: b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n"
+        asking = asyncio.create_task(front.http.post(path, json=body))
+        while not front.gateway.running:
+            await asyncio.sleep(0.001)
+        draining = asyncio.create_task(front.gateway.drain(20))
+        while not servers[0].asked[path]:
+            await asyncio.sleep(0.001)
+        assert (await front.http.post(path, json=body)).status_code == 503
+        for connection in servers[0].connections:
+            connection._write(b"{}")
+        assert (await asking).json() == {}
+        await draining
+
+    run(test, StandIn())
+
+
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
+def test_a_relayed_request_of_another_content_type_gets_415(path: str, body: dict[str, Any]):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        headers = {"content-type": "text/plain"}
+        answer = await front.http.post(path, content=json.dumps(body), headers=headers)
+        assert answer.status_code == 415
+        assert not servers[0].asked[path]
+
+    run(test, StandIn())
+
+
+def test_a_front_that_lists_itself_leaves_itself_out():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([str(front.http.base_url).rstrip("/"), servers[0].url])
+        await front.until("left out", 1)
+        shown = (await front.http.get("/replicas")).json()["replicas"]
+        assert {each["url"]: each["state"] for each in shown}[servers[0].url] == "up"
+        assert (await front.stream(asked())).text == answer_of(asked())
+        assert (await front.http.get("/health")).status_code == 200
+
+    run(test, StandIn())
+
+
+def test_the_words_of_a_replica_become_no_labels_and_no_lines():
+    said: list[str] = []
+    forged = "x\n2026 replica is up \x1b[2J\u202e"
+
+    def script(path: str, body: dict[str, Any]) -> bytes:
+        choice = {"index": 0, "text": "a", "finish_reason": f"reason {body['prompt']}"}
+        return page(json.dumps({"choices": [choice]}).encode())
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for number in range(20):
+            await front.http.post(COMPLETIONS, json=asked(prompt=f"{number}"))
+        told = (await front.http.get("/metrics")).text
+        assert 'finish_reason="other"' in told
+        assert told.count("llmctl_requests_total{") == 1
+        front.pool.renew([servers[1].url])
+        await front.until("left out", 1)
+        assert all(line.isprintable() for line in said), said
+
+    other = StandIn(model=forged)
+
+    async def both(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([servers[0].url])
+        await front.until("up", 1)
+        await test(front, servers)
+
+    run(both, StandIn(script=script), other, starts=(), said=said)
+
+
+def test_readers_of_all_metrics_share_one_reading():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answers = await asyncio.gather(*(front.http.get("/replicas/metrics") for _ in range(40)))
+        assert {each.status_code for each in answers} == {200}
+        assert all(each.asked["/metrics"] <= 2 for each in servers)
+
+    text = "vllm:num_requests_waiting 2.0\n"
+    run(test, StandIn(metrics=text), StandIn(metrics=text))
+
+
+@pytest.mark.parametrize("named", ["header", "field"])
+def test_the_log_has_no_session_verbatim_and_equal_ones_go_together(named: str):
+    events: list[BalancerEvent] = []
+    secret = "someone@example.org/" * 50
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(4):
+            headers = {"x-session-id": secret} if named == "header" else {}
+            body = asked(1) | ({} if headers else {"prompt_cache_key": secret})
+            await front.http.post(COMPLETIONS, json=body, headers=headers)
+
+    run(test, router="session-hash", sink=events.append)
+    routed = [event for event in events if isinstance(event, Routed)]
+    assert len({event.replica for event in routed}) == 1
+    assert len({event.request.session for event in routed}) == 1
+    assert "someone" not in repr(routed)
+    assert len(routed[0].request.session) <= 32
+
+
+def test_a_front_without_descriptors_says_so_and_keeps_its_replicas():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.get("/health")).status_code == 200
+        for each in front.pool.replicas:
+            each.upstream.close()  # the next request needs a new connection
+        await asyncio.sleep(0.02)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)  # the least number that is not used
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            answer = await front.http.post(COMPLETIONS, json=asked())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert len(front.pool.up) == 2
+        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+
+    run(test)

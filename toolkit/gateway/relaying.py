@@ -1,0 +1,108 @@
+"""Requests without generation: /tokenize, /detokenize and embeddings, each whole at one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Raw
+from starlette.types import Receive, Send
+
+from toolkit.endpoints.foreign import decoded
+from toolkit.endpoints.wire import RawHeaders, UpstreamError
+from toolkit.gateway.answers import StreamedUsage
+from toolkit.gateway.passing import BUSY, NO_REPLICA, kept_headers, send_whole, whole_body
+from toolkit.gateway.replicas import LiveReplica
+from toolkit.serve.errors import ApiError, overloaded
+from toolkit.serve.server import disconnected, first_of
+
+if TYPE_CHECKING:
+    from toolkit.gateway.front import Gateway
+
+# The path of a request passes only where it is one of these.
+EMBEDDINGS = "/v1/embeddings"
+RELAYED = ("/tokenize", "/detokenize", EMBEDDINGS)
+MAX_TOKENS_PER_BYTE = 4
+Whole = tuple[int, list[tuple[bytes, bytes]], bytes]
+
+
+class _Counted(msgspec.Struct):
+    usage: Raw = Raw(b"null")
+
+
+class RelayedRequest:
+    """One request that any replica answers as a whole.
+
+    Attributes:
+        most_tokens: what its key may pay: the prompt of embeddings; other requests compute nothing.
+        charged: what its key pays, as the server counted, else by the estimate.
+    """
+
+    def __init__(self, gateway: Gateway, path: str, body: bytes, headers: RawHeaders) -> None:
+        self._gateway, self._path, self._body, self._headers = gateway, path, body, headers
+        self.most_tokens = gateway.gauge.tokens([body]) if path == EMBEDDINGS else 0
+        self.charged = 0
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Answer the client. Raises `ApiError` where no replica answers in time."""
+        limit_s = self._gateway.settings.request_timeout_s
+        answering = asyncio.create_task(self._answer())
+        gone = asyncio.create_task(disconnected(receive))
+        try:
+            async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
+                await first_of(answering, gone)
+            if answering.done():
+                await send_whole(send, *answering.result())
+        except TimeoutError:
+            text = f"no end within {limit_s:g} s"
+            raise ApiError(text, status=504, code="replicas") from None
+        finally:
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.gather(answering, gone, return_exceptions=True)
+
+    async def _answer(self) -> Whole:
+        """The answer of the first replica that has one; of all refusals, the last."""
+        pool, refusal = self._gateway.pool, None
+        for replica in sorted(pool.up, key=lambda each: len(each.attempts)):
+            try:
+                async with asyncio.timeout(pool.hang_s):
+                    status, headers, content = await self._ask(replica)
+            except TimeoutError:
+                pool.doubt(replica)
+                continue
+            except UpstreamError as error:
+                if error.here:
+                    raise overloaded(str(error)) from None
+                pool.failed(replica, "the connection broke off")
+                continue
+            pool.answered(replica, status)
+            if status < 500 and status not in BUSY:
+                self._charge(replica, status, content)
+                return status, headers, content
+            refusal = status, headers, content
+        self.charged = 0
+        if refusal is None:
+            raise overloaded(NO_REPLICA)
+        return refusal
+
+    async def _ask(self, replica: LiveReplica) -> Whole:
+        path, self.charged = self._path.encode(), self.most_tokens
+        answer = await replica.upstream.send("POST", path, self._headers, self._body)
+        async with aclosing(answer):
+            return answer.status, kept_headers(answer), await whole_body(answer)
+
+    def _charge(self, replica: LiveReplica, status: int, content: bytes) -> None:
+        if status != 200:
+            self.charged = 0
+        elif self.most_tokens:
+            read = decoded(content, _Counted) or _Counted()
+            usage = decoded(read.usage, StreamedUsage)
+            # A server adds some tokens to each text, but never so many.
+            if usage is not None and 0 < usage.prompt_tokens <= MAX_TOKENS_PER_BYTE * len(
+                self._body
+            ):
+                self.charged = usage.prompt_tokens
