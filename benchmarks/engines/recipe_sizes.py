@@ -141,8 +141,12 @@ def read_arguments() -> argparse.Namespace:
     """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--vllm-python", required=True, help="Python of an environment with vLLM")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(KNOWN))
-    parser.add_argument("--gpus", nargs="+", default=list(GPU_NAMES), choices=list(GPUS))
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), choices=list(KNOWN), metavar="MODEL"
+    )
+    parser.add_argument(
+        "--gpus", nargs="+", default=list(GPU_NAMES), choices=list(GPUS), metavar="GPU"
+    )
     parser.add_argument("--limit", type=float, default=1.0, help="percent; default 1")
     parser.add_argument("--port", type=int, default=29517, help="a free port of this machine")
     return parser.parse_args()

@@ -350,8 +350,8 @@ def _attention(config: Config, place: str, head_dim: int) -> Iterator[Module]:
         biases += hidden
     if kind == "gpt_oss":
         biases += heads  # one sink per head
-    if kind in ("qwen3", "qwen3_moe"):
-        biases += 2 * head_dim  # the norms of queries and keys
+    if kind in ("qwen3", "qwen3_moe"):  # norms of queries and keys
+        yield Module(f"{place}.norms", 2 * head_dim, quantizable=False, replicated=True)
     if biases:
         yield Module(f"{place}.vectors", biases, quantizable=False)
 
