@@ -137,7 +137,8 @@ class Folder:
     words: dict[str, str] = field(default_factory=lambda: dict(WORDS))
 
     def run(self, command: str, code: int = 0) -> str:
-        """What one command prints until its end, on both streams."""
+        """What one command prints until its end, on both streams; `> FILE` keeps stdout there."""
+        command, _, file = command.partition(" > ")
         done = subprocess.run(
             self._words(command),
             cwd=self.path,
@@ -147,6 +148,8 @@ class Folder:
             timeout=TIMEOUT_S,
         )
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        if file:
+            (self.path / file).write_text(done.stdout, encoding="utf-8")
         return f"{done.stdout}\n{done.stderr}"
 
     def serve(self, command: str) -> None:
