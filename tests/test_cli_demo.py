@@ -68,7 +68,7 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
 
 
 def profiled(factors: list[float]) -> Profile:
-    """The shipped profile, whose k-th samples take `factors[k]` times as long."""
+    """The shipped profile with k-th samples that take `factors[k]` times as long."""
     shipped = read_file(Profile, shipped_profiles() / "tiny-llama-cpu" / "profile.json")
     points = {
         name: [

@@ -70,7 +70,7 @@ def test_every_documented_metric_is_printed(
     generate = ("trace", "generate", "--out", shared, "--backlog", "20", "--system-tokens", "64")
     assert llmctl(*generate) == 0
     capsys.readouterr()
-    words = ("--trace", shared, "--fit", "llama-3.1-8b-h200", "--policy", "vllm", "--json")
+    words = ("--trace", shared, "--fit", "llama-3.1-8b-h200-measured", "--policy", "vllm", "--json")
     assert llmctl("simulate", *words) == 0
     names |= json.loads(capsys.readouterr().out)
     documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}

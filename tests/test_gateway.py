@@ -22,7 +22,8 @@ from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
 from toolkit.errors import EngineError, ForeignError, InputError
-from toolkit.estimators.steps import PassTimes, StepLaw
+from toolkit.estimators.pipeline import PassTimes
+from toolkit.estimators.steps import StepLaw
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec

@@ -374,6 +374,7 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
         "_safe_rows": 4,
         "_held": held,
         "simulate_sharing": {},
+        "spread": 1.0,
     }.items():
         monkeypatch.setattr(demo, name, lambda *_, value=value: value)
     monkeypatch.setattr(demo.Stages, "_start", start)

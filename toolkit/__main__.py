@@ -17,7 +17,7 @@ def main() -> None:
         run()
     except BaseException as error:  # also what a half imported library made of Ctrl-C
         in_order = isinstance(error, SystemExit) and not error.code
-        if in_order and interrupts.came():  # a server that has drained
+        if in_order and interrupts.noted():  # a server that has drained
             sys.exit(interrupts.EXIT_CODE)
         if isinstance(error, SystemExit) or not interrupts.caused(error):
             raise

@@ -96,6 +96,7 @@ class _CommandLine:
 
     def __init__(self) -> None:
         self.came = False
+        self.noted = False  # it came to a handler of the command's own
         self.done = False  # the command has ended, and what remains is Python's end
         self._came_s = 0.0
         self._sent_again = False
@@ -151,12 +152,12 @@ def done() -> None:
 
 def note() -> None:
     """Ctrl-C came to a command that has a handler of its own and ends in order."""
-    _command_line.came = True
+    _command_line.noted = True
 
 
-def came() -> bool:
-    """Whether Ctrl-C came."""
-    return _command_line.came
+def noted() -> bool:
+    """Whether Ctrl-C came to such a command."""
+    return _command_line.noted
 
 
 def caused(error: BaseException) -> bool:

@@ -101,8 +101,12 @@ def nearest_shipped(name: str, known: Collection[str]) -> str:
     return hint if hint.startswith("did you mean") else "llmctl recipes lists those that ship"
 
 
+MEASURED = "-measured"  # the end of the name of a recipe that is as it was measured on a GPU
+
+
 def siblings(recipe: Recipe) -> list[Path]:
-    """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name.
+    """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name. One
+    of a measured server is not among them: its sibling without `-measured` is.
 
     Empty for a CPU, because a recipe does not say whether two CPUs are the same hardware.
     """
@@ -116,7 +120,9 @@ def siblings(recipe: Recipe) -> list[Path]:
 
     def is_sibling(other: Recipe) -> bool:
         longer = other.model.max_model_len >= recipe.model.max_model_len
-        return longer and other.engine.name != recipe.engine.name and key(other) == key(recipe)
+        if other.name.endswith(MEASURED) or other.engine.name == recipe.engine.name:
+            return False
+        return longer and key(other) == key(recipe)
 
     paths = sorted(shipped_recipes().glob("*.yaml"))
     return [path for path in paths if is_sibling(load_recipe(path))]

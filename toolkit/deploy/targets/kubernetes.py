@@ -234,8 +234,8 @@ def explain_release(order: Order) -> ExplainedValue:
     if release := order.options.prometheus_release:
         return ExplainedValue(key, release, "--prometheus-release")
     why = (
-        "the Prometheus of a kube-prometheus-stack with default values reads only objects whose "
-        "label is the name of its Helm release: --prometheus-release NAME"
+        "the Prometheus of a kube-prometheus-stack with default values reads only objects with the "
+        "name of its Helm release as their label: --prometheus-release NAME"
     )
     return ExplainedValue(key, "none", why)
 
