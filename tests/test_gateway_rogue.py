@@ -579,3 +579,21 @@ def test_a_front_without_descriptors_says_so_and_keeps_its_replicas():
         assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
 
     run(test)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_stops_in_the_middle_goes_on_elsewhere(stream: bool):
+    """The replica serves all other requests, and answers its probes."""
+    begun = [True]
+    part = b"HTTP/1.1 200 X\r\ncontent-length: 9999\r\n\r\n" + b'data: {"choices": [' * 3
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for each in servers:
+            each.script = lambda *_: part if begun and begun.pop() else None
+        answer = await front.http.post(COMPLETIONS, json=asked(stream=stream), timeout=20)
+        assert answer.status_code == 200
+        assert sum(each.served.total() for each in servers) >= 2
+        assert not begun
+
+    run(test, hang_s=0.3)

@@ -169,6 +169,11 @@ class PassingAnswer:
         return len(self._finished) >= self._call.choices
 
     @property
+    def is_midway(self) -> bool:
+        """A part of an event has come; no engine waits before the rest."""
+        return bool(self._rest)
+
+    @property
     def complete(self) -> bool:
         """The client has every token."""
         limit = self._call.max_tokens

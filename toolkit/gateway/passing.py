@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,7 @@ class PassedRequest:
     Attributes:
         heard_s: when the last byte of the attempt came, or when it was sent.
         streaming: the attempt has had tokens, and awaits the next.
+        midway: a part of an event or of a whole answer has come, and the rest must follow.
         waiting: for the replica, not for the client.
     """
 
@@ -92,7 +94,7 @@ class PassedRequest:
         headers: list[tuple[bytes, bytes]],
     ) -> None:
         self.heard_s = self.arrival_s = arrival_s
-        self.streaming, self.waiting = False, True
+        self.streaming, self.midway, self.waiting = False, False, True
         self.prompt_tokens = gateway.gauge.tokens(call.prompts)
         limit = call.max_tokens if (call.max_tokens or 0) > 0 else gateway.settings.max_new_tokens
         self.new_tokens = limit or 1
@@ -243,7 +245,8 @@ class PassedRequest:
         """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
         gateway = self._gateway
         self._cut = ""
-        self.heard_s, self.streaming, self.waiting = gateway.now_s(), False, True
+        self.heard_s, self.waiting = gateway.now_s(), True
+        self.streaming = self.midway = False
         self._taken, odd_before = True, self._passing.odd_usages
         replica.requests += 1
         replica.attempts.add(self)
@@ -310,7 +313,7 @@ class PassedRequest:
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
         """A replica answered with an error. Returns whether that ends the request."""
-        content = await whole_body(answer)
+        content = await self._whole(replica, answer)
         gateway, status, size = self._gateway, answer.status, replica.max_model_len
         if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
             # Of another replica, which may be away for now, the context may be longer.
@@ -346,6 +349,7 @@ class PassedRequest:
             self._head_sent = True
         async for piece in answer.body():
             out = passing.feed(piece)
+            self.midway = passing.is_midway
             at_s = self.heard_s = replica.heard_s = now_s()
             if passing.new_tokens:
                 if math.isnan(self._first_s):
@@ -373,8 +377,7 @@ class PassedRequest:
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
-        content = await whole_body(answer)
-        self.heard_s = replica.heard_s = self._gateway.now_s()
+        content = await self._whole(replica, answer)
         read = decoded(content, _WholeAnswer) or _WholeAnswer()
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
@@ -383,6 +386,15 @@ class PassedRequest:
         self._last_s = self._gateway.now_s()
         self._status = _reason(reasons[0] if reasons else "stop")
         await send_whole(self._send, 200, kept_headers(answer), content)
+
+    async def _whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> bytes:
+        """The whole body of an answer; silence in the middle of it ends the attempt."""
+
+        def heard() -> None:
+            self.heard_s = replica.heard_s = self._gateway.now_s()
+
+        self.midway = True
+        return await whole_body(answer, heard)
 
     async def _give_up(self, text: str, ended: str = "failed", status: int = 503) -> None:
         """End with an error: in the stream, if the client has a part of it. Where it has all tokens
@@ -438,10 +450,13 @@ def _reason(told: str) -> str:
     return told if told in REASONS else "other" if told else "stop"
 
 
-async def whole_body(answer: UpstreamAnswer) -> bytes:
-    """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
+async def whole_body(answer: UpstreamAnswer, heard: Callable[[], None] = lambda: None) -> bytes:
+    """The whole body; `heard` is called for each piece. Raises `UpstreamError` if it breaks off or
+    is too long.
+    """
     body = bytearray()
     async for piece in answer.body():
+        heard()
         body += piece
         if len(body) > MAX_WHOLE_BYTES:
             raise UpstreamError("the answer is too long")

@@ -339,7 +339,7 @@ class ReplicaPool:
             for replica in list(self.by_index.values()):
                 for attempt in list(replica.attempts):
                     late = attempt.waiting and now_s - attempt.heard_s > self.hang_s
-                    if late and attempt.streaming:
+                    if late and (attempt.streaming or attempt.midway):
                         attempt.cut(f"it was silent for {self.hang_s:g} s")
                 if replica.state != "up" or not replica.attempts:
                     continue
