@@ -180,7 +180,7 @@ def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: 
     service = objects["core/service.yaml"]
     assert backend["name"] == service["metadata"]["name"]
     assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]
-    # The CRDs are not everybody's: core/ needs none.
+    # Not every cluster has the CRDs: core/ needs none.
     assert "httproute.yaml" in objects["kustomization.yaml"]["resources"]
     callers = objects["core/networkpolicy.yaml"]["spec"]["ingress"][0]["from"]
     edge = {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}

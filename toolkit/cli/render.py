@@ -93,8 +93,8 @@ class RenderOptions:
     )
     prometheus_release: str = _cluster(
         "",
-        "Helm release of kube-prometheus-stack, whose Prometheus reads only objects with this "
-        "label by default; '': no label.",
+        "Helm release of kube-prometheus-stack: by default its Prometheus reads only objects with "
+        "this label; '': no label.",
     )
     model_claim: str = _cluster(
         "", "Volume claim that keeps the models; '': each pod downloads them again."
