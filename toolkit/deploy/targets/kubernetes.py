@@ -47,14 +47,14 @@ def _dns_pods(namespace: str, label: str, value: str) -> Object:
 
 # CoreDNS has the label of kube-dns, too. NodeLocal DNSCache answers on each node at this address;
 # OpenShift's DNS in pods of its own, behind a Service that changes the port.
-TO_DNS = [
+TO_DNS = (
     _dns(
         53,
         _dns_pods("kube-system", "k8s-app", "kube-dns"),
         {"ipBlock": {"cidr": "169.254.20.10/32"}},
     ),
     _dns(5353, _dns_pods("openshift-dns", "dns.operator.openshift.io/daemonset-dns", "default")),
-]
+)
 API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
 GATEWAY = "gateway.networking.k8s.io/v1"
 MONITORING = "monitoring.coreos.com/v1"  # of Prometheus' operator
@@ -149,7 +149,7 @@ def _prometheus(order: Order) -> list[Object]:
 
 def _egress(order: Order) -> list[Object]:
     hub = {"ports": [{"protocol": "TCP", "port": 443}]}
-    return [*TO_DNS, hub] if order.plan.recipe.model.from_hub else TO_DNS
+    return [*TO_DNS, hub] if order.plan.recipe.model.from_hub else [*TO_DNS]
 
 
 def routes(order: Order) -> dict[str, Object]:
@@ -234,8 +234,8 @@ def explain_release(order: Order) -> ExplainedValue:
     if release := order.options.prometheus_release:
         return ExplainedValue(key, release, "--prometheus-release")
     why = (
-        "the Prometheus of a kube-prometheus-stack with default values reads only objects with the "
-        "name of its Helm release as their label: --prometheus-release NAME"
+        "the Prometheus of a kube-prometheus-stack with default values reads only objects with its "
+        "Helm release as this label: --prometheus-release NAME"
     )
     return ExplainedValue(key, "none", why)
 
