@@ -158,6 +158,11 @@ def test_vllm_quantizes_to_fp8_while_it_loads() -> None:
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "", "bitsandbytes"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "", "3 bits"),
         ({"quantization_config": {"quant_method": "fp8"}}, "awq", "awq"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}},
+            "",
+            "KV cache",
+        ),
         ({}, "awq", "awq"),
         ({}, "fp9", "'fp8'"),
     ],

@@ -89,6 +89,9 @@ def scheme_of(config: Config, wanted: str = "") -> Scheme | None:
 def _stored(given: Config) -> Scheme:
     """The scheme of a quantized checkpoint."""
     method = str(given.get("quant_method", "")).lower()
+    if given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme"):
+        problem = "quantization_config: the checkpoint quantizes its KV cache too"
+        raise InputError(problem, "llmctl counts caches in the model's dtype; take another one")
     kept: list[str] = []
     for key in ("modules_to_not_convert", "ignore", "exclude_modules"):
         listed = given.get(key)
