@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import Literal
 
 from toolkit.errors import InputError, nearest
+from toolkit.extras import install, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,17 @@ class EngineTraits:
     for_tests: bool = False  # tables of what can serve leave it out
     settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that only this engine takes
     extra: str = ""  # the extra of this package that installs it
+    libraries: tuple[str, ...] = ()  # what `load` imports that is not in the core
     metrics: Literal["llmctl", "vllm"] = "llmctl"  # the names that its metrics use
+
+    def require(self) -> None:
+        """Raise `EngineError` if a library of the engine is not installed here."""
+        require(self.libraries, f"engine '{self.name}'", install(self.extra))
 
 
 PLUGINS = "llmctl.engines"  # the entry point group
 LOCAL = "toolkit.backends:LocalBackend"
+MODEL_LIBRARIES = ("torch", "transformers")
 ENGINES: dict[str, EngineTraits] = {
     traits.name: traits
     for traits in (
@@ -63,6 +70,8 @@ ENGINES: dict[str, EngineTraits] = {
             keeps_rows=True,
             shares_model=True,
             settings=("cuda_graphs",),
+            extra="engines",
+            libraries=MODEL_LIBRARIES,
         ),
         EngineTraits(
             "transformers",
@@ -70,6 +79,8 @@ ENGINES: dict[str, EngineTraits] = {
             backend=LOCAL,
             load="toolkit.engines.transformers_engine:TransformersEngine",
             shares_model=True,
+            extra="engines",
+            libraries=MODEL_LIBRARIES,
         ),
         EngineTraits(
             "deepspeed",
@@ -78,6 +89,7 @@ ENGINES: dict[str, EngineTraits] = {
             load="toolkit.engines.deepspeed_engine:DeepSpeedEngine",
             settings=("kernel_injection",),
             extra="deepspeed",
+            libraries=(*MODEL_LIBRARIES, "deepspeed"),
         ),
         EngineTraits(
             "openai",

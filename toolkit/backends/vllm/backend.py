@@ -42,6 +42,7 @@ from toolkit.backends.vllm.command import (
     vllm_version,
 )
 from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, ITERATIONS_VARIABLE, PLAN_VARIABLE
+from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
@@ -249,8 +250,6 @@ def _refuse_other(order: ServerOrder) -> None:
 
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
-    from toolkit.engines.loading import saved_model  # here: it imports torch, which takes seconds
-
     plan, policy = order.plan, order.plan.policy
     path, metrics = folder / "plan.json", folder / METRICS_FOLDER
     metrics.mkdir()
