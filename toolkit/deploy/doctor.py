@@ -162,7 +162,7 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
     Without a recipe, also a note where the libraries of our own engines are not installed. Empty
     where there are no such recipes, or the recipe is for a server itself.
     """
-    guide = "; see docs/how-to/vllm.md"
+    guide = "; see llmctl docs how-to/vllm"
     if recipe is None:
         shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
         names = [
