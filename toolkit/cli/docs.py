@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from toolkit.cli.output import WIDTH, aligned, shows_unicode
+from toolkit.cli.arguments import JsonOption
+from toolkit.cli.output import WIDTH, aligned, emit, shows_unicode
 from toolkit.errors import InputError, nearest
 from toolkit.files.shipped import shipped_docs
 
@@ -41,16 +43,20 @@ def docs(
             help="A page, like how-to/serve, or like serve if no other page has that name.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Print a page of the documentation, of this version of llmctl; without NAME, list the pages.
 
-    A terminal shows the page in its pager.
+    A terminal shows the page in its pager. --json prints the page as Markdown.
     """
     if name is None:
-        _list()
+        titles = {page: _title(path) for page, path in pages().items()}
+        emit(as_json, {"pages": titles}, lambda: _list(titles))
         return
-    text = _readable(find(name))
-    _show(text)
+    path = find(name)
+    page = f"{path.parent.name}/{path.stem}"
+    markdown = path.read_text(encoding="utf-8")
+    emit(as_json, {"page": page, "markdown": markdown}, lambda: _show(_readable(path)))
 
 
 def find(name: str) -> Path:
@@ -70,8 +76,8 @@ def find(name: str) -> Path:
     raise InputError(f"there is no page '{name}'", listed)
 
 
-def _list() -> None:
-    rows = [(page, _title(path)) for page, path in pages().items()]
+def _list(titles: Mapping[str, str]) -> None:
+    rows = list(titles.items())
     show = aligned([("page", "what it is about"), *rows])
     folder = ""
     for row in rows:
