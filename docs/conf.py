@@ -46,6 +46,7 @@ NAVIGATION = {
     "Tutorials": ["first-run", "your-model", "reading-a-verdict"],
     "How-to": [
         "recipe-for-my-model",
+        "install",
         "capacity",
         "serve",
         "deploy",

@@ -24,6 +24,7 @@ from prometheus_client import Metric
 from toolkit import api, errors
 from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
+from toolkit.extras import install
 from toolkit.files.recipe import SLA_KEYS, Recipe
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
@@ -343,7 +344,7 @@ def engines() -> str:
             ("tensor parallelism", traits.shares_model),
             ("for tests", traits.for_tests),
         ]
-        extra = f"`pip install 'llmctl[{traits.extra}]'`" if traits.extra else ""
+        extra = f"`{install(traits.extra)}`" if traits.extra else ""
         keys = ", ".join(map(code, traits.settings))
         can = ", ".join(text for text, holds in told if holds)
         rows.append((code(name), traits.summary, can, keys, extra))

@@ -4,13 +4,14 @@
 #   sh locks/install.sh PYTHON [-e] [EXTRA ...]
 #
 # PYTHON is the interpreter of a virtual environment. With -e the checkout itself is what is imported.
-# An EXTRA is one of pyproject.toml's that has a lock beside this script.
+# An EXTRA is one of pyproject.toml's that has a lock beside this script. `engines`, and each that needs it, brings torch.
 # LLMCTL_WHEEL names a wheel to install in place of the checkout.
 set -eu
 here=$(dirname "$0")
 python=$1
 shift
 editable=
+engines=
 if [ "${1-}" = -e ]; then
     editable=-e
     shift
@@ -20,6 +21,9 @@ for extra in "$@"; do
         echo "locks/install.sh: there is no locks/$extra.txt; an extra without a lock cannot be installed from here" >&2
         exit 2
     fi
+    if [ "$extra" = engines ] || grep -q '^# Beside engines.txt' "$here/$extra.txt"; then
+        engines=yes
+    fi
 done
 
 # No resolver runs: a lock is whole. What has no wheel is built without isolation, with what build.txt has installed.
@@ -27,16 +31,19 @@ pip_install() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation "$@"
 }
 
-echo "installing what locks/ names: torch and others, some minutes the first time"
+echo "installing what locks/ names${engines:+: torch and others, some minutes the first time}"
 pip_install --require-hashes -r "$here/build.txt" -r "$here/run.txt"
 
-# torch for CPUs where an index of this machine has it, else the registry's, which needs CUDA's libraries.
-pip_install --require-hashes -r "$here/torch-cpu.txt" 2>/dev/null || pip_install --require-hashes -r "$here/torch.txt"
-needs_cuda="import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia') for r in m.requires('torch')))"
-if "$python" -c "$needs_cuda"; then
-    pip_install --require-hashes -r "$here/cuda.txt"
+if [ "$engines" ]; then
+    # torch for CPUs where an index of this machine has it, else the registry's, which needs CUDA's libraries.
+    pip_install --require-hashes -r "$here/torch-cpu.txt" 2>/dev/null || pip_install --require-hashes -r "$here/torch.txt"
+    needs_cuda="import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia') for r in m.requires('torch')))"
+    if "$python" -c "$needs_cuda"; then
+        pip_install --require-hashes -r "$here/cuda.txt"
+    fi
+    pip_install --require-hashes -r "$here/engines.txt"
 fi
 for extra in "$@"; do
-    pip_install --require-hashes -r "$here/$extra.txt"
+    [ "$extra" = engines ] || pip_install --require-hashes -r "$here/$extra.txt"
 done
 pip_install ${editable:+"$editable"} "${LLMCTL_WHEEL:-$here/..}"

@@ -5,10 +5,11 @@ needs the package registry and uv (`make lock` installs the one of tools.txt bes
 writes
 
     build.txt     what builds the wheel of this project, and of packages that have none
-    run.txt       what `llmctl` needs, but for torch
-    torch.txt     torch, as the package registry has it
+    run.txt       what `llmctl` needs without extras
+    EXTRA.txt     what an extra of pyproject.toml needs beside it; its second line says whether it
+                  also needs engines.txt
+    torch.txt     torch, which engines.txt needs, as the package registry has it
     torch-cpu.txt torch for CPUs alone, which is smaller, and is taken where an index has it
-    EXTRA.txt     what an extra of pyproject.toml needs beside it
     cuda.txt      what torch needs beside it where it is built for CUDA, as the registry's is
     tools.txt     uv
 
@@ -22,6 +23,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -51,6 +53,8 @@ EVERYWHERE = (
     " ; python_full_version < '3.14' and (sys_platform == 'darwin' or sys_platform == 'linux')"
 )
 HEAD = "# Made by `make lock` from pyproject.toml and constraints.txt. Not to be edited.\n"
+ENGINES = "engines"  # the extra with torch
+BESIDE_ENGINES = "# Beside engines.txt.\n"  # locks/install.sh reads it
 BLOCK = re.compile(
     r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;\\]+)[^\n]*\n(?:[ ]+[^\n]*\n)*", re.MULTILINE
 )
@@ -101,10 +105,10 @@ def cpu_torch(block: str) -> str:
     )
 
 
-def write(name: str, blocks: dict[str, str]) -> None:
+def write(name: str, blocks: dict[str, str], beside: str = "") -> None:
     """One lock. No package is built from its sources but the one that has no wheel."""
     options = "--only-binary :all:\n" + (f"--no-binary {NO_WHEEL}\n" if NO_WHEEL in blocks else "")
-    text = HEAD + options + "".join(blocks[each] for each in sorted(blocks))
+    text = HEAD + beside + options + "".join(blocks[each] for each in sorted(blocks))
     (HERE / f"{name}.txt").write_text(text, encoding="utf-8")
     print(f"locks/{name}.txt: {len(blocks)} packages")
 
@@ -115,20 +119,28 @@ def main(uv: str) -> None:
         "optional-dependencies"
     ]
     run = compiled(uv)
-    cuda = {name: block for name, block in run.items() if CUDA.match(name)}
+    engines = compiled(uv, f"--extra={ENGINES}")
+    cuda = {name: block for name, block in engines.items() if CUDA.match(name)}
     locks = {
         "build": compiled(uv, requirements=BUILD),
         "tools": compiled(uv, requirements=TOOLS),
         "cuda": cuda,
     }
-    torch = run["torch"]
+    torch = engines["torch"]
     locks |= {"torch": {"torch": torch}, "torch-cpu": {"torch": cpu_torch(torch)}}
-    locks["run"] = {name: block for name, block in run.items() if name not in {"torch", *cuda}}
-    for extra in extras.keys() - UNLOCKED:
+    locks["run"] = run
+    apart = {"torch", *cuda, *run}
+    locks[ENGINES] = {name: block for name, block in engines.items() if name not in apart}
+    with_engines = set()
+    for extra in extras.keys() - UNLOCKED - {ENGINES}:
         blocks = compiled(uv, f"--extra={extra}")
-        locks[extra] = {name: block for name, block in blocks.items() if name not in run}
+        others: Iterable[str] = run
+        if "torch" in blocks:
+            with_engines.add(extra)
+            others = engines
+        locks[extra] = {name: block for name, block in blocks.items() if name not in others}
     for name, blocks in locks.items():
-        write(name, blocks)
+        write(name, blocks, BESIDE_ENGINES if name in with_engines else "")
     pin(
         [
             block

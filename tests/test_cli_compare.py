@@ -202,7 +202,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     assert llmctl(*stage, "--png", tmp_path / "x.png") == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: --png needs matplotlib, which is not installed",
-        "hint: pip install 'llmctl[plot]'",
+        "hint: pip install 'llmctl-toolkit[plot]'",
     ]
 
 

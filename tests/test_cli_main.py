@@ -94,7 +94,7 @@ def test_no_line_of_the_help_is_cut(
 
 
 def test_the_help_names_the_extra_that_a_picture_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    """`llmctl[plot]` would be taken for markup, and its brackets left out."""
+    """`llmctl-toolkit[plot]` would be taken for markup, and its brackets left out."""
     assert llmctl("compare", "--help") == 0
     assert "extra 'plot'" in " ".join(capsys.readouterr().out.replace("│", "").split())
 

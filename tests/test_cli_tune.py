@@ -265,7 +265,7 @@ def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> No
             ("--policies", "past-future-oracle"),
             "policy 'past-future-oracle' knows the true output lengths, so it exists in "
             "simulations only",
-            "choose another policy to serve with; see docs/explanation/policies.md",
+            "choose another policy to serve with; see llmctl docs explanation/policies",
         ),
         (("--workers", "0"), "--workers 0: it is a whole number from 1, or 'auto'", ""),
         (("--workers", "many"), "--workers many: it is a whole number from 1, or 'auto'", ""),

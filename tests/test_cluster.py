@@ -460,4 +460,4 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match="not installed") as caught, joined("auto", 1):
         pass
-    assert caught.value.hint == "pip install 'llmctl[ray]'"
+    assert caught.value.hint == "pip install 'llmctl-toolkit[ray]'"

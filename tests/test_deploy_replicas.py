@@ -342,7 +342,7 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
 ) -> None:
     """The predictions hold for these flags alone."""
     plan = with_engine(shipped, kv_cache_memory_mib=64, tensor_parallel_size=2)
-    monkeypatch.setattr("toolkit.engines.loading.saved_model", lambda model, _: model.source)
+    monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", lambda model, _: model.source)
     order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
     words = command_of(order, tmp_path).words("127.0.0.1", 8000)
     found = [word for flag, _ in VllmBackend().described(plan, "m").flags for word in flag]

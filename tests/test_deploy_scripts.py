@@ -12,7 +12,7 @@ from toolkit.deploy.order import Order
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.plan import PlannedPolicy
 
-NEEDS = "shellcheck is not installed: pip install 'llmctl[dev]', or the system's package"
+NEEDS = "shellcheck is not installed: pip install 'llmctl-toolkit[dev]', or the system's package"
 MINE = PlannedPolicy(name="past-future", parameters={"chunk_tokens": 256})
 
 

@@ -7,7 +7,8 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
-from toolkit.engines.loading import load_model, saved_model
+from toolkit.engines.loading import load_model
+from toolkit.engines.saved import saved_model
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 

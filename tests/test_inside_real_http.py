@@ -15,7 +15,7 @@ import samples
 from real_vllm import differences, needed, recipe
 
 from toolkit.backends.vllm.command import VllmCommand, VllmServer, vllm_server
-from toolkit.engines.loading import saved_model
+from toolkit.engines.saved import saved_model
 from toolkit.files.io import write_file
 
 pytestmark = [needed, pytest.mark.slow]

@@ -18,6 +18,8 @@ LOCKS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "locks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 UNLOCKED = {"vllm"}  # it pins a transformers of its own
+OURSELVES = PROJECT["project"]["name"]
+BESIDE = "# Beside engines.txt."
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 
 
@@ -38,7 +40,10 @@ def requirements(lock: str) -> dict[str, str]:
 def has(locked: dict[str, str], wanted: Iterable[str], which: str) -> None:
     """Assert that all that applies here of `wanted` is locked, in a version that it allows for."""
     for each in map(Requirement, wanted):
-        if each.marker is None or each.marker.evaluate():
+        if each.name == OURSELVES:  # an extra of ours: all that it needs
+            for extra in each.extras:
+                has(locked, EXTRAS[extra], which)
+        elif each.marker is None or each.marker.evaluate():
             version = locked.get(canonicalize_name(each.name))
             assert version, f"{which} needs {each}, which no lock has: make lock"
             assert each.specifier.contains(version, prereleases=True), (
@@ -47,7 +52,11 @@ def has(locked: dict[str, str], wanted: Iterable[str], which: str) -> None:
 
 
 def of_extra(extra: str) -> dict[str, str]:
-    return requirements("run") | requirements("torch") | requirements(extra)
+    """All that `locks/install.sh` installs for an extra, but for CUDA's libraries."""
+    found = requirements("run") | requirements(extra)
+    if extra == "engines" or BESIDE in LOCKS[extra]:
+        found |= requirements("torch") | requirements("engines")
+    return found
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -62,7 +71,7 @@ def test_every_line_of_a_lock_is_one_version_with_hashes_and_is_not_built_here(l
 
 def test_the_locks_have_what_the_project_asks_for() -> None:
     assert EXTRAS.keys() - UNLOCKED <= LOCKS.keys()
-    has(requirements("run") | requirements("torch"), PROJECT["project"]["dependencies"], "llmctl")
+    has(requirements("run"), PROJECT["project"]["dependencies"], "llmctl")
     for extra in EXTRAS.keys() - UNLOCKED:
         has(of_extra(extra), EXTRAS[extra], f"the extra {extra}")
     has(requirements("build"), PROJECT["build-system"]["requires"], "the build")
@@ -125,14 +134,16 @@ def installed(
 @pytest.mark.parametrize(
     ("words", "cuda", "cpu", "locks"),
     [
-        ((), False, True, ["build", "run", "torch-cpu"]),
-        ((), True, False, ["build", "run", "torch-cpu", "torch", "cuda"]),
-        (("-e", "dev"), False, True, ["build", "run", "torch-cpu", "dev"]),
+        ((), False, True, ["build", "run"]),
+        (("engines",), False, True, ["build", "run", "torch-cpu", "engines"]),
+        (("engines",), True, False, ["build", "run", "torch-cpu", "torch", "cuda", "engines"]),
+        (("-e", "dev"), False, True, ["build", "run", "torch-cpu", "engines", "dev"]),
+        (("kuberay",), True, False, ["build", "run", "kuberay"]),
         (
             ("kuberay", "deepspeed"),
             True,
             False,
-            ["build", "run", "torch-cpu", "torch", "cuda", "kuberay", "deepspeed"],
+            ["build", "run", "torch-cpu", "torch", "cuda", "engines", "kuberay", "deepspeed"],
         ),
     ],
 )

@@ -21,7 +21,7 @@ from toolkit.backends.openai import Endpoint
 from toolkit.backends.vllm.command import VllmCommand, vllm_server
 from toolkit.backends.vllm.profile import timed
 from toolkit.endpoints.wire import Sample
-from toolkit.engines.loading import saved_model
+from toolkit.engines.saved import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.iterations import header_of, passes_of

@@ -192,7 +192,7 @@ def test_serve_checks_for_a_gpu_before_slow_work(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(launch, "load_tokenizer", never)
     monkeypatch.setattr(vllm_backend, "vllm_version", never)
-    monkeypatch.setattr("toolkit.engines.loading.saved_model", never)
+    monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
     policy = PlannedPolicy(name="past-future" if engine == "vllm" else "slice", parameters={})
     write_file(

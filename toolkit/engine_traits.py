@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import Literal
 
 from toolkit.errors import InputError, nearest
+from toolkit.extras import install, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,17 @@ class EngineTraits:
     for_tests: bool = False  # tables of what can serve leave it out
     settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that not all engines take
     extra: str = ""  # the extra of this package that installs it
+    libraries: tuple[str, ...] = ()  # what `load` imports that is not in the core
     metrics: Literal["llmctl", "vllm"] = "llmctl"  # the names that its metrics use
+
+    def require(self) -> None:
+        """Raise `EngineError` if a library of the engine is not installed here."""
+        require(self.libraries, f"engine '{self.name}'", install(self.extra))
 
 
 PLUGINS = "llmctl.engines"  # the entry point group
 LOCAL = "toolkit.backends:LocalBackend"
+MODEL_LIBRARIES = ("torch", "transformers")
 ENGINES: dict[str, EngineTraits] = {
     traits.name: traits
     for traits in (
@@ -65,6 +72,8 @@ ENGINES: dict[str, EngineTraits] = {
             keeps_rows=True,
             shares_model=True,
             settings=("cuda_graphs",),
+            extra="engines",
+            libraries=MODEL_LIBRARIES,
         ),
         EngineTraits(
             "transformers",
@@ -73,6 +82,8 @@ ENGINES: dict[str, EngineTraits] = {
             load="toolkit.engines.transformers_engine:TransformersEngine",
             shares_model=True,
             settings=("cuda_graphs",),
+            extra="engines",
+            libraries=MODEL_LIBRARIES,
         ),
         EngineTraits(
             "deepspeed",
@@ -81,6 +92,7 @@ ENGINES: dict[str, EngineTraits] = {
             load="toolkit.engines.deepspeed_engine:DeepSpeedEngine",
             settings=("kernel_injection",),
             extra="deepspeed",
+            libraries=(*MODEL_LIBRARIES, "deepspeed"),
         ),
         EngineTraits(
             "openai",

@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.engines.vllm_flags import apart_from, run, serving
+from toolkit.engines.saved import saved_model
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
@@ -96,8 +97,6 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def vllm_bench(arguments: argparse.Namespace, url: str, concurrency: int, repeat: int) -> None:
     """`vllm bench serve` at this concurrency, not on the engine's CPUs."""
-    from toolkit.engines.loading import saved_model  # here: it imports torch, which takes seconds
-
     plan = read_file(Plan, arguments.work / "plan.json")
     count, seed = requests_at(concurrency), 1000 * repeat + concurrency
     words = ["--backend", "openai", "--base-url", url, "--model", plan.recipe.name]

@@ -108,7 +108,9 @@ def check(device: str, recipes: Sequence[Path], results: Path, *, quick: bool) -
 def _requirements() -> Iterator[tuple[str, str]]:
     """(package, versions) of each of `PACKAGES`."""
     with (ROOT / "pyproject.toml").open("rb") as stream:
-        lines = tomllib.load(stream)["project"]["dependencies"]
+        project = tomllib.load(stream)["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["engines"], *extras["fast"]]
     ranges = {}
     for line in lines:
         name, wanted = re.match(r"([A-Za-z0-9_.-]+)([^;]*)", line).groups()  # type: ignore[union-attr]

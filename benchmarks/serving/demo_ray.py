@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.demo_ray [--out DIR] [--plan PLAN] [--rate R] [--seconds S]
 
-Takes a few minutes. Needs Ray (`pip install 'llmctl[ray]'`); nothing is downloaded.
+Takes a few minutes. Needs Ray (`pip install 'llmctl-toolkit[ray]'`); nothing is downloaded.
 
 The nodes are two raylets on this machine, each with one worker of a tiny Llama on the CPU. The
 benchmark starts and ends them, with a token of their own. The same requests are replayed three

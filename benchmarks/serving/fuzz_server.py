@@ -3,7 +3,7 @@
     python -m benchmarks.serving.fuzz_server [--requests 20000] [--seed 0] [--out fuzz.json]
 
 Takes about 50 minutes on two shared, busy cores. Needs hypothesis and schemathesis (`pip install
-'llmctl[dev]'`).
+'llmctl-toolkit[dev]'`).
 
 Four kinds, a quarter each: requests that the server's OpenAPI document allows, and ones that it
 forbids (schemathesis); bodies near good ones (hypothesis); all three go to the application in this

@@ -9,10 +9,12 @@ a backend on first use, so an engine without its library costs nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from toolkit.engine_traits import traits_of
+from toolkit.errors import EngineError
 
 if TYPE_CHECKING:  # for types only: code inside an engine's own process imports this package too
     from collections.abc import Callable, Mapping, Sequence
@@ -190,9 +192,22 @@ def backend_of(engine: str) -> Backend:
 
 
 class LocalBackend:
-    """`Backend` of engines with an `EngineTraits.load`: each is profiled in its own process."""
+    """`Backend` and `Checks` of engines with an `EngineTraits.load`: each is profiled in its own
+    process.
+    """
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         from toolkit.profiling.process import engine_process
 
+        traits_of(recipe.engine.name).require()
         return engine_process(recipe)
+
+    def check(self, recipe: Recipe) -> Check:
+        """See `Checks.check`: the versions of the engine's libraries."""
+        traits = traits_of(recipe.engine.name)
+        try:
+            traits.require()
+        except EngineError as error:
+            return Check("libraries", "missing", error.message, error.hint)
+        versions = [f"{name} {metadata.version(name)}" for name in traits.libraries]
+        return Check("libraries", "ok", ", ".join(versions) or "none needed")

@@ -26,6 +26,7 @@ from toolkit.cli.arguments import (
     open_recipe,
 )
 from toolkit.cli.output import WIDTH, emit, table
+from toolkit.engine_traits import traits_of
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import BenchReport
 from toolkit.files.fit import Fit
@@ -33,6 +34,7 @@ from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import PolicySpec, Recipe
+from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.interrupts import held
 from toolkit.units import seconds
@@ -74,6 +76,7 @@ def command(
     share a beginning, with its prefix cache and without. Each step is one command, shown before it
     runs; its files stay in the output folder.
     """
+    traits_of(load_recipe(recipe).engine.name).require()
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES

@@ -137,8 +137,8 @@ def policies(as_json: JsonOption = False) -> None:
     """List the policies: what each does, which paper or system describes it, and which engines run
     it.
 
-    A policy that needs the future runs in simulations only. docs/explanation/policies.md has the
-    details and the parameters.
+    A policy that needs the future runs in simulations only. `llmctl docs explanation/policies` has
+    the details and the parameters.
     """
     from toolkit.sched.policies import KNOWN, engines_for
 

@@ -85,6 +85,7 @@ COMMANDS = {
         "List the policies: what each does, and which engines run it.", module="listings"
     ),
     "schema": CommandEntry("Print the JSON Schema of recipes.", module="listings"),
+    "docs": CommandEntry("Print a page of the documentation, or list its pages."),
 }
 
 

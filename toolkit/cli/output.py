@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.endpoints.foreign import escaped
 from toolkit.errors import InputError
+from toolkit.extras import install
 from toolkit.units import number
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def progress(
 
 
 # Plots: for the terminal as plain text (bars, curves of one letter each, and points), and for
-# `llmctl compare --png` with matplotlib, an extra: `pip install 'llmctl[plot]'`.
+# `llmctl compare --png` with matplotlib, of the extra `plot`.
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 ROWS, COLUMNS = 12, 60
@@ -396,7 +397,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            "--png needs matplotlib, which is not installed", "pip install 'llmctl[plot]'"
+            "--png needs matplotlib, which is not installed", install("plot")
         ) from None
 
 

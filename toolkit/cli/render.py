@@ -56,7 +56,7 @@ class RenderOptions:
     target: str | None = option(
         None,
         "Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see "
-        "docs/how-to/deploy.md.",
+        "llmctl docs how-to/deploy.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
     )

@@ -570,7 +570,7 @@ def command(args: SimulateOptions) -> None:
 
     --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
-    decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
+    decode step, as in Past-Future's Table 1; see llmctl docs reference/simulation.
     """
     from toolkit.metrics import judge
     from toolkit.sched.policies import footnote, marked

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.errors import InputError
+from toolkit.extras import install
 
 LOCAL, AUTO = "local", "auto"
 MIN_VERSION = (2, 54)  # of Ray: the first with RAY_AUTH_MODE=token on every connection
-INSTALL = "pip install 'llmctl[ray]'"
+INSTALL = install("ray")
 REACH_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 1 << 28  # of a local cluster, which carries only prompts and tokens
 LOOPBACK = "127.0.0.1"

@@ -21,36 +21,24 @@ from packaging.specifiers import SpecifierSet
 from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
-from toolkit.engine_traits import traits_of
+from toolkit.engine_traits import MODEL_LIBRARIES, traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
+from toolkit.extras import DISTRIBUTION, absent, install
 from toolkit.files.io import usable_cpus
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 from toolkit.units import GIB, MIB, size
 
-DISTRIBUTION = "llmctl"
 LOW_DISK_BYTES = 2 * GIB
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
 
 
 def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     """The checks of the machine. `work_folder` is where results would be written."""
-    version, memory = platform.python_version(), psutil.virtual_memory()
-    wanted = SpecifierSet(metadata.metadata(DISTRIBUTION)["Requires-Python"])
-    python = Check("python", "ok", version)
-    if version not in wanted:
-        python = Check("python", "missing", version, f"use Python {wanted}")
+    memory = psutil.virtual_memory()
     free_memory = f"memory {size(memory.total)}, {size(memory.available)} free"
     processor = Check("cpu", "ok", f"{usable_cpus()} CPUs usable; {free_memory}")
-    try:
-        import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
-
-        found = f"{metadata.version('numba')}; compiled kernels can be cached"
-        kernels = Check("numba", "ok", found)
-    except RuntimeError as error:
-        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
-        kernels = Check("numba", "missing", str(error).splitlines()[0], remedy)
     state = compiled.running()
     scheduler = Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
     if not state.compiled:
@@ -70,8 +58,8 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     _, free = _writable(cache)
     if free is not None:
         models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
-    packages, device = _check_packages(), _check_devices(devices)
-    return [python, packages, device, processor, kernels, scheduler, disk, models]
+    device = _check_devices(devices)
+    return [*_check_install(), device, processor, _check_kernels(), scheduler, disk, models]
 
 
 def model_cache() -> Path:
@@ -81,8 +69,22 @@ def model_cache() -> Path:
     return Path(HF_HUB_CACHE)
 
 
+def _check_install() -> list[Check]:
+    """Whether Python and each package that llmctl needs are here, in versions that it takes."""
+    version = platform.python_version()
+    try:
+        facts = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        found = f"{DISTRIBUTION} runs from a folder and is not installed; not checked"
+        return [Check("python", "ok", version), Check("packages", "note", found)]
+    wanted = SpecifierSet(facts["Requires-Python"])
+    python = Check("python", "ok", version)
+    if version not in wanted:
+        python = Check("python", "missing", version, f"use Python {wanted}")
+    return [python, _check_packages()]
+
+
 def _check_packages() -> Check:
-    """Whether each package that llmctl needs is installed, in a version that it takes."""
     requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])
     needed = [one for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})]
     problems = []
@@ -95,21 +97,37 @@ def _check_packages() -> Check:
         if not package.specifier.contains(version, prereleases=True):
             problems.append(f"{package.name} is {version}, needs {package.specifier}")
     if problems:
-        return Check("packages", "missing", "; ".join(problems), "install with: make setup")
+        remedy = f"install it again: pip install {DISTRIBUTION}, or in a checkout: make setup"
+        return Check("packages", "missing", "; ".join(problems), remedy)
     return Check("packages", "ok", f"all {len(needed)} within their ranges")
 
 
+def _check_kernels() -> Check:
+    """Whether numba compiles the arithmetic of the policies."""
+    if absent(["numba"]):
+        found = "not installed: the same results; some policies take longer to simulate"
+        return Check("numba", "note", found, install("fast"))
+    try:
+        import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
+    except RuntimeError as error:
+        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
+        return Check("numba", "missing", str(error).splitlines()[0], remedy)
+    found = f"{metadata.version('numba')}; compiled kernels can be cached"
+    return Check("numba", "ok", found)
+
+
 def _check_devices(devices: Devices) -> Check:
-    build = f"torch {devices.torch}"
+    build = f"torch {devices.torch}" if devices.torch else "without torch"
     if devices.gpus:
         gpus = ", ".join(
             f"{gpu.name} ({size(gpu.memory_bytes)}, {size(gpu.free_bytes)} free)"
             for gpu in devices.gpus
         )
         driver = devices.driver or "unknown"
-        found = f"{gpus}; driver {driver}; {build}, CUDA {devices.cuda}"
+        cuda = f", CUDA {devices.cuda}" if devices.cuda else ""
+        found = f"{gpus}; driver {driver}; {build}{cuda}"
         return Check("device", "ok", found)
-    if devices.driver and not devices.cuda:
+    if devices.torch and devices.driver and not devices.cuda:
         remedy = f"install a torch for CUDA; driver {devices.driver} is here"
         return Check("device", "note", f"CPU only: {build} is built without CUDA", remedy)
     if devices.cuda:
@@ -142,9 +160,10 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
 def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
     """A note with the recipes for vLLM: for this recipe's model and GPU, or for the GPUs here.
 
-    Empty where there are no such recipes, or the recipe is for a server itself.
+    Without a recipe, also a note where the libraries of our own engines are not installed. Empty
+    where there are no such recipes, or the recipe is for a server itself.
     """
-    guide = "; see docs/how-to/vllm.md"
+    guide = "; see llmctl docs how-to/vllm"
     if recipe is None:
         shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
         names = [
@@ -156,13 +175,23 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
         ]
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
         remedy = f"llmctl doctor RECIPE says what is missing{guide}"
-        return [Check("engine", "note", text, remedy)] if names else []
+        notes = [Check("engine", "note", text, remedy)] if names else []
+        return [*_without_engines(), *notes]
     others = map(load_recipe, siblings(recipe))
     names = [other.name for other in others if other.engine.name == "vllm"]
     if not names or traits_of(recipe.engine.name).server:
         return []
     text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
     return [Check("engine", "note", text, f"llmctl doctor {names[0]}{guide}")]
+
+
+def _without_engines() -> list[Check]:
+    """A note where torch or transformers is not installed, which our own engines need."""
+    lacking = absent(MODEL_LIBRARIES)
+    if not lacking:
+        return []
+    found = f"without {' and '.join(lacking)}: our own engines cannot be profiled or served here"
+    return [Check("engines", "note", found, install("engines"))]
 
 
 def check_kv_bytes(model: ModelSpec) -> None:

@@ -303,6 +303,9 @@ class Rendered:
     url: str = ""
 
 
+IN_EVERY_IMAGE = "engines"  # an extra that the Dockerfile installs
+
+
 def llmctl_image(order: Order, *extras: str, engine: bool = True) -> Sourced[str]:
     """The image with llmctl, the recipe's engine (unless its servers have images of their own), and
     what `extras` of the package install.
@@ -316,7 +319,7 @@ def llmctl_image(order: Order, *extras: str, engine: bool = True) -> Sourced[str
         return Sourced(image, source)
     kinds = order.plan.kinds if engine else []
     needed = {traits_of(kind.recipe.engine.name).extra for kind in kinds}
-    wanted = sorted({*extras, *needed} - {""})
+    wanted = sorted({*extras, *needed} - {"", IN_EVERY_IMAGE})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
     arguments = f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else ""
     build = f"docker build -t {name}{arguments} ."

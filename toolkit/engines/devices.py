@@ -1,14 +1,23 @@
-"""The devices that torch sees. Loads torch, and a CUDA context if there is a GPU, but no model."""
+"""The devices that torch sees. Loads torch, and a CUDA context if there is a GPU, but no model.
+
+Without torch, the driver says which GPUs there are.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import EngineError
+from toolkit.extras import absent
+from toolkit.units import MIB
 
 NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,name,memory.total,memory.free")
+CSV = "--format=csv,noheader,nounits"
+SMI_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,8 +37,9 @@ class CudaDevice:
 class Devices:
     """The versions of torch, CUDA and the driver, and the GPUs that torch can use.
 
-    `cuda` is the CUDA release that torch was built for, '' for a CPU build. `driver` is '' without
-    an NVIDIA driver.
+    `torch` is '' where it is not installed; the GPUs are then those that the driver lists. `cuda`
+    is the CUDA release that torch was built for, '' for a CPU build. `driver` is '' without an
+    NVIDIA driver.
     """
 
     torch: str
@@ -40,6 +50,8 @@ class Devices:
 
 def find_devices() -> Devices:
     """This machine's devices. Raises `EngineError` if there is a GPU that cannot be used."""
+    if absent(["torch"]):
+        return Devices("", "", _driver(), _gpus_of_driver())
     import torch
 
     try:
@@ -77,3 +89,18 @@ def _driver() -> str:
         return ""
     version = re.search(r"Kernel Module[^0-9]*(?:x86_64|aarch64)?[^0-9]*(\d+\.\d+(?:\.\d+)?)", text)
     return version.group(1) if version else "unknown"
+
+
+def _gpus_of_driver() -> tuple[CudaDevice, ...]:
+    """The GPUs that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES says; none without it."""
+    try:
+        done = subprocess.run(
+            [*NVIDIA_SMI, CSV], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = re.findall(r"^(\d+), (.+), (\d+), (\d+)$", done.stdout, re.MULTILINE)
+    return tuple(
+        CudaDevice(int(index), name, int(total) * MIB, int(free) * MIB)
+        for index, name, total, free in found
+    )

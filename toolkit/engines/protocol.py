@@ -231,6 +231,7 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
     Raises `EngineError` or `InputError` if the engine cannot be loaded.
     """
     if engine.tensor_parallel_size > 1:
+        traits_of(engine.name).require()
         from toolkit.engines.tensor_parallel import TensorParallelEngine
 
         return TensorParallelEngine(model, engine, hardware)
@@ -241,7 +242,9 @@ def load_engine(
     model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> Engine | RoundEngine:
     """This process's engine, or its share of one, from the module of `EngineTraits.load`."""
-    load = resolve_name(traits_of(engine.name).load)
+    traits = traits_of(engine.name)
+    traits.require()
+    load = resolve_name(traits.load)
     loaded: Engine | RoundEngine = (
         load(model, engine, hardware, share) if share else load(model, engine, hardware)
     )

@@ -20,6 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toolkit.errors import EngineError, InputError
+from toolkit.extras import require
 from toolkit.files.recipe import ModelSpec
 
 BOS, EOS, PAD = 256, 257, 258  # of the byte tokenizer
@@ -159,11 +160,15 @@ def _bytes_of(tokens: Sequence[int]) -> bytes:
 
 
 class FileTokenizer:
-    """`Tokenizer` from a tokenizer.json, and the special tokens and template in its folder."""
+    """`Tokenizer` from a tokenizer.json, and the special tokens and template in its folder.
+
+    Raises `EngineError` if the file is none, or `tokenizers` is not installed.
+    """
 
     def __init__(
         self, file: Path, settings: Path | None = None, template: Path | None = None
     ) -> None:
+        require(("tokenizers",), file.name, "pip install tokenizers")
         import tokenizers
 
         try:

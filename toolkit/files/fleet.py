@@ -119,7 +119,9 @@ def fleet_sources(path: AnyPath) -> list[KindSource]:
     Raises `InputError` for a file that is not a fleet, and for a recipe that does not exist.
     """
     file = Path(path)
-    content = validate(FleetFile, json.dumps(load_yaml(file)), file, "see docs/how-to/fleets.md")
+    content = validate(
+        FleetFile, json.dumps(load_yaml(file)), file, "see llmctl docs how-to/fleets"
+    )
 
     def resolved(name: str) -> AnyPath:
         """The file of that name in the fleet's folder, else the name as given."""

@@ -36,6 +36,11 @@ def shipped_templates() -> Path:
     return _shipped("templates")
 
 
+def shipped_docs() -> Path:
+    """The folder of the pages that `llmctl docs` prints."""
+    return _shipped("docs")
+
+
 def _shipped(kind: str) -> Path:
     package = Path(toolkit.__file__).parent
     installed = package / "_data" / kind
@@ -138,7 +143,7 @@ def load_recipe(path: AnyPath) -> Recipe:
     data = load_yaml(file)
     if not isinstance(data, dict):
         shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
-        hint = "a recipe starts with `name:`; see docs/reference/recipe.md"
+        hint = "a recipe starts with `name:`; see llmctl docs reference/recipe"
         raise InputError(f"{file.name}: {shown}, not a mapping", hint)
     if "model" not in data and {"architectures", "model_type"} & data.keys():
         problem = f"{file.name}: a model's config, not a recipe"
@@ -146,7 +151,9 @@ def load_recipe(path: AnyPath) -> Recipe:
     if "fleet" in data:
         raise InputError(
             f"{file.name}: a fleet, not a recipe",
-            "give one of the recipes that it names; see docs/how-to/fleets.md",
+            "give one of the recipes that it names; see llmctl docs how-to/fleets",
         )
     # Validate as JSON: pydantic's strict mode then takes lists for tuples, but not "5" for 5.
-    return validate(Recipe, json.dumps(data), file, "see docs/reference/recipe.md for every key")
+    return validate(
+        Recipe, json.dumps(data), file, "see llmctl docs reference/recipe for every key"
+    )

@@ -1,4 +1,8 @@
-"""The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out."""
+"""The hot arithmetic of the policies: plain arrays in, plain arrays out.
+
+numba compiles it where it is installed (the extra `fast`). Without it the same code runs as plain
+Python, with the same results, more slowly.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,13 @@ if TYPE_CHECKING:
     def njit(function: Callable[P, R]) -> Callable[P, R]: ...
 
 else:
-    from numba import njit as numba_njit
-
-    njit = numba_njit(cache=True, nogil=True)
+    try:
+        from numba import njit as numba_njit
+    except ImportError:
+        # The random numbers of `_uniform` wrap around, as numba's integers do.
+        njit = np.errstate(over="ignore")
+    else:
+        njit = numba_njit(cache=True, nogil=True)
 
 
 @njit

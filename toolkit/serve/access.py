@@ -41,7 +41,7 @@ from toolkit.files.strict import Strict, load_yaml, validate
 from toolkit.serve.errors import ApiError, error_response
 
 MAX_KEYS = 100  # each has its own metrics
-HINT = "see docs/how-to/serve.md, 'Several keys'"
+HINT = "see llmctl docs how-to/serve, 'Several keys'"
 
 
 Bounded = Annotated[Positive, Field(le=1 << 53)]  # beyond, a number of JSON is not exact

@@ -20,6 +20,7 @@ from typing import Self
 
 import uvloop
 
+from toolkit.engine_traits import traits_of
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.io import LineLog
 from toolkit.files.plan import Plan
@@ -130,10 +131,12 @@ def launch(
 
     Raises `InputError` for an address, a log or a plan that cannot be used, `ForeignError` if the
     workers load another engine, model or device than the laws are about, and `EngineError` if a
-    recipe needs a GPU that is missing or if a worker cannot load.
+    recipe needs a GPU or a library that is missing, or if a worker cannot load.
     """
     if not order.ray:
         require_gpu(kind.recipe for kind in order.plan.kinds)
+        for kind in order.plan.kinds:
+            traits_of(kind.recipe.engine.name).require()
     asks_key = any(order.access)
     server.check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
     with ExitStack() as stack:

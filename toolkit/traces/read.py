@@ -336,7 +336,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
-            problem, "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits"
+            problem,
+            "correct these rows; llmctl docs reference/traces, 'Invalid rows', has the limits",
         )
     reordered = any(later[0] < row[0] for row, later in pairwise(kept))
     if form.any_order:

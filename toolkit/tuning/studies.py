@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from toolkit.errors import InputError
+from toolkit.extras import install
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import Evaluation, Task
 from toolkit.tuning.executor import evaluation_of
@@ -112,7 +113,7 @@ class Studies:
             yield
         except ImportError:
             raise InputError(
-                f"storage {shown}: its driver is not installed", "pip install 'llmctl[postgres]'"
+                f"storage {shown}: its driver is not installed", install("postgres")
             ) from None
         except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
             lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]

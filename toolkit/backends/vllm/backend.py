@@ -50,6 +50,7 @@ from toolkit.backends.vllm.setup import (
     PLAN_VARIABLE,
     PYTHON_VARIABLE,
 )
+from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
@@ -268,8 +269,6 @@ def _refuse_other(order: ServerOrder) -> None:
 
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
-    from toolkit.engines.loading import saved_model  # here: it imports torch, which takes seconds
-
     plan, policy = order.plan, order.plan.policy
     path, metrics = folder / "plan.json", folder / METRICS_FOLDER
     metrics.mkdir()

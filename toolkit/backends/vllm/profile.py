@@ -28,7 +28,7 @@ from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
-from toolkit.engines.loading import saved_model
+from toolkit.engines.saved import saved_model
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows

@@ -143,7 +143,7 @@ def render_vllm(order: Order) -> Rendered:
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if ours:
         install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
-        install += "docs/how-to/vllm.md."
+        install += "llmctl docs how-to/vllm."
     script = order.fill(
         "engine.sh",
         engine="vLLM",
@@ -279,7 +279,7 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
     source = f"plan: policy '{plan.policy.name}', read from LLMCTL_VLLM_PLAN"
     lines = [ExplainedValue("--scheduler-cls", SCHEDULER, source)]
     if plan.policy.name == "mlfq":
-        why = "policy 'mlfq' pauses requests between passes: docs/how-to/vllm.md"
+        why = "policy 'mlfq' pauses requests between passes: llmctl docs how-to/vllm"
         lines.append(ExplainedValue("--no-async-scheduling", "", why))
     return lines
 

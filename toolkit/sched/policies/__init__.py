@@ -60,7 +60,7 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
         raise InputError(
             f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': "
             "our scheduler cannot run it",
-            "choose another policy; see docs/explanation/policies.md",
+            "choose another policy; see llmctl docs explanation/policies",
         )
     return _make(POLICIES, name, parameters)
 
@@ -87,7 +87,7 @@ def refuse_oracle(name: str) -> None:
     if name in ORACLES:
         raise InputError(
             f"policy '{name}' knows the true output lengths, so it exists in simulations only",
-            "choose another policy to serve with; see docs/explanation/policies.md",
+            "choose another policy to serve with; see llmctl docs explanation/policies",
         )
 
 
@@ -112,7 +112,7 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
                 f"policy '{policy.name}' lays its rows out in {batches}, and engine '{engine}' "
                 "pages its memory",
                 f"choose the engine's own, '{own[0]}', or a continuous one; "
-                "see docs/how-to/vllm.md",
+                "see llmctl docs how-to/vllm",
             )
     elif policy.continuous and traits.load and not traits.keeps_rows:
         able = next(other.name for other in ENGINES.values() if other.keeps_rows)
