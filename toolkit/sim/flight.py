@@ -207,7 +207,7 @@ class OverlappingFlight(Flight):
                     self._period_s = launch_s
                     self._growth_s = 0.0
                     steps = _steps_below(launch_s - gpu_s, growth_s, steps)
-            elif not self._gpu_limits(end_s, planned_s, launched_s, gpu_s + growth_s):
+            elif not self._gpu_limits(end_s, planned_s, launched_s):
                 self._walk(end_s, launched_s, gpu_s, growth_s, steps, until_s)
                 return
             if until_s < math.inf:
@@ -294,15 +294,16 @@ class OverlappingFlight(Flight):
         """Whether the last gap does not continue the others."""
         return self._by_launches or end_s > self.end_s
 
-    def _gpu_limits(self, end_s: float, planned_s: float, launched_s: float, gpu_s: float) -> bool:
+    def _gpu_limits(self, end_s: float, planned_s: float, launched_s: float) -> bool:
         """Whether the GPU sets the times of all following passes: the launch of the next one, which
-        is planned at `planned_s`, ends before the GPU is free, and takes no longer than its work.
+        is planned at `planned_s`, ends before the GPU is free. Then launches take no longer than
+        the GPU's work, which only grows.
         """
         launch_s = self._law.launch_s(self.shape)
         if not self._waits:
             launch_s *= self._spread_max
         begins_s = max(launched_s, planned_s) if self._apart else planned_s
-        return launch_s <= gpu_s and begins_s + launch_s <= end_s
+        return begins_s + launch_s <= end_s
 
     def _walk(
         self,
@@ -337,7 +338,7 @@ class OverlappingFlight(Flight):
             ends_s.append(end_s)
             launched.append(launched_s)
             count += 1
-            if self._gpu_limits(end_s, planned_s, launched_s, gpu_s + growth_s):
+            if self._gpu_limits(end_s, planned_s, launched_s):
                 break
         self._times_s = times_s
         self._gpu_s = ends_s
