@@ -6,7 +6,9 @@ Three parts: bodies of requests with odd fields and torn bytes; a replica that a
 probes and readers of metrics with hostile bytes, beside a good one; and replicas that end and start
 again under streams, each of which must be the undisturbed answer. All the time /health is asked. No
 answer may be a 5xx that is not meant, no stream may differ, and at the end every task of the front
-must run, as its metrics say. Ten minutes on one core; no model, no GPU.
+must run, as its metrics say.
+
+Takes five minutes on one core. Needs no model and no GPU.
 """
 
 from __future__ import annotations
