@@ -5,7 +5,9 @@
 A front stands before two servers of `benchmarks.common.dialects`. For each dialect and each kind of
 request, the first attempt ends after 0, 1, 2, ... bytes of its body, and another server goes on.
 Text, token ids, finish reason, stop reason, usage, end, one id, one role: all must be those of the
-answer that was not disturbed. Half an hour on one core for all positions; no model, no GPU.
+answer that was not disturbed.
+
+Takes ten minutes on one core with two prompts. Needs no model and no GPU.
 """
 
 from __future__ import annotations

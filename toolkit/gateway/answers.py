@@ -159,6 +159,7 @@ class PassingAnswer:
         self._marks: list[_Mark] = []  # after each event with text
         self._length = 0  # of the text
         self._prompt_ids: list[int] | None = None
+        self._had_ids = 0  # before the last answer went on by ids
         self._base_tokens = 0  # of earlier attempts, that this one does not count
         self._calls_tools = False
         self._only_again = False  # a server refused to continue from what the client has
@@ -281,6 +282,7 @@ class PassingAnswer:
             if limit is None and at.max_model_len is not None:
                 limit = at.max_model_len - len(done.prompt_ids or ())
             has = len(done.text) - done.overlap
+            self._had_ids = len(self._ids or ())
             self._ids, self._length = list(done.ids), has
             self._marks = [mark for mark in self._marks if mark.ids <= done.tokens]
             channel = self._channels[0, TEXT]
@@ -481,7 +483,7 @@ class PassingAnswer:
         for choice in read.choices:
             ended_before = choice.index in self._finished and self.mode != "first"
             texts, ids, cut = self._new(choice)
-            if texts and ended_before:
+            if (texts and ended_before) or self._lags(choice, ids):
                 self.failure = DIVERGED
             if self.failure:
                 return b""
@@ -543,6 +545,18 @@ class PassingAnswer:
         ):
             self.failure = DIVERGED
         return left, ids, cut
+
+    def _lags(self, choice: _Choice, new_ids: list[int] | None) -> bool:
+        """Ids came that the client lacks, before all the text that it has behind those before them:
+        the server began inside a character, and gives other texts for the same ids.
+        """
+        ahead = bool(new_ids)
+        if not self._call.wants_ids:
+            count = len(self._ids or ()) + len(choice.token_ids or ())
+            ahead = self.mode == "ids" and count > self._had_ids
+        return ahead and any(
+            channel.skip for (index, _), channel in self._channels.items() if index == choice.index
+        )
 
     def _note(
         self,

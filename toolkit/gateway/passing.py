@@ -113,6 +113,7 @@ class PassedRequest:
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._status = "cancelled"
         self._taken = False  # a replica has it, or had it until the client left
+        self._is_answered = False  # the last bytes were sent
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
@@ -163,7 +164,8 @@ class PassedRequest:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                 await self._until_answered(gone)
         except TimeoutError:
-            await self._give_up(f"no end within {limit_s:g} s", "timeout", 504)
+            if not self._is_answered:
+                await self._give_up(f"no end within {limit_s:g} s", "timeout", 504)
         finally:
             gone.cancel()
             self._record()
@@ -208,6 +210,7 @@ class PassedRequest:
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
                     self._status = f"HTTP {self._refusal[0]}"
+                    self._is_answered = True
                     await send_whole(self._send, *self._refusal)
                     return None
                 self._excluded.clear()
@@ -336,6 +339,7 @@ class PassedRequest:
             self._excluded.add(replica.index)
             raise PassFailedError(f"it answered {status}", counts=status not in ELSEWHERE)
         self._status = f"HTTP {status}"
+        self._is_answered = True
         await send_whole(self._send, *refusal)
         return True
 
@@ -374,6 +378,7 @@ class PassedRequest:
 
     async def _close_stream(self, last: bytes) -> None:
         self._status = _reason(self._passing.finish_reason)
+        self._is_answered = True
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
@@ -385,6 +390,7 @@ class PassedRequest:
         self._passing.usage = self._passing.possible(read.usage)
         self._last_s = self._gateway.now_s()
         self._status = _reason(reasons[0] if reasons else "stop")
+        self._is_answered = True
         await send_whole(self._send, 200, kept_headers(answer), content)
 
     async def _whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> bytes:
