@@ -111,7 +111,7 @@ def _show(text: str) -> None:
     from rich.table import Table
 
     class WholeTable(TableElement):
-        """A table whose long words are broken, where rich would cut them."""
+        """A table that breaks long words, where rich would cut them."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
             for part in super().__rich_console__(console, options):
