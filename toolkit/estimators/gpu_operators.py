@@ -18,7 +18,7 @@ what was reached, not what the data sheet says.
 The coefficients of each GPU were fitted to kernels that others measured there (`operators.json`,
 made by `benchmarks.public.operators`, which also has the errors). The rest of a layer (norms,
 rotary embedding, activation, cache writes) moves the bytes of its activations and costs a constant
-per layer; this constant and a pass's own were fitted to whole engines.
+per kernel; this constant and a pass's own were fitted to whole engines.
 
 Nothing here knows launches by the CPU, windows of attention, latent attention, or adapters.
 """
@@ -51,7 +51,9 @@ WEIGHT_BYTES = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-FULL = {"float16": "bfloat16"}  # precisions that take the time of another
+# precisions whose GEMMs, and whose experts, are taken to be as fast as those of another
+GEMMS_LIKE = {"float16": "bfloat16", "fp8_block": "fp8"}
+EXPERTS_LIKE = {"float16": "bfloat16"}
 # Of the rest of a layer, in bytes of activations: two norms with residuals read and write two
 # tensors each; the rotary embedding reads and writes queries and keys, and the cache is written;
 # the activation reads two tensors and writes one.
@@ -71,6 +73,7 @@ class ModelShapes:
         dense_intermediate: of those.
         weights: precision of the linear layers, a key of `WEIGHT_BYTES`.
         expert_weights: precision of the experts; "": as `weights`.
+        qk_norm: whether queries and keys are normalized.
     """
 
     layers: int
@@ -87,6 +90,7 @@ class ModelShapes:
     dense_intermediate: int = 0
     weights: str = "bfloat16"
     expert_weights: str = ""
+    qk_norm: bool = False
 
     def kv_heads_of(self, ranks: int) -> int:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
@@ -101,18 +105,18 @@ class Gemm:
     bytes_per_s: float
     flops_per_s: float
     overlap: float
+    quantize_s: float = 0.0  # per activation that a kernel of its own quantizes
 
     def seconds(self, m: Floats, n: float, k: float, weight_bytes: float) -> Floats:
         """Seconds of [m, k] x [k, n] for each m; a weight has `weight_bytes`."""
-        activations = m * (k + n) * ACTIVATION_BYTES
-        # Activations that are quantized first are read, written, and read again, at half the size.
-        if weight_bytes < ACTIVATION_BYTES:
-            activations = activations + m * k
-        moving = (n * k * weight_bytes + activations) / self.bytes_per_s
+        input_bytes = min(weight_bytes, 1.0) if weight_bytes < ACTIVATION_BYTES else weight_bytes
+        moved = n * k * weight_bytes + m * k * input_bytes + m * n * ACTIVATION_BYTES
+        moving = moved / self.bytes_per_s
         computing = 2.0 * m * n * k / self.flops_per_s
         longest = np.maximum(moving, computing)
         shares = (moving / longest) ** self.overlap + (computing / longest) ** self.overlap
-        return np.asarray(self.start_s + longest * shares ** (1.0 / self.overlap))
+        quantizing = self.quantize_s * m * k
+        return np.asarray(self.start_s + quantizing + longest * shares ** (1.0 / self.overlap))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +210,9 @@ class GpuOperators:
         bandwidth: bytes/s of the memory by the data sheet, to which others are compared.
         flops: FLOP/s in bf16, likewise.
         gemm, experts: by precision; all_reduce: by number of GPUs.
-        layer_s: the rest of a layer, beside what its activations move.
+        kernel_s: each kernel of the rest of a layer, beside what its activations move.
         pass_s: constant of a pass.
+        reduce_s: what an all-reduce in an engine costs beyond its kernel: ranks wait for each other.
         source: where the coefficients come from, for readers.
     """
 
@@ -219,8 +224,9 @@ class GpuOperators:
     chunk: ChunkAttention
     experts: Mapping[str, Experts]
     all_reduce: Mapping[int, AllReduce]
-    layer_s: float
+    kernel_s: float
     pass_s: float
+    reduce_s: float
     source: str
 
     def like(self, name: str, bandwidth: float, flops: float) -> GpuOperators:
@@ -298,9 +304,11 @@ class GpuOperators:
         return np.asarray(np.where(chunks > 0, mixed, alone))
 
     def _gemm_s(self, model: ModelShapes, m: Floats, n: float, k: float) -> Floats:
-        precision = FULL.get(model.weights, model.weights)
+        precision = GEMMS_LIKE.get(model.weights, model.weights)
         law = _known(self.gemm, precision, f"GEMMs in {model.weights} on {self.name}")
-        return law.seconds(m, n, k, WEIGHT_BYTES[model.weights])
+        # An engine quantizes activations in the kernels before a GEMM, where they are at hand.
+        fused = replace(law, start_s=self.gemm["bfloat16"].start_s, quantize_s=0.0)
+        return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[model.weights]))
 
     def _mlp_s(self, model: ModelShapes, tokens: Floats, intermediate: int, ranks: int) -> Floats:
         wide = intermediate / ranks
@@ -311,7 +319,7 @@ class GpuOperators:
 
     def _experts_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
         name = model.expert_weights or model.weights
-        law = _known(self.experts, FULL.get(name, name), f"experts in {name} on {self.name}")
+        law = _known(self.experts, EXPERTS_LIKE.get(name, name), f"experts in {name} on {self.name}")
         each = model.expert_intermediate / ranks
         seconds = law.seconds(
             tokens,
@@ -327,11 +335,20 @@ class GpuOperators:
     def _rest_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
         width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
         moved = (NORM_TENSORS * model.hidden + ROTARY_TENSORS * width) * ACTIVATION_BYTES
-        return self.layer_s + tokens * moved / self.gemm["bfloat16"].bytes_per_s
+        moving = tokens * moved / self.gemm["bfloat16"].bytes_per_s
+        return self.kernel_s * rest_kernels(model) + moving
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
         law = _known(self.all_reduce, ranks, f"all-reduce among {ranks} GPUs like {self.name}")
-        return law.seconds(size_bytes)
+        return self.reduce_s + law.seconds(size_bytes)
+
+
+def rest_kernels(model: ModelShapes) -> int:
+    """Kernels of a layer besides GEMMs, attention, experts and all-reduces: two norms, the rotary
+    embedding, the cache write and the activation; norms of queries and keys; and in place of the
+    activation the choice of the experts (softmax, top k) and the sum of their outputs.
+    """
+    return 5 + 2 * model.qk_norm + 2 * (model.experts > 0)
 
 
 def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:
@@ -371,8 +388,9 @@ def measured_operators(name: str) -> GpuOperators:
         chunk=ChunkAttention(**one["chunk"]),
         experts={key: Experts(**value) for key, value in one["experts"].items()},
         all_reduce={int(key): AllReduce(**value) for key, value in one["all_reduce"].items()},
-        layer_s=table["engine"]["layer_s"],
+        kernel_s=table["engine"]["kernel_s"],
         pass_s=table["engine"]["pass_s"],
+        reduce_s=table["engine"]["reduce_s"],
         source=f"operators measured on {name}, {one['source']}",
     )
 
