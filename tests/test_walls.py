@@ -15,6 +15,7 @@ PACKAGE = Path(toolkit.__file__).parent
 
 FLOORS = {
     "errors": 0, "units": 0, "engine_traits": 0, "guard": 0, "compiled": 0, "interrupts": 0,
+    "catalogue": 0,
     "sched": 1, "files": 1,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
     "endpoints": 2,
@@ -26,6 +27,7 @@ FLOORS = {
 SAME_FLOOR = {
     ("engine_traits", "errors"),
     ("compiled", "errors"),
+    ("catalogue", "errors"),
     ("workers", "engines"),
     ("cluster", "workers"),
     ("cluster", "engines"),

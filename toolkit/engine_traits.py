@@ -32,6 +32,7 @@ class EngineTraits:
     timed_by_pass: bool = False  # it logs its forward passes: the fit has a law of passes
     loads_model: bool = True  # a model is loaded on this machine's device
     shares_model: bool = False  # `tensor_parallel_size` may be above 1
+    quantizes: bool = False  # `model.quantization` may be given
     for_tests: bool = False  # tables of what can serve leave it out
     settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that only this engine takes
     extra: str = ""  # the extra of this package that installs it
@@ -51,6 +52,7 @@ ENGINES: dict[str, EngineTraits] = {
             hosts_policies=True,
             timed_by_pass=True,
             shares_model=True,
+            quantizes=True,
             settings=("vllm",),
             extra="vllm",
             metrics="vllm",

@@ -293,9 +293,9 @@ def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float |
     return from_words(settings or [])
 
 
-def parse_sla(targets: list[str] | None) -> dict[str, float]:
-    """Parse `key=seconds` words. `InputError` for a key that is not a target, and for a value that
-    is not a positive number.
+def parse_sla(targets: list[str] | None, name: str = "--sla") -> dict[str, float]:
+    """Parse `key=seconds` words of the option `name`. `InputError` for a key that is not a target,
+    and for a value that is not a positive number.
     """
     from toolkit.sched.policies.parameters import split, value
 
@@ -307,6 +307,6 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
         else:
             problem = sla_problem(key, limit)
         if problem:
-            raise InputError(f"--sla {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
+            raise InputError(f"{name} {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
         sla[key] = float(limit)
     return sla

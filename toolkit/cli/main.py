@@ -43,6 +43,7 @@ COMMANDS = {
     "doctor": CommandEntry(
         "Check this machine, and whether it can run a recipe.", module="listings"
     ),
+    "recipe": CommandEntry("Make a recipe for a model and a GPU; list those that are known."),
     "profile": CommandEntry(
         "Measure an engine: prefill, decode, slices and the memory edge.",
         "the points measured so far are kept; the same command resumes",

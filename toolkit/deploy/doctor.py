@@ -20,11 +20,12 @@ from packaging.specifiers import SpecifierSet
 
 from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
+from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
 from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.files.io import usable_cpus
-from toolkit.files.recipe import DTYPE_BYTES, HardwareSpec, ModelSpec, Recipe
+from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 from toolkit.units import GIB, MIB, size
 
@@ -133,7 +134,7 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
     if recipe.engine.url is not None:
         remedy = "start it before you profile; it need not run on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
-    checks = [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
+    checks = [_check_hardware(recipe, devices), _check_model(recipe.model), *check_sizes(recipe)]
     backend = backend_of(recipe.engine.name)
     return [*checks, backend.check(recipe)] if isinstance(backend, Checks) else checks
 
@@ -165,21 +166,25 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
 
 
 def check_kv_bytes(model: ModelSpec) -> None:
-    """Raise `InputError` where `kv_bytes_per_token` contradicts `config` (SCLS Eq. 5).
+    """Raise `InputError` where `kv_bytes_per_token` contradicts `config` (SCLS Eq. 5; MLA).
 
     Nothing is checked where either is not given.
     """
-    claimed, hidden = model.kv_bytes_per_token, model.size("hidden_size")
-    layers, heads = model.size("num_hidden_layers"), model.size("num_attention_heads")
-    kv_heads = model.size("num_key_value_heads", heads)
-    head_dim = model.size("head_dim", hidden // heads if hidden and heads else None)
-    if claimed is None or layers is None or kv_heads is None or head_dim is None:
+    claimed, found = model.kv_bytes_per_token, kv_bytes_per_token(model.config, model.dtype)
+    if claimed is None or found is None:
         return
-    element = DTYPE_BYTES[model.dtype]
-    right = 2 * layers * kv_heads * head_dim * element
+    right, formula = found
     if claimed != right:
-        formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {element} bytes"
         raise InputError(f"model.kv_bytes_per_token: {claimed}: the config gives {right}", formula)
+
+
+def check_sizes(recipe: Recipe) -> list[Check]:
+    """The checks that depend on the recipe's numbers alone, not on this machine."""
+    checks = [_check_capacity(recipe)]
+    if problem := special_of(recipe.model.config).cache_problem:
+        remedy = "profile, simulate and tune refuse it: llmctl knows one kind of KV cache per model"
+        checks.append(Check("kv cache", "missing", problem, remedy))
+    return checks
 
 
 def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
@@ -211,9 +216,9 @@ def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
 
 def _is_wanted(gpu: CudaDevice, hardware: HardwareSpec) -> bool:
     """Whether a GPU has the name's words ('A100-80GB': 'NVIDIA A100 80GB PCIe') and the memory."""
-    words = re.findall(r"[a-z0-9]+", hardware.name.lower())
+    words = set(re.findall(r"[a-z0-9]+", hardware.name.lower()))
     return (
-        all(word in gpu.name.lower() for word in words)
+        words <= set(re.findall(r"[a-z0-9]+", gpu.name.lower()))
         and gpu.memory_bytes >= SAME_MEMORY * (hardware.memory_gib or 0.0) * GIB
     )
 
@@ -274,7 +279,8 @@ def _check_capacity(recipe: Recipe) -> Check:
         share, memory = engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
         budget = share * memory - weights // shares
         terms = f"{share:g} x {size(memory)} - weights {size(weights)}"
-    per_token = model.kv_bytes_per_token // shares  # of one process of a worker
+    parts = cache_parts(special_of(model.config), shares)
+    per_token = model.kv_bytes_per_token // parts  # of one process of a worker
     tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
     longest = f"{model.max_model_len:,}"
     if rows < 1:

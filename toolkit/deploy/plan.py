@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from toolkit.catalogue.models import cache_parts, special_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
@@ -195,7 +196,8 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
         "tensor_parallel_size": (engine.tensor_parallel_size, recipe.engine.tensor_parallel_size),
     }
     if model.kv_bytes_per_token is not None:
-        kv_bytes = engine.kv_bytes_per_token * engine.tensor_parallel_size
+        parts = cache_parts(special_of(model.config), engine.tensor_parallel_size)
+        kv_bytes = engine.kv_bytes_per_token * parts
         pairs["engine.kv_bytes_per_token"] = (kv_bytes, model.kv_bytes_per_token)
     _refuse_different("fit", pairs, "profile and fit it again")
 

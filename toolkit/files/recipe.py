@@ -7,11 +7,21 @@ In this order: the names of latency targets, types and limits, one model per sec
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 
+from toolkit.catalogue.gpus import GPUS, gpu_of
+from toolkit.catalogue.models import DTYPE_BYTES as DTYPE_BYTES
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.strict import Strict, optional
@@ -42,7 +52,6 @@ Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
-Scalar = bool | int | float | str | None
 
 
 def _within_one_scheduler(workers: int) -> int:
@@ -81,7 +90,6 @@ def sla_problem(key: str, limit: float) -> str:
     return f"unknown target; {nearest(key, SLA_KEYS)}"
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
@@ -112,7 +120,7 @@ class ModelSpec(Strict):
         description="'random' builds `config` with random weights; else a local folder or a hub id "
         "with safetensors"
     )
-    config: dict[str, Scalar | list[int]] = Field(
+    config: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="transformers config keys, `model_type` among them; needed where source is "
         "'random'",
@@ -123,6 +131,9 @@ class ModelSpec(Strict):
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="of weights and KV cache"
+    )
+    quantization: Literal["fp8"] | None = optional(
+        "vllm: it quantizes 16-bit weights to this while it loads them; None: as they are stored"
     )
     tokenizer: Literal["model", "bytes"] = Field(
         "model", description="'bytes' is the built-in byte-level tokenizer; it needs no download"
@@ -170,9 +181,21 @@ class ModelSpec(Strict):
         return self
 
 
+def _gpu_or_figures(schema: JsonSchemaValue) -> None:
+    """In the JSON Schema, `gpu` stands for the keys that are needed without it."""
+    needed = schema.pop("required")
+    schema["anyOf"] = [{"required": ["gpu"]}, {"required": needed}]
+
+
 class HardwareSpec(Strict):
     """The device that one worker runs on."""
 
+    model_config = ConfigDict(json_schema_extra=_gpu_or_figures)
+
+    gpu: str | None = optional(
+        "a GPU of `llmctl recipe gpus`: it gives the figures that are not given here; "
+        "`hardware: NAME` alone is enough"
+    )
     device: Literal["cpu", "cuda"] = Field(description="where workers run")
     name: str = Field(description="for readers and for doctor's check, like 'A100-80GB'")
     memory_gib: PositiveFloat | None = optional("of one device")
@@ -186,6 +209,31 @@ class HardwareSpec(Strict):
         "price of one worker's devices for an hour; for the cost of tokens"
     )
 
+
+def _with_figures(given: object) -> object:
+    """The name of a GPU, or keys with its name, with the figures of the catalogue."""
+    if isinstance(given, str):
+        given = {"gpu": given}
+    if not isinstance(given, Mapping) or not isinstance(given.get("gpu"), str):
+        return given
+    try:
+        gpu = gpu_of(given["gpu"])
+    except InputError as error:
+        raise ValueError(error.whole) from None
+    figures = {
+        "device": "cuda",
+        "name": gpu.device,
+        "memory_gib": gpu.memory_gib,
+        "peak_tflops": gpu.tflops["bf16"],
+        "bandwidth_gb_s": gpu.bandwidth_gb_s,
+    }
+    return {**figures, **given, "gpu": gpu.name}
+
+
+Hardware = Annotated[
+    HardwareSpec,
+    BeforeValidator(_with_figures, json_schema_input_type=Literal[tuple(GPUS)] | HardwareSpec),
+]
 
 # Pinned memory cannot be swapped out by the system, so it has a bound even if none is set.
 GPU_SWAP_MIB = 4096.0
@@ -431,7 +479,7 @@ class Recipe(Strict):
     name: Name = Field(description="lower-case letters, digits, `.`, `_` and `-`; at most 64")
     description: str = Field("", description="one line for readers")
     model: ModelSpec
-    hardware: HardwareSpec
+    hardware: Hardware
     engine: EngineSpec = EngineSpec()
     workers: Workers = Field(
         1,
@@ -469,6 +517,12 @@ class Recipe(Strict):
                     f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
                     f"{heads}"
                 )
+        if self.model.quantization and not traits_of(self.engine.name).quantizes:
+            able = [f"'{other.name}'" for other in ENGINES.values() if other.quantizes]
+            raise ValueError(
+                f"model.quantization: {self.model.quantization}: engine '{self.engine.name}' does "
+                f"not quantize weights; {', '.join(able)} does"
+            )
         if self.replica_router != RouterSpec() and not traits_of(self.engine.name).server:
             raise ValueError(
                 f"replica_router: '{self.replica_router.name}': engine '{self.engine.name}' has no "

@@ -68,7 +68,7 @@ def recipe_path(recipe: AnyPath) -> Path:
     text = os.fspath(recipe)
     if text and path.exists():
         kind = "a folder" if path.is_dir() else "a device or pipe"
-        raise InputError(f"{text}: {kind}, not a recipe")
+        raise InputError(f"{text}: {kind}, not a recipe", _made_from(path / "config.json", text))
     if os.sep in text or path.suffix in (".yaml", ".yml"):
         hint = nearest_shipped(path.stem, shipped_names())
         raise InputError(f"{text}: no such file", f"shipped recipes have bare names; {hint}")
@@ -79,6 +79,12 @@ def recipe_path(recipe: AnyPath) -> Path:
     if not shipped.is_file():
         raise InputError(f"{text}: no such recipe", nearest_shipped(text, shipped_names()))
     return shipped
+
+
+def _made_from(config: Path, model: str) -> str:
+    """A hint for a model where a recipe is needed; '' where there is no config.json."""
+    made = f"make a recipe from it: llmctl recipe new {model} --gpu GPU > recipe.yaml"
+    return made if config.is_file() else ""
 
 
 def shipped_names() -> list[str]:
@@ -128,6 +134,9 @@ def load_recipe(path: AnyPath) -> Recipe:
         shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
         hint = "a recipe starts with `name:`; see docs/reference/recipe.md"
         raise InputError(f"{file.name}: {shown}, not a mapping", hint)
+    if "model" not in data and {"architectures", "model_type"} & data.keys():
+        problem = f"{file.name}: a model's config, not a recipe"
+        raise InputError(problem, _made_from(file, str(path)))
     if "fleet" in data:
         raise InputError(
             f"{file.name}: a fleet, not a recipe",

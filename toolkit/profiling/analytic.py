@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
+from toolkit.catalogue.models import not_computed, special_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
@@ -36,6 +37,16 @@ Number = TypeVar("Number", int, float)
 # What a plain eager engine reaches, roughly. Not measured.
 ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
 BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
+NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they turn on
+    "--enable-lora": "LoRA",
+    "--lora-modules": "LoRA",
+    "--kv-cache-dtype": "a KV cache of another dtype",
+    "--quantization": "quantized weights",
+    "--speculative-config": "speculative decoding",
+    "--pipeline-parallel-size": "pipeline parallelism",
+    "--tensor-parallel-size": "tensor parallelism",
+    "--enable-expert-parallel": "expert parallelism",
+}
 PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
 
 
@@ -64,7 +75,10 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
-    """The profile that the roofline predicts. `InputError` names numbers that the recipe lacks."""
+    """The profile that the roofline predicts. `InputError` names what it does not know of the
+    recipe's model (`refuse_not_computed`), and numbers that the recipe lacks.
+    """
+    refuse_not_computed(recipe)
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())
@@ -102,6 +116,31 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         failed=skipped,
         steps=_steps(recipe, facts, line) if traits_of(recipe.engine.name).timed_by_pass else None,
     )
+
+
+def refuse_not_computed(recipe: Recipe) -> None:
+    """Raise `InputError` for what the roofline would compute as something else: it knows a dense
+    model with full attention and weights of `model.dtype`, on one device.
+    """
+    model, vllm = recipe.model, recipe.engine.vllm
+    stored = model.config.get("quantization_config")
+    scheme: str = model.quantization or ""
+    if isinstance(stored, dict):
+        scheme = str(stored.get("quant_method") or "quantization_config")
+    special = special_of(model.config)
+    reasons = not_computed(special, scheme, recipe.engine.tensor_parallel_size)
+    for flag in vllm.args if vllm else ():
+        reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
+    if recipe.hardware.gpu and model.dtype == "float32":
+        reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")
+    if reasons:
+        problem = f"an analytic profile does not know {', '.join(reasons)}"
+        hint = "measure it on the GPU, without --analytic: llmctl profile RECIPE"
+        if special.cache_problem:
+            hint = (
+                "llmctl models one kind of KV cache per model; choose a model with full attention"
+            )
+        raise InputError(problem, hint)
 
 
 def peaks_of(recipe: Recipe) -> Peaks:

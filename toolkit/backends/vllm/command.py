@@ -102,6 +102,7 @@ class VllmCommand:
         values: list[tuple[str, str, object]] = [  # None or False: without the flag
             ("serve.served_model_name, or the model", "--served-model-name", self.served_model),
             ("model.dtype", "--dtype", model.dtype),
+            ("model.quantization", "--quantization", model.quantization),
             ("model.max_model_len", "--max-model-len", model.max_model_len),
             ("model.load_format", "--load-format", load_format),
             ("model.revision", "--revision", model.revision or None),

@@ -189,6 +189,7 @@ def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
     given = {
         "--served-model-name": (name, "serve.served_model_name"),
         "--revision": (model.revision, "model.revision"),
+        "--quantization": (model.quantization, "model.quantization"),
         "--load-format": ("dummy" if model.load_format == "dummy" else "", "model.load_format"),
     }
     lines = [

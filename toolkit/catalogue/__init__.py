@@ -1,0 +1,4 @@
+"""Facts that recipes are made of: GPUs, and the sizes of models.
+
+Nothing here loads a model, needs torch or a network, or knows what a recipe is.
+"""

@@ -1,0 +1,407 @@
+"""Sizes of a model, from the dict of its config.json alone: parameters, weights, KV cache.
+
+The sizes are sums over the model's modules, named as in its checkpoint, so that a quantization that
+keeps some modules in 16 bits is counted as it is stored. Nothing is loaded, and neither torch nor
+transformers is imported. `benchmarks/recipe_sizes.py` holds the sums against vLLM's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from toolkit.catalogue.quantization import Config, Scheme, scheme_of
+from toolkit.errors import InputError, nearest
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# How the weights of a `model_type` are laid out. A type is listed only if `_modules` counts it.
+DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen3_moe")
+KNOWN_TYPES = (*DENSE, *EXPERTS)
+NEEDED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+SENSES = ("vision_config", "audio_config")  # parts of a model that sees or hears
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Weights that are stored together.
+
+    Attributes:
+        name: as in the checkpoint.
+        parameters: how many.
+        share: of them a token uses: 1, or chosen experts / all experts.
+        quantizable: a linear layer; embeddings, norms, biases and routers keep their precision.
+        replicated: each GPU of a group holds all of it.
+    """
+
+    name: str
+    parameters: int
+    share: float = 1.0
+    quantizable: bool = True
+    replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The sizes of a model.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        dtype: of weights that are not quantized, and of the KV cache.
+        layers: of attention, hidden ones only: a head that predicts more tokens is not loaded.
+        heads, kv_heads, head_dim: of attention.
+        vocab_size, context: tokens.
+        experts, experts_per_token: of a layer with experts; 0 where there are none.
+        modules: all weights.
+        scheme: how they are quantized; None: not at all.
+        special: what llmctl's laws and its model of a cache do not know (`Special`).
+        kv_bytes_per_token: of a whole model that caches every token in every layer.
+    """
+
+    model_type: str
+    dtype: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context: int
+    experts: int
+    experts_per_token: int
+    modules: tuple[Module, ...]
+    scheme: Scheme | None
+    special: Special
+    kv_bytes_per_token: int
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return sum(module.parameters for module in self.modules)
+
+    @property
+    def active_parameters(self) -> int:
+        """The weights that one token is multiplied with, and the tables that it is looked up in."""
+        return round(sum(module.parameters * module.share for module in self.modules))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the whole model's weights."""
+        return round(sum(map(self._bytes, self.modules)))
+
+    def weight_bytes_on(self, gpus: int) -> int:
+        """Bytes on each GPU of a group of so many: what is replicated is there whole."""
+        total = 0.0
+        for module in self.modules:
+            total += self._bytes(module) / (1 if module.replicated else gpus)
+        return round(total)
+
+    def cache_bytes_on(self, gpus: int) -> float:
+        """Bytes of a token's KV cache on each GPU of a group."""
+        return self.kv_bytes_per_token / cache_parts(self.special, gpus)
+
+    def _bytes(self, module: Module) -> float:
+        scheme = self.scheme
+        if scheme is None or not module.quantizable or scheme.keeps(module.name):
+            return module.parameters * DTYPE_BYTES[self.dtype]
+        return module.parameters * scheme.weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """What a config has beyond dense layers with full attention.
+
+    Attributes:
+        experts: of a layer; 0: none.
+        windows: layers with a sliding window, and the window; (0, 0): none.
+        latent: values per token and layer of multi-head latent attention (MLA); 0: none.
+        states: what else holds a cache, such as 'linear attention'; '': nothing.
+    """
+
+    experts: int = 0
+    windows: tuple[int, int] = (0, 0)
+    latent: int = 0
+    states: str = ""
+
+    @property
+    def cache_problem(self) -> str:
+        """Why llmctl's model of the KV cache does not hold; '': it holds."""
+        if self.states:
+            return f"{self.states} beside attention: several kinds of cache"
+        layers, window = self.windows
+        if layers:
+            return f"sliding windows of {window:,} tokens in {layers} layers: more kinds of cache"
+        return ""
+
+
+def special_of(config: Config) -> Special:
+    """What is special about a config. Keys that are absent count as not there."""
+    config = text_config(config)
+    latent = _number(config, "kv_lora_rank")
+    if latent:
+        latent += _number(config, "qk_rope_head_dim")
+    return Special(_experts(config)[0], _windows(config), latent, _states(config))
+
+
+def text_config(config: Config) -> Config:
+    """The part about the language model, of a model that also sees or hears."""
+    inner = config.get("text_config")
+    return cast(Config, inner) if isinstance(inner, Mapping) else config
+
+
+def cache_parts(special: Special, gpus: int) -> int:
+    """Among how many GPUs of a group a token's cache is divided: MLA's is whole on each."""
+    return 1 if special.latent else gpus
+
+
+def not_computed(special: Special, scheme: str, gpus: int) -> list[str]:
+    """What an analytic profile does not know about a model, in words.
+
+    Args:
+        special: of its config.
+        scheme: of its weights, such as 'fp8'; '': 16 or 32 bits.
+        gpus: that share it.
+    """
+    reasons = []
+    if gpus > 1:
+        reasons.append(f"tensor parallelism (tensor_parallel_size {gpus})")
+    if special.experts:
+        reasons.append(f"mixtures of experts ({special.experts} experts)")
+    if special.latent:
+        reasons.append("MLA (multi-head latent attention)")
+    if special.cache_problem:
+        reasons.append(special.cache_problem.partition(":")[0])
+    if scheme:
+        reasons.append(f"quantized weights ({scheme})")
+    return reasons
+
+
+def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
+    """Bytes that every token adds to a full cache, and the formula; None: a size is missing."""
+    config = text_config(config)
+    layers, element = _number(config, "num_hidden_layers"), DTYPE_BYTES[dtype]
+    latent = special_of(config).latent
+    if layers and latent:
+        return layers * latent * element, f"{layers} layers * {latent} of MLA * {element} bytes"
+    heads = _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    head_dim = _number(config, "head_dim")
+    if not head_dim and heads:
+        head_dim = _number(config, "hidden_size") // heads
+    if not layers or not kv_heads or not head_dim:
+        return None
+    formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {element} bytes"
+    return 2 * layers * kv_heads * head_dim * element, formula
+
+
+def facts_of(config: Config, quantization: str = "") -> ModelFacts:
+    """The sizes of a model.
+
+    Args:
+        config: the content of config.json.
+        quantization: what vLLM shall quantize the weights to as it loads them; '': nothing.
+
+    Raises `InputError` for an architecture or a quantization that is not known, and for sizes that
+    are missing.
+    """
+    whole = config
+    config = text_config(whole)
+    if senses := [key for key in SENSES if whole.get(key)]:
+        problem = f"the model has a {senses[0]}: weights beside its text part are not counted"
+        raise InputError(problem, "llmctl knows models of text")
+    scheme = scheme_of({**config, **whole}, quantization)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise InputError("the config has no model_type", "give transformers' config.json")
+    if states := _states(config):
+        problem = f"model_type '{kind}': {states} beside attention is not modelled"
+        raise InputError(problem, "llmctl knows layers of attention with one kind of KV cache")
+    if kind not in KNOWN_TYPES:
+        problem = f"model_type '{kind}': its sizes are not known"
+        raise InputError(problem, nearest(kind, KNOWN_TYPES))
+    if missing := [key for key in NEEDED if not _number(config, key)]:
+        raise InputError(f"the config lacks {', '.join(missing)}", "give the whole config.json")
+    dtype = str(config.get("torch_dtype", config.get("dtype")) or "bfloat16").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"the config's dtype '{dtype}' is not known", nearest(dtype, DTYPE_BYTES))
+    found = kv_bytes_per_token(config, dtype)
+    if found is None:  # the keys that it needs are there
+        raise InputError("the config gives no size of a KV head", "give head_dim")
+    heads = _number(config, "num_attention_heads")
+    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+    experts, chosen = _experts(config)
+    return ModelFacts(
+        model_type=kind,
+        dtype=dtype,
+        layers=_number(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_number(config, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocab_size=_number(config, "vocab_size"),
+        context=_number(config, "max_position_embeddings"),
+        experts=experts,
+        experts_per_token=chosen,
+        modules=tuple(_modules(config, head_dim)),
+        scheme=scheme,
+        special=special_of(config),
+        kv_bytes_per_token=found[0],
+    )
+
+
+def _number(config: Config, key: str) -> int:
+    """A size; 0 where it is absent or another value."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _experts(config: Config) -> tuple[int, int]:
+    """The experts of a layer that are chosen from, and how many a token uses; (0, 0): none."""
+    keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    count = max(_number(config, key) for key in keys)
+    chosen = max(_number(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
+    return (count, chosen) if count > 1 else (0, 0)
+
+
+def _windows(config: Config) -> tuple[int, int]:
+    """How many layers have a sliding window, and the window."""
+    kind, layers = str(config.get("model_type")), _number(config, "num_hidden_layers")
+    window = _number(config, "sliding_window")
+    if kind == "mistral" and "sliding_window" not in config:
+        window = 4096  # transformers' default for that type
+    if kind.startswith("qwen") and not config.get("use_sliding_window"):
+        return 0, 0
+    if not window:
+        return 0, 0
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        count = kinds.count(SLIDING)
+        return (count, window) if count else (0, 0)
+    every = _number(config, "sliding_window_pattern")  # the last of so many is full
+    if every:
+        return layers - layers // every, window
+    if kind.startswith("qwen"):  # the layers from this one on
+        layers = max(layers - _number(config, "max_window_layers"), 0)
+        return (layers, window) if layers else (0, 0)
+    return layers or 1, window
+
+
+STATE_KEYS = {  # a key of config.json, and what holds a state per request
+    "hybrid_override_pattern": "Mamba layers",
+    "mamba_num_heads": "Mamba layers",
+    "mamba_d_state": "Mamba layers",
+    "ssm_cfg": "Mamba layers",
+    "state_size": "Mamba layers",
+    "linear_num_value_heads": "linear attention",
+    "linear_attn_config": "linear attention",
+    "attention_chunk_size": "chunked attention",
+    "index_topk": "an index of sparse attention",
+}
+
+
+def _states(config: Config) -> str:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        other = [str(kind) for kind in kinds if kind not in (FULL, SLIDING)]
+        if other:
+            return other[0].replace("_", " ")
+    return next((name for key, name in STATE_KEYS.items() if config.get(key)), "")
+
+
+def _modules(config: Config, head_dim: int) -> Iterator[Module]:
+    """The weights of a model of a known type."""
+    hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
+    yield Module("model.embed_tokens", vocabulary * hidden, quantizable=False)
+    if not config.get("tie_word_embeddings"):
+        yield Module("lm_head", vocabulary * hidden, quantizable=False)
+    for layer in range(_number(config, "num_hidden_layers")):
+        place = f"model.layers.{layer}"
+        yield Module(f"{place}.norms", 2 * hidden, quantizable=False, replicated=True)
+        if special_of(config).latent:
+            yield from _latent_attention(config, f"{place}.self_attn")
+        else:
+            yield from _attention(config, f"{place}.self_attn", head_dim)
+        if _has_experts(config, layer):
+            yield from _expert_layer(config, f"{place}.mlp")
+        else:
+            inner = _number(config, "intermediate_size")
+            yield Module(f"{place}.mlp.gate_up_proj", 2 * hidden * inner)
+            yield Module(f"{place}.mlp.down_proj", hidden * inner)
+    yield Module("model.norm", hidden, quantizable=False, replicated=True)
+
+
+def _attention(config: Config, place: str, head_dim: int) -> Iterator[Module]:
+    hidden, kind = _number(config, "hidden_size"), config.get("model_type")
+    heads = _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    width, kv_width = heads * head_dim, kv_heads * head_dim
+    yield Module(f"{place}.q_proj", hidden * width)
+    yield Module(f"{place}.k_proj", hidden * kv_width)
+    yield Module(f"{place}.v_proj", hidden * kv_width)
+    yield Module(f"{place}.o_proj", width * hidden)
+    biases = 0
+    if kind == "qwen2" or config.get("attention_bias"):
+        biases += width + 2 * kv_width
+    if kind != "qwen2" and config.get("attention_bias"):
+        biases += hidden
+    if kind == "gpt_oss":
+        biases += heads  # one sink per head
+    if kind in ("qwen3", "qwen3_moe"):
+        biases += 2 * head_dim  # the norms of queries and keys
+    if biases:
+        yield Module(f"{place}.vectors", biases, quantizable=False)
+
+
+def _latent_attention(config: Config, place: str) -> Iterator[Module]:
+    """Multi-head latent attention, as in DeepSeek-V2 and V3. What leads to the latent values is on
+    every GPU.
+    """
+    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    rank, rope = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+    plain, value = _number(config, "qk_nope_head_dim"), _number(config, "v_head_dim")
+    queries = heads * (plain + rope)
+    if query_rank := _number(config, "q_lora_rank"):
+        yield Module(f"{place}.q_a_proj", hidden * query_rank, replicated=True)
+        yield Module(f"{place}.q_b_proj", query_rank * queries)
+    else:
+        yield Module(f"{place}.q_proj", hidden * queries)
+    yield Module(f"{place}.kv_a_proj_with_mqa", hidden * (rank + rope), replicated=True)
+    yield Module(f"{place}.kv_b_proj", rank * heads * (plain + value))
+    yield Module(f"{place}.o_proj", heads * value * hidden)
+    norms = query_rank + rank
+    yield Module(f"{place}.norms", norms, quantizable=False, replicated=True)
+
+
+def _has_experts(config: Config, layer: int) -> bool:
+    if not _experts(config)[0]:
+        return False
+    if layer < _number(config, "first_k_dense_replace"):
+        return False
+    dense = config.get("mlp_only_layers")
+    if isinstance(dense, list) and layer in dense:
+        return False
+    every = _number(config, "decoder_sparse_step") or _number(config, "moe_layer_freq") or 1
+    offset = 1 if _number(config, "decoder_sparse_step") else 0
+    return (layer + offset) % every == 0
+
+
+def _expert_layer(config: Config, place: str) -> Iterator[Module]:
+    hidden, kind = _number(config, "hidden_size"), config.get("model_type")
+    inner = _number(config, "moe_intermediate_size") or _number(config, "intermediate_size")
+    experts, chosen = _experts(config)
+    share = chosen / experts
+    yield Module(f"{place}.experts", experts * 3 * hidden * inner, share)
+    router = experts * hidden
+    if kind == "gpt_oss":
+        router += experts
+        biases = experts * (2 * inner + hidden)
+        yield Module(f"{place}.expert_biases", biases, share, quantizable=False)
+    if kind in ("deepseek_v3", "kimi_k2"):
+        router += experts  # a correction of each expert's score
+    yield Module(f"{place}.router", router, quantizable=False, replicated=True)
+    if shared := _number(config, "n_shared_experts"):
+        yield Module(f"{place}.shared_experts", shared * 3 * hidden * inner)

@@ -1,0 +1,168 @@
+"""Bytes of quantized weights, from the `quantization_config` of a config.json.
+
+A scheme says how many bytes a weight takes, scales and zero points included, and which modules keep
+16 bits. The layouts are vLLM's (`vllm/model_executor/layers/quantization/`): one scale per block of
+128 x 128 or per output for fp8, per group for four bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import cast
+
+from toolkit.errors import InputError, nearest
+
+Config = Mapping[str, object]
+
+# What `--quantization` asks of vLLM for a checkpoint in 16 bits. Four bits need a checkpoint that
+# was calibrated for them.
+ONLINE = ("fp8",)
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+_BLOCK = 128  # the sides of a block of fp8 weights with one scale
+_INPUTS = 4096  # of a layer with one scale per output: a scale is a thousandth of its weights
+_NVFP4_GROUP = 16  # weights per scale of one byte
+_MXFP4_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How weights are stored.
+
+    Attributes:
+        name: fp8, int8, int4, nvfp4 or mxfp4.
+        weight_bytes: of one quantized weight, its share of the scales included.
+        words: the same for readers, such as '8 bits and a scale per 128 x 128'.
+        kept: patterns of modules that keep 16 bits, as config.json lists them.
+        block: the sides of a block with one scale; 0: no blocks. It must divide each GPU's part.
+    """
+
+    name: str
+    weight_bytes: float
+    words: str
+    kept: tuple[str, ...] = ()
+    block: int = 0
+
+    def keeps(self, module: str) -> bool:
+        """Whether a module, such as 'model.layers.3.self_attn.q_proj', keeps 16 bits."""
+        return any(_matches(module, pattern) for pattern in self.kept)
+
+
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    whole = pattern in (module, module.rpartition(".")[2])
+    return whole or fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+
+
+def scheme_of(config: Config, wanted: str = "") -> Scheme | None:
+    """The scheme of a model's weights; None: all in 16 or 32 bits.
+
+    Args:
+        config: the content of config.json.
+        wanted: --quantization; '': what the config says.
+
+    Raises `InputError` for a method that is not known, for one that contradicts the config, and for
+    one that only a calibrated checkpoint has.
+    """
+    given = config.get("quantization_config")
+    if isinstance(given, Mapping):
+        scheme = _stored(cast(Config, given))
+        if wanted and wanted not in (scheme.name, given.get("quant_method")):
+            problem = f"--quantization {wanted}: the config has {scheme.name} weights"
+            raise InputError(problem, "leave it out, or name the checkpoint that you mean")
+        return scheme
+    if not wanted:
+        return None
+    if wanted not in ONLINE:
+        if wanted in (*METHODS, "int4", "int8", "nvfp4"):
+            problem = f"--quantization {wanted}: this checkpoint is not quantized so"
+            hint = f"name one that is (its config.json says so); {ONLINE[0]} needs none"
+            raise InputError(problem, hint)
+        hint = nearest(wanted, (*METHODS, "int4", "nvfp4"))
+        raise InputError(f"there is no quantization '{wanted}'", hint)
+    return Scheme("fp8", 1.0, "8 bits, quantized while vLLM loads them, a scale per layer")
+
+
+def _stored(given: Config) -> Scheme:
+    """The scheme of a quantized checkpoint."""
+    method = str(given.get("quant_method", "")).lower()
+    kept: list[str] = []
+    for key in ("modules_to_not_convert", "ignore", "exclude_modules"):
+        listed = given.get(key)
+        if isinstance(listed, list):
+            kept += [str(one) for one in listed]
+    modules = tuple(kept)
+    if method == "fp8":
+        return _fp8(given.get("weight_block_size"), modules)
+    if method == "mxfp4":
+        return _four_bits("mxfp4", _MXFP4_GROUP, modules)
+    if method in ("awq", "gptq"):
+        bits = given.get("bits", given.get("w_bit", 4))
+        return _integers(bits, given.get("group_size", given.get("q_group_size")), modules, method)
+    if method == "modelopt":
+        algorithm = str(given.get("quant_algo", "")).upper()
+        if algorithm == "FP8":
+            return _fp8(None, modules)
+        if algorithm == "NVFP4":
+            return _four_bits("nvfp4", _NVFP4_GROUP, modules)
+        raise InputError(
+            f"quantization_config: modelopt's {algorithm or 'unnamed'} scheme is not known",
+            "known: FP8, NVFP4",
+        )
+    if method == "compressed-tensors":
+        return _compressed(given, modules)
+    hint = nearest(method, METHODS) if method else f"known: {', '.join(METHODS)}"
+    raise InputError(f"quantization_config: there is no method '{method}'", hint)
+
+
+def _compressed(given: Config, kept: tuple[str, ...]) -> Scheme:
+    """The scheme of llm-compressor's checkpoints: one group of layers with one kind of weight."""
+    groups = given.get("config_groups")
+    kinds = []
+    if isinstance(groups, Mapping):
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping) and weights not in kinds:
+                kinds.append(weights)
+    if len(kinds) != 1:
+        problem = f"quantization_config: {len(kinds)} kinds of weights in compressed-tensors"
+        raise InputError(problem, "one kind for all layers is known")
+    bits, group_size = kinds[0].get("num_bits"), kinds[0].get("group_size")
+    if kinds[0].get("type") == "float":
+        if bits == 8:
+            return _fp8(kinds[0].get("block_structure"), kept)
+        if bits == 4:
+            if group_size == _MXFP4_GROUP:
+                return _four_bits("mxfp4", _MXFP4_GROUP, kept)
+            return _four_bits("nvfp4", _NVFP4_GROUP, kept)
+    return _integers(bits, group_size, kept, "compressed-tensors")
+
+
+def _fp8(block: object, kept: tuple[str, ...]) -> Scheme:
+    if isinstance(block, list) and block:
+        if block != [_BLOCK, _BLOCK]:
+            problem = f"quantization_config: blocks of {block} are not known"
+            raise InputError(problem, "fp8 with blocks of 128 x 128, or without blocks")
+        words = "8 bits, and a scale of 32 bits per 128 x 128"
+        return Scheme("fp8", 1 + 4 / _BLOCK**2, words, kept, block=_BLOCK)
+    return Scheme("fp8", 1 + 4 / _INPUTS, "8 bits, and a scale per output", kept)
+
+
+def _four_bits(name: str, group: int, kept: tuple[str, ...]) -> Scheme:
+    words = f"4 bits, and a scale of 8 bits per {group} weights"
+    return Scheme(name, 0.5 + 1 / group, words, kept)
+
+
+def _integers(bits: object, group_size: object, kept: tuple[str, ...], method: str) -> Scheme:
+    if bits not in (4, 8):
+        raise InputError(f"quantization_config: {method} with {bits} bits is not known", "4, or 8")
+    count = 4 if bits == 4 else 8
+    if not isinstance(group_size, int) or group_size <= 0:
+        words = f"{count} bits, and a scale per output ({method})"
+        return Scheme(f"int{count}", count / 8 + 2 / _INPUTS, words, kept)
+    share = (2 + count / 8) / group_size  # a scale of 16 bits, and a zero point
+    words = f"{count} bits, and a scale and a zero point per {group_size} weights ({method})"
+    return Scheme(f"int{count}", count / 8 + share, words, kept)

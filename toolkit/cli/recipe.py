@@ -1,0 +1,200 @@
+"""`llmctl recipe new`, `gpus` and `models`: a recipe for a model and a GPU, and what is known of
+both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from toolkit.catalogue.gpus import GPUS, gpu_of
+from toolkit.catalogue.known import KNOWN
+from toolkit.catalogue.models import facts_of
+from toolkit.cli.arguments import JsonOption, argument, command_of, option, parse_sla
+from toolkit.cli.output import emit, note, table
+from toolkit.deploy.doctor import check_sizes
+from toolkit.files.find_model import find_model
+from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
+from toolkit.files.shipped import load_recipe
+from toolkit.units import GIB, number, size
+
+app = typer.Typer(
+    name="recipe",
+    help="Make a recipe for a model and a GPU, and list those that are known.",
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+
+def _known_models(incomplete: str) -> list[str]:
+    return [name for name in KNOWN if name.startswith(incomplete)]
+
+
+def _known_gpus(incomplete: str) -> list[str]:
+    return [name for name in GPUS if name.startswith(incomplete)]
+
+
+@dataclass(frozen=True, slots=True)
+class NewOptions:
+    """The command line of `llmctl recipe new`."""
+
+    model: str = argument(
+        "A folder, a config.json, a name from `llmctl recipe models`, or a hub id.",
+        metavar="MODEL",
+        autocompletion=_known_models,
+    )
+    gpu: str = option(
+        "", "The GPU, a name from `llmctl recipe gpus`; required.", autocompletion=_known_gpus
+    )
+    gpus: int | None = option(
+        None,
+        "So many GPUs are at hand; more than one group of them makes replicas. Default: as many as "
+        f"the model needs, {MOST_GPUS} at most.",
+        min=1,
+        max=1024,
+    )
+    tensor_parallel_size: int | None = option(
+        None, "GPUs that share one copy of the model; default: the fewest that hold it.", min=1
+    )
+    quantization: str = option(
+        "", "Quantize 16-bit weights as vLLM loads them: fp8; default: as the checkpoint is."
+    )
+    engine: str = option("vllm", "The engine: vllm, rebatch or transformers.")
+    max_model_len: int | None = option(
+        None, "The longest prompt + output in tokens; default: 8192, or the model's limit.", min=16
+    )
+    target: list[str] | None = option(
+        None,
+        "Set a latency target, like ttft_p99_s=2; repeatable.",
+        "--target",
+        metavar="KEY=SECONDS",
+    )
+    as_json: JsonOption = False
+
+
+@app.command("new")
+@command_of(NewOptions)
+def new(args: NewOptions) -> None:
+    """Print a recipe for a model on a GPU; every figure in it has its reason.
+
+    The sizes come from the model's config.json, the figures of the GPU from a catalogue. The
+    recipe has the smallest tensor parallelism that holds the model. Notes on stderr say what is
+    left for the KV cache. Nothing is loaded or measured.
+    """
+    found = find_model(args.model)
+    wish = Wish(
+        gpu=gpu_of(args.gpu),
+        gpus=args.gpus,
+        tensor_parallel=args.tensor_parallel_size,
+        quantization=args.quantization,
+        engine=args.engine,
+        max_model_len=args.max_model_len,
+        targets=parse_sla(args.target, "--target"),
+    )
+    made = new_recipe(found, wish)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(made.text, encoding="utf-8")
+        recipe = load_recipe(file)
+    note(*made.notes)
+    for check in check_sizes(recipe):
+        if check.status != "ok":
+            note(f"doctor: {check.name}: {check.found}; {check.remedy}")
+    result = {"text": made.text, "recipe": recipe, "notes": made.notes}
+    emit(args.as_json, result, lambda: print(made.text, end=""))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLine:
+    """A known model; sizes in bytes. `refused` says why no recipe is made for it; '': one is."""
+
+    name: str
+    hub: str
+    revision: str
+    source: str
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+    weights: str
+    kv_bytes_per_token: int
+    context: int
+    refused: str
+
+
+@app.command("gpus")
+def gpus(as_json: JsonOption = False) -> None:
+    """List the GPUs of the catalogue: memory, bandwidth, FLOP/s, links, and an example of a price.
+
+    Memory is what a process gets. FLOP/s are dense, of bf16 and fp8. --json has all figures and
+    the source of each.
+    """
+    lines = list(GPUS.values())
+
+    def show() -> None:
+        columns = ["GPU", ">GiB", ">GB/s", ">bf16", ">fp8", "link", ">GB/s", ">$/h"]
+        rows = []
+        for gpu in lines:
+            fp8 = gpu.tflops.get("fp8")
+            price = gpu.usd_per_hour
+            rows.append(
+                [
+                    gpu.name,
+                    f"{gpu.memory_gib:g}",
+                    number(gpu.bandwidth_gb_s),
+                    number(gpu.tflops["bf16"]),
+                    "-" if fp8 is None else number(fp8),
+                    gpu.link.partition(",")[0].removesuffix(" bridge between two"),
+                    number(gpu.link_gb_s),
+                    "-" if price is None else f"{price:.2f}",
+                ]
+            )
+        table(columns, rows)
+        print("bf16, fp8: dense TFLOP/s; $/h: an example; sources: --json")
+
+    emit(as_json, {"gpus": lines}, show)
+
+
+@app.command("models")
+def models(as_json: JsonOption = False) -> None:
+    """List the models with sizes that ship, so that `llmctl recipe new` needs no network for them."""
+    lines = []
+    for model in KNOWN.values():
+        facts = facts_of(model.config)
+        scheme = facts.scheme.name if facts.scheme else facts.dtype
+        lines.append(
+            ModelLine(
+                name=model.name,
+                hub=model.hub,
+                revision=model.revision,
+                source=model.source,
+                parameters=facts.parameters,
+                active_parameters=facts.active_parameters,
+                weight_bytes=facts.weight_bytes,
+                weights=scheme,
+                kv_bytes_per_token=facts.kv_bytes_per_token,
+                context=facts.context,
+                refused=facts.special.cache_problem,
+            )
+        )
+
+    def show() -> None:
+        columns = ["model", ">10^9", ">active", "weights", ">GiB", ">KV/token", ">context"]
+        rows = [
+            [
+                f"{line.name}{' *' if line.refused else ''}",
+                f"{line.parameters / 1e9:.3g}",
+                f"{line.active_parameters / 1e9:.3g}",
+                line.weights,
+                f"{line.weight_bytes / GIB:.1f}",
+                size(line.kv_bytes_per_token),
+                number(line.context),
+            ]
+            for line in lines
+        ]
+        table(columns, rows)
+        print("*: not yet, because of more than one kind of KV cache; sources: --json")
+
+    emit(as_json, {"models": lines}, show)

@@ -1,0 +1,122 @@
+"""Finding a model's config.json: a known model, a folder, a file, the hub's cache, or the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.catalogue.known import KNOWN, known_model
+from toolkit.catalogue.quantization import Config
+from toolkit.errors import InputError, nearest
+from toolkit.files.strict import parse_json, read_bytes
+
+HUB_ID = r"[\w.-]+/[\w.-]+"
+HUB_S = 5.0  # the hub answers within this, or there is no network
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model's config and its origin.
+
+    Attributes:
+        name: for the recipe's name.
+        source: for `model.source`: a hub id or a folder.
+        revision: a commit of the hub; '': not known, or a folder.
+        config: the content of config.json.
+        origin: where the config was read, for readers.
+        weights: whether weights are there or come from the hub; otherwise random ones are loaded.
+        gated: whether the hub asks to accept a licence first.
+    """
+
+    name: str
+    source: str
+    revision: str
+    config: Config
+    origin: str
+    weights: bool = True
+    gated: bool = False
+
+
+def find_model(model: str) -> FoundModel:
+    """The config of a model: a folder, a config.json, a known name, or a hub id.
+
+    A hub id is looked up among the known models and in the hub's cache here, then on the hub.
+    Raises `InputError` where nothing is found, with the nearest known name.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return _in_folder(path, path / "config.json")
+    if path.is_file():
+        return _in_folder(path.absolute().parent, path)
+    if known := known_model(model):
+        origin = f"its sizes ship with llmctl, read in {known.source}"
+        return FoundModel(
+            known.name, known.hub, known.revision, known.config, origin, gated=known.gated
+        )
+    if model.startswith(("/", ".")) or model.endswith(".json"):
+        raise InputError(f"{model}: no such file or folder", "give a model's config.json")
+    if not re.fullmatch(HUB_ID, model):
+        hint = nearest(model.lower(), KNOWN)
+        hint = hint if hint.startswith("did you mean") else "llmctl recipe models lists those known"
+        raise InputError(
+            f"there is no known model '{model}'", f"{hint}; or give a hub id, or a config.json"
+        )
+    return _from_hub(model)
+
+
+def _in_folder(folder: Path, file: Path) -> FoundModel:
+    if not file.is_file():
+        raise InputError(f"{folder}: no config.json in it", "give the folder of a model")
+    source = str(folder)
+    if not source.startswith(("/", ".")):
+        source = f"./{source}"
+    weights = any(folder.glob("*.safetensors"))
+    name = folder.absolute().name
+    return FoundModel(name, source, "", _read(file), f"its sizes are from {file}", weights)
+
+
+def _from_hub(model: str) -> FoundModel:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    name = model.partition("/")[2]
+    cached = try_to_load_from_cache(model, "config.json")
+    origin = "its config.json is from the hub's cache on this machine"
+    if not isinstance(cached, str):
+        origin = "its config.json is from the hub"
+        try:
+            cached = hf_hub_download(model, "config.json", etag_timeout=HUB_S)
+        except GatedRepoError:
+            hint = "accept its licence there and log in (hf auth login), or give its config.json"
+            raise InputError(f"{model}: the hub asks for a licence first", hint) from None
+        except RepositoryNotFoundError:
+            hint = "check the name; a private model needs a login (hf auth login)"
+            raise InputError(f"{model}: not on the hub", hint) from None
+        except (OSError, ValueError):  # no network, in the words of several libraries
+            known = f"known without a network: {', '.join(KNOWN)}"
+            problem = f"{model}: not among the known models nor in the hub's cache, and no network"
+            raise InputError(problem, f"give its config.json; {known}") from None
+    file = Path(cached)
+    commit = file.parent.name  # the cache has a folder per commit
+    revision = commit if re.fullmatch(r"[0-9a-f]{40}", commit) else ""
+    return FoundModel(name, model, revision, _read(file), origin)
+
+
+def _read(file: Path) -> Config:
+    """The content of a config.json, with the quantization that ModelOpt writes beside it."""
+    data = parse_json(read_bytes(file), file)
+    if not isinstance(data, dict):
+        raise InputError(f"{file.name}: not a model's config.json", "it is a JSON object")
+    if "model" in data and "hardware" in data:
+        raise InputError(f"{file.name}: a recipe already", f"check it with: llmctl doctor {file}")
+    if not {"model_type", "architectures", "text_config"} & data.keys():
+        hint = "it has a model_type; a recipe is checked with: llmctl doctor FILE"
+        raise InputError(f"{file.name}: not a model's config.json", hint)
+    beside = file.with_name("hf_quant_config.json")
+    if "quantization_config" not in data and beside.is_file():
+        given = json.loads(beside.read_bytes()).get("quantization")
+        if isinstance(given, dict):
+            data["quantization_config"] = {"quant_method": "modelopt", **given}
+    return data

@@ -1,0 +1,437 @@
+"""`llmctl recipe new`: a recipe from a model's sizes and a GPU, every figure with its reason.
+
+First which tensor parallelism fits, then the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from textwrap import wrap
+
+import yaml
+
+from toolkit.catalogue.gpus import Gpu
+from toolkit.catalogue.models import DTYPE_BYTES, ModelFacts, facts_of, not_computed
+from toolkit.catalogue.quantization import ONLINE, Config
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError, nearest
+from toolkit.files.find_model import FoundModel
+from toolkit.units import GIB, size
+
+SHARE = 0.9  # vLLM's default for gpu_memory_utilization
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # of a group of GPUs that share a model
+MOST_GPUS = 8  # of one machine, where --gpus is not given
+# What vLLM 0.32 kept for activations and CUDA graphs with Llama-3.1-8B on an H200: 908,185 tokens
+# of cache by its flags, 887,072 in its log, of 131,072 bytes each.
+WORKSPACE_BYTES = 21_113 * 131_072
+MIN_ROWS = 2  # of max_model_len: with room for fewer, requests run one after the other
+MODEL_LEN = 8192
+TARGETS = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
+COLUMNS = 100
+POLICIES = {  # where tuning starts, per engine that recipes are made for
+    "vllm": "vllm",
+    "rebatch": "past-future",
+    "transformers": "slice",
+}
+# Keys of config.json that a recipe repeats: what the byte counts are derived from.
+KEPT = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "tie_word_embeddings", "attention_bias"),
+    *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq"),
+    *("decoder_sparse_step", "mlp_only_layers"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "quantization_config",
+)
+LONG = 8  # items: a longer list in quantization_config is left out of the recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user asks for. None: llmctl chooses.
+
+    Attributes:
+        gpus: at hand, for one group or several replicas.
+        tensor_parallel: GPUs per group.
+        quantization: '': as the checkpoint is.
+        targets: of latency, in seconds.
+    """
+
+    gpu: Gpu
+    gpus: int | None = None
+    tensor_parallel: int | None = None
+    quantization: str = ""
+    engine: str = "vllm"
+    max_model_len: int | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a group of GPUs has beside the weights.
+
+    Attributes:
+        gpus: of the group.
+        weight_bytes: on each.
+        budget_bytes: on each, for the KV cache and vLLM's workspace; below 0: too few.
+        tokens: of KV cache in the group, if vLLM needed no workspace; as `llmctl doctor` counts.
+        rows: of max_model_len that fit, with `WORKSPACE_BYTES` kept free.
+    """
+
+    gpus: int
+    weight_bytes: int
+    budget_bytes: int
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecipe:
+    """A recipe's text, and what was decided for it."""
+
+    text: str
+    facts: ModelFacts
+    room: Room
+    workers: int
+    notes: list[str]
+
+
+def room_on(facts: ModelFacts, gpu: Gpu, gpus: int, max_model_len: int) -> Room:
+    """What `gpus` GPUs have beside the weights of a model."""
+    weights = facts.weight_bytes_on(gpus)
+    budget = int(gpu.memory_gib * GIB * SHARE) - weights
+    per_token = facts.cache_bytes_on(gpus)
+    tokens = max(int(budget / per_token), 0)
+    rows = max(int((budget - WORKSPACE_BYTES) / (per_token * max_model_len)), 0)
+    return Room(gpus, weights, budget, tokens, rows)
+
+
+def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
+    """A recipe for a model on a GPU.
+
+    Raises `InputError` for a model that llmctl does not model, and for one that does not fit, with
+    what would.
+    """
+    if wish.engine not in POLICIES:
+        problem = f"--engine {wish.engine}: no recipe is made for it"
+        raise InputError(problem, nearest(wish.engine, POLICIES))
+    facts = facts_of(found.config, wish.quantization)
+    if problem := facts.special.cache_problem:
+        hint = "llmctl knows one kind of KV cache per model; profile and simulate refuse it as well"
+        raise InputError(f"{found.name}: {problem} than llmctl models", hint)
+    if facts.scheme and not traits_of(wish.engine).quantizes:
+        problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
+        raise InputError(problem, "leave --engine out: vLLM runs them")
+    longest = wish.max_model_len or min(facts.context, MODEL_LEN)
+    if longest > facts.context:
+        problem = f"--max-model-len {longest}: the model's limit is {facts.context:,}"
+        raise InputError(problem, "give a smaller one")
+    room = _choose(found, facts, wish, longest)
+    workers = max((wish.gpus or room.gpus) // room.gpus, 1)
+    notes = _notes(facts, wish, room, workers, longest)
+    return NewRecipe(_text(found, facts, wish, room, workers, longest), facts, room, workers, notes)
+
+
+def parallel_problem(facts: ModelFacts, gpus: int) -> str:
+    """Why a model cannot be divided among so many GPUs; '': it can."""
+    for count, what in ((facts.heads, "attention heads"), (facts.kv_heads, "KV heads")):
+        if count % gpus:
+            return f"{gpus} does not divide the model's {count} {what}"
+    block = facts.scheme.block if facts.scheme else 0
+    inner = _inner(facts)
+    if block and gpus > 1 and inner % (block * gpus):
+        return f"{gpus} does not divide the {inner // block} blocks of {block} in its inner layers"
+    return ""
+
+
+def _inner(facts: ModelFacts) -> int:
+    """The inner size that tensor parallelism divides: of an expert, or of a dense layer."""
+    experts = [one for one in facts.modules if one.name.endswith(".experts")]
+    if experts:
+        hidden = _hidden(facts)
+        return experts[0].parameters // (3 * hidden * facts.experts)
+    dense = next(one for one in facts.modules if one.name.endswith(".down_proj"))
+    return dense.parameters // _hidden(facts)
+
+
+def _hidden(facts: ModelFacts) -> int:
+    return facts.modules[0].parameters // facts.vocab_size
+
+
+def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> Room:
+    """The smallest group of GPUs that holds the weights and `MIN_ROWS` rows of the longest."""
+    most = wish.gpus or MOST_GPUS
+    wanted = wish.tensor_parallel
+    if wanted is not None:
+        if problem := parallel_problem(facts, wanted):
+            raise InputError(f"--tensor-parallel-size {wanted}: {problem}", _divisors(facts))
+        if wish.gpus is not None and wanted > wish.gpus:
+            problem = f"--tensor-parallel-size {wanted}: there are --gpus {wish.gpus}"
+            raise InputError(problem, "give a smaller one, or more GPUs")
+    if not traits_of(wish.engine).shares_model:
+        most = 1
+    sizes = [wanted] if wanted else [one for one in SIZES if one <= most]
+    rooms = [
+        room_on(facts, wish.gpu, one, longest) for one in sizes if not parallel_problem(facts, one)
+    ]
+    for room in rooms:
+        if room.rows >= MIN_ROWS:
+            return room
+    raise _too_large(found, facts, wish, rooms[-1], longest)
+
+
+def _divisors(facts: ModelFacts) -> str:
+    able = [str(one) for one in SIZES if not parallel_problem(facts, one)]
+    return f"one of {', '.join(able)}"
+
+
+def _too_large(
+    found: FoundModel, facts: ModelFacts, wish: Wish, room: Room, longest: int
+) -> InputError:
+    """By how much a model does not fit, and what would."""
+    gpu, per_gpu = wish.gpu, facts.cache_bytes_on(room.gpus)
+    need = WORKSPACE_BYTES + MIN_ROWS * longest * per_gpu
+    short = size(need - room.budget_bytes)
+    scheme = facts.scheme.name if facts.scheme else facts.dtype
+    parts = f"{size(room.weight_bytes)} of {scheme} weights and {size(need)} for {MIN_ROWS} rows"
+    problem = (
+        f"{found.name} does not fit {room.gpus} x {gpu.name}: {parts} of {longest:,} tokens and "
+        f"workspace, {SHARE:g} of {gpu.memory_gib:g} GiB on each: {short} too much"
+    )
+    remedies = []
+    for gpus in SIZES:
+        if parallel_problem(facts, gpus) or not traits_of(wish.engine).shares_model:
+            continue
+        if room_on(facts, gpu, gpus, longest).rows >= MIN_ROWS:
+            what = "--tensor-parallel-size" if wish.tensor_parallel else "--gpus"
+            remedies.append(f"{what} {gpus}")
+            break
+    if not facts.scheme and traits_of(wish.engine).quantizes:
+        smaller = facts_of(found.config, ONLINE[0])
+        if room_on(smaller, gpu, room.gpus, longest).rows >= MIN_ROWS:
+            remedies.append(f"--quantization {ONLINE[0]} on {room.gpus}")
+    fewer = int((room.budget_bytes - WORKSPACE_BYTES) / per_gpu) // MIN_ROWS
+    if fewer >= 1024:
+        remedies.append(f"--max-model-len {fewer // 1024 * 1024}")
+    if not remedies:
+        remedies = ["a GPU with more memory (llmctl recipe gpus), or a checkpoint with 4 bits"]
+    return InputError(problem, f"what would fit: {', or '.join(remedies)}")
+
+
+def _notes(facts: ModelFacts, wish: Wish, room: Room, workers: int, longest: int) -> list[str]:
+    """What a reader should know, a line each."""
+    gpu, scheme = wish.gpu, facts.scheme
+    kind = scheme.name if scheme else facts.dtype
+    active = ""
+    if facts.experts:
+        active = f", {facts.active_parameters / 1e9:.3g} of them per token"
+    parameters = f"{facts.parameters / 1e9:.3g} billion parameters{active}"
+    notes = [
+        f"{parameters}, {size(facts.weight_bytes)} of {kind} weights",
+        f"tensor parallelism {room.gpus}: on each {gpu.name} {size(room.weight_bytes)} of weights; "
+        f"{size(room.budget_bytes)} are left",
+        f"KV cache: at most {room.tokens:,} tokens, {room.tokens // longest:,} rows of "
+        f"{longest:,}; vLLM's workspace comes off ({size(WORKSPACE_BYTES)} per GPU in one "
+        "measurement)",
+    ]
+    if wish.gpus is not None and wish.gpus > workers * room.gpus:
+        notes.append(f"{wish.gpus - workers * room.gpus} of {wish.gpus} GPUs are left over")
+    if scheme and scheme.name == "fp8" and "fp8" not in gpu.tflops:
+        notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
+    if not traits_of(wish.engine).timed_by_pass:
+        notes.append(f"engine '{wish.engine}' is slower than vLLM on a GPU")
+    if reasons := not_computed(facts.special, scheme.name if scheme else "", room.gpus):
+        notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
+    if gpu.note:
+        notes.append(f"{gpu.name}: {gpu.note}")
+    return notes
+
+
+def _text(
+    found: FoundModel, facts: ModelFacts, wish: Wish, room: Room, workers: int, longest: int
+) -> str:
+    gpu, scheme = wish.gpu, facts.scheme
+    kind = scheme.name if scheme else ""
+    parts = [found.name, gpu.name, kind, f"tp{room.gpus}" if room.gpus > 1 else ""]
+    name = re.sub(r"[^a-z0-9._-]+", "-", "-".join(filter(None, parts)).lower()).strip("-._")
+    among = f"{room.gpus} x {gpu.name}" if room.gpus > 1 else f"one {gpu.name}"
+    weights = f" with {kind} weights" if kind else ""
+    about = f"{found.name}{weights} on {among}, engine {wish.engine}."
+    lines = [
+        "# yaml-language-server: $schema=recipe.schema.json",
+        *_comment(f"Made by `llmctl recipe new`. {found.origin[0].upper()}{found.origin[1:]}."),
+        "schema_version: 1",
+        f"name: {_quoted(name[:64])}",
+        f"description: {_quoted(about)}",
+        "",
+        *_model_lines(found, facts, wish, longest),
+        "",
+        *_hardware_lines(gpu, room.gpus),
+        "",
+        *_engine_lines(wish, room),
+        "",
+    ]
+    if workers > 1:
+        lines += _line(f"workers: {workers}", f"replicas of {room.gpus} GPUs each, of {wish.gpus}")
+    else:
+        lines.append("workers: 1")
+    lines += ["", *_profile_lines(longest), "", *_target_lines(wish), "", *_policy_lines(wish)]
+    lines += ["", "serve:", f"  max_new_tokens: {min(1024, max(longest // 2, 1))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(pair: str, reason: str) -> list[str]:
+    """A key and its value with the reason behind them, or above them where that is too long."""
+    if len(pair) + len(reason) + 4 <= COLUMNS:
+        return [f"{pair}  # {reason}"]
+    indent = len(pair) - len(pair.lstrip())
+    return [*_comment(reason, indent), pair]
+
+
+def _comment(text: str, indent: int = 0) -> list[str]:
+    start = f"{' ' * indent}# "
+    return wrap(
+        text,
+        COLUMNS,
+        initial_indent=start,
+        subsequent_indent=start,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _model_lines(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> list[str]:
+    lines = ["model:", f"  source: {_quoted(found.source)}"]
+    if found.gated:
+        lines += _comment("Gated: accept its licence on the hub and log in first.", 2)
+    if found.revision:
+        lines.append(f"  revision: {_quoted(found.revision)}")
+    if not found.weights:
+        lines += _line("  load_format: dummy", "random weights: that folder has none")
+    lines += _line("  config:", "the published sizes, from which the byte counts below follow")
+    lines += [f"    {key}: {_flow(value)}" for key, value in _kept(found.config).items()]
+    lines += _line(f"  dtype: {facts.dtype}", "of the KV cache, and of weights in 16 bits")
+    if wish.quantization and "quantization_config" not in found.config:
+        lines += _line(f"  quantization: {wish.quantization}", "vLLM does it while it loads")
+    limit = f"of the model's {facts.context:,}: raise it for longer prompts and outputs"
+    lines += _line(f"  max_model_len: {longest}", limit)
+    lines += _line(f"  kv_bytes_per_token: {facts.kv_bytes_per_token}", _cache_reason(facts))
+    return lines + _line(f"  weight_bytes: {facts.weight_bytes}", _weight_reason(facts))
+
+
+def _cache_reason(facts: ModelFacts) -> str:
+    element = DTYPE_BYTES[facts.dtype]
+    if facts.special.latent:
+        latent = f"{facts.special.latent} values of MLA"
+        return f"{facts.layers} layers * {latent} * {element} bytes, whole on every GPU"
+    heads = f"{facts.kv_heads} KV heads * {facts.head_dim}"
+    return f"2 * {facts.layers} layers * {heads} * {element} bytes"
+
+
+def _weight_reason(facts: ModelFacts) -> str:
+    parameters = f"{facts.parameters:,} parameters"
+    if facts.experts:
+        active = f"{facts.active_parameters:,} per token: {facts.experts_per_token}"
+        parameters += f" ({active} of {facts.experts} experts)"
+    if facts.scheme is None:
+        return f"{parameters}, {DTYPE_BYTES[facts.dtype]} bytes each"
+    return f"{parameters}; linear layers: {facts.scheme.words}"
+
+
+def _hardware_lines(gpu: Gpu, gpus: int) -> list[str]:
+    lines = [
+        "hardware:",
+        *_line(f"  gpu: {gpu.name}", f"{gpu.link}: {gpu.link_gb_s:g} GB/s from one to another"),
+        *_line(f"  memory_gib: {gpu.memory_gib:g}", gpu.memory_source),
+        *_line(f"  peak_tflops: {gpu.tflops['bf16']:g}", f"bf16, dense: {gpu.source}"),
+        *_line(f"  bandwidth_gb_s: {gpu.bandwidth_gb_s:g}", gpu.source),
+    ]
+    if gpu.usd_per_hour is not None:
+        price = f"{gpus * gpu.usd_per_hour:.2f}".rstrip("0").rstrip(".")
+        each = f"{gpus} x {gpu.usd_per_hour:g}" if gpus > 1 else "one GPU"
+        reason = f"an example, put yours here; {each}: {gpu.price_source}"
+        lines += _line(f"  usd_per_hour: {price}", reason)
+    return lines
+
+
+def _engine_lines(wish: Wish, room: Room) -> list[str]:
+    lines = ["engine:", f"  name: {wish.engine}"]
+    if room.gpus > 1:
+        reason = f"the fewest GPUs that hold the weights and {MIN_ROWS} rows"
+        if wish.tensor_parallel:
+            reason = "as asked for"
+        lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)
+    left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
+    return lines + _line(f"  gpu_memory_utilization: {SHARE:g}", left)
+
+
+def _profile_lines(longest: int) -> list[str]:
+    lengths = [length for length in LENGTHS if length <= longest // 2] or [max(longest // 4, 1)]
+    return [
+        "profile:",
+        *_comment("Corners of the grid that do not fit are recorded as failed.", 2),
+        f"  batch_sizes: {list(BATCHES)}",
+        f"  input_lengths: {lengths}",
+        f"  cached_lengths: {lengths}",
+        f"  memory_lengths: {lengths[-4:]}",
+        "  slice_tokens: [64, 128]",
+        "  repeats: 5",
+        "  warmups: 2",
+    ]
+
+
+def _target_lines(wish: Wish) -> list[str]:
+    targets = wish.targets
+    why = "as asked for"
+    if not targets:
+        targets = TARGETS
+        why = "examples, put yours here: the targets of the Past-Future paper"
+    return [*_line("sla:", why), *(f"  {key}: {seconds:g}" for key, seconds in targets.items())]
+
+
+def _policy_lines(wish: Wish) -> list[str]:
+    name = f"  name: {POLICIES[wish.engine]}"
+    if not traits_of(wish.engine).hosts_policies:
+        return ["policy:", name]
+    rows, tokens = (1024, 8192) if wish.gpu.large else (256, 2048)
+    return [
+        *_line("policy:", "the defaults of vLLM 0.32's server on this GPU"),
+        name,
+        "  parameters:",
+        f"    max_num_seqs: {rows}",
+        f"    max_num_batched_tokens: {tokens}",
+    ]
+
+
+def _kept(config: Config) -> dict[str, object]:
+    """The keys of a config that its sizes follow from."""
+    inner = config.get("text_config")
+    merged = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    kept = {key: merged[key] for key in KEPT if merged.get(key) is not None}
+    if "sliding_window" in merged:  # without the key, transformers gives some types a window
+        kept["sliding_window"] = merged["sliding_window"]
+    given = kept.get("quantization_config")
+    if isinstance(given, Mapping):
+        kept["quantization_config"] = {
+            key: value
+            for key, value in given.items()
+            if not isinstance(value, list) or len(value) <= LONG
+        }
+    return kept
+
+
+def _flow(value: object) -> str:
+    """A value on one line, as YAML that is also JSON."""
+    return json.dumps(value) if not isinstance(value, str) else _quoted(value)
+
+
+def _quoted(text: str) -> str:
+    """Text for YAML: plain where it reads back as the same text."""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) and yaml.safe_load(text) == text
+    return text if plain else json.dumps(text)
