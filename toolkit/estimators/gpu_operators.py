@@ -384,7 +384,7 @@ def measured_operators(name: str) -> GpuOperators:
         bandwidth=one["bandwidth"],
         flops=one["flops"],
         gemm={key: Gemm(**value) for key, value in one["gemm"].items()},
-        decode=DecodeAttention(**one["decode"], beside=table["beside"]["times"]),
+        decode=DecodeAttention(**one["decode"]),
         chunk=ChunkAttention(**one["chunk"]),
         experts={key: Experts(**value) for key, value in one["experts"].items()},
         all_reduce={int(key): AllReduce(**value) for key, value in one["all_reduce"].items()},
@@ -393,6 +393,16 @@ def measured_operators(name: str) -> GpuOperators:
         reduce_s=table["engine"]["reduce_s"],
         source=f"operators measured on {name}, {one['source']}",
     )
+
+
+def method_errors() -> dict[str, float]:
+    """How far whole engines were off, by the fields of `files.profile.AnalyticError`."""
+    errors = _table()["errors"]
+    found: dict[str, float] = {"points": sum(one["points"] for one in errors.values())}
+    for kind, one in errors.items():
+        found[f"{kind}_percent"] = one["median_percent"]
+        found[f"{kind}_p95_percent"] = one["p95_percent"]
+    return found
 
 
 def operators_of(name: str, bandwidth: float, flops: float) -> GpuOperators:
