@@ -320,14 +320,14 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: PassTimes) -> StepsProfile
     """
     spec, vllm = recipe.profile, recipe.engine.vllm
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
-    lengths = sorted(set(spec.cached_lengths))
-    # A pass is almost linear in the cached length, so three lengths are enough.
-    few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    decoding = [(0, 0), *((n, length) for n in spec.batch_sizes for length in few)]
-    chunks = [(0, 0), *((k, length) for k in (1, PROMPTS) for length in spec.input_lengths)]
+    # All numbers of rows alone, and a few beside chunks, so that both kinds of pass weigh alike.
+    alone = list(product(spec.batch_sizes, _few(spec.cached_lengths, 5), [(0, 0)]))
+    beside = [(0, 0), *product(_few(spec.batch_sizes, 3), _few(spec.cached_lengths, 2))]
+    chunks = list(product((1, PROMPTS), spec.input_lengths))
+    mixed = [(rows, cached, chunk) for (rows, cached), chunk in product(beside, chunks)]
     shapes = []
-    for (rows, cached), (count, length) in product(decoding, chunks):
-        if not rows + count or rows + count * length > PASS_TOKENS:
+    for rows, cached, (count, length) in [*alone, *mixed]:
+        if rows + count * length > PASS_TOKENS:
             continue
         attended = count * chunk_attended(0, length)
         shapes.append(StepShape(rows, rows * cached, count, count * length, attended))
@@ -351,3 +351,10 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: PassTimes) -> StepsProfile
         points=points,
         front=[],
     )
+
+
+def _few(values: Sequence[int], count: int) -> list[int]:
+    """At most so many of the values, the least and the greatest among them."""
+    ordered = sorted(set(values))
+    places = np.linspace(0, len(ordered) - 1, min(count, len(ordered)))
+    return [ordered[int(place)] for place in places]
