@@ -76,7 +76,7 @@ CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
 MS = 1e-3
 # The name of each GPU in the data, its data sheet (bytes/s, FLOP/s in bf16, dense), words that name
-# it, and words of GPUs that nobody measured and that are most like it.
+# it, and words of GPUs that were not measured and are most like it.
 GPUS: dict[str, tuple[float, float, tuple[str, ...], tuple[str, ...]]] = {
     "h200_sxm": (4.8e12, 989e12, ("h200",), ("h20", "mi300", "mi325")),
     "h100_sxm": (3.35e12, 989e12, ("h100", "h800"), ("gh200",)),
@@ -296,7 +296,7 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     return operators, [*gemm.values(), decode, chunk, *experts.values(), *reduce.values()]
 
 
-# ---- whole engines -------------------------------------------------------------------------------
+# ---- whole engines ----
 
 
 @dataclass(frozen=True)
@@ -488,8 +488,11 @@ def read_own() -> Iterator[Measured]:
     alike = [
         np.median(point.seconds)
         for point in law.points
-        if point.idle and point.prefills == 1 and not point.decodes
-        and abs(point.prefill_tokens - 2048) < 20 and not point.prefill_cached
+        if point.idle
+        and point.prefills == 1
+        and not point.decodes
+        and abs(point.prefill_tokens - 2048) < 20
+        and not point.prefill_cached
     ]
     seconds = float(np.median(alike))
     what = "prompt bf16 TP1 2048"
@@ -497,8 +500,9 @@ def read_own() -> Iterator[Measured]:
 
 
 def constants_of(rows: Sequence[Measured], operators: Floats) -> Floats:
-    """Seconds of a kernel, a pass and an all-reduce, all >= 0: least relative squares, each model weighing the
-    same. A row that would be far off counts less. Only decodes tell: a prompt hides them.
+    """Seconds of a kernel, a pass and an all-reduce, all >= 0: least relative squares, each model
+    weighing the same. A row that would be far off counts less. Only decodes tell: a prompt hides
+    them.
     """
     told = [k for k, row in enumerate(rows) if row.what.startswith("decode")]
     told = [k for k in told if rows[k].model not in HOST_BOUND]
@@ -531,7 +535,7 @@ def compare(rows: Sequence[Measured], gpus: dict[str, GpuOperators]) -> tuple[li
 
 
 def family(model: str) -> str:
-    """The model without who quantized or measured it: Llama-3.1-8B is left out as one."""
+    """The model, however it was quantized or measured: Llama-3.1-8B is left out as one."""
     return "Llama-3.1-8B" if "Llama-3.1-8B" in model else model
 
 
@@ -542,7 +546,7 @@ def spread(predicted: Floats, measured: Floats) -> str:
     return f"{median:.0f} | {p90:.0f} | {np.median(error):+.0f}"
 
 
-# ---- LLMServingSim's operators --------------------------------------------------------------------
+# ---- LLMServingSim's operators ----
 
 SERVINGSIM_GPUS = {"RTX4090": "rtx4090", "RTXPRO6000": "rtx_pro_6000_server"}
 
@@ -592,7 +596,7 @@ def servingsim_rows(data: Path, gpus: dict[str, GpuOperators]) -> list[str]:
     return rows
 
 
-# ---- output ---------------------------------------------------------------------------------------
+# ---- output ----
 
 
 def values_of(one: Any) -> dict[str, float]:
@@ -639,9 +643,7 @@ HEAD = (
 )
 
 
-def print_comparison(
-    title: str, groups: dict[str, np.ndarray[Any, Any]], *columns: Floats
-) -> None:
+def print_comparison(title: str, groups: dict[str, np.ndarray[Any, Any]], *columns: Floats) -> None:
     """A table of errors by group, for what is predicted, before, and measured."""
     predicted, before, measured = columns
     print(HEAD.format(title))
@@ -672,13 +674,17 @@ def main() -> None:
     measured = np.array([row.seconds for row in rows])
     before = np.array([row.before_s(gpus) for row in rows])
     kinds = np.array([row.what.split()[0] for row in rows])
-    print(f"a kernel {1e6 * constants[0]:.2f} us, a pass {1e3 * constants[1]:.2f} ms, "
-          f"an all-reduce {1e6 * constants[2]:.1f} us\n")
+    print(
+        f"a kernel {1e6 * constants[0]:.2f} us, a pass {1e3 * constants[1]:.2f} ms, "
+        f"an all-reduce {1e6 * constants[2]:.1f} us\n"
+    )
     counted = np.array([row.model not in HOST_BOUND for row in rows])
     if options.rows:
         for row, seconds, old in zip(rows, predicted, before, strict=True):
-            print(f"{row.model} {row.gpu} {row.what}: {1e3 * row.seconds:.2f} ms, "
-                  f"{1e3 * seconds:.2f}, {1e3 * old:.2f}")
+            print(
+                f"{row.model} {row.gpu} {row.what}: {1e3 * row.seconds:.2f} ms, "
+                f"{1e3 * seconds:.2f}, {1e3 * old:.2f}"
+            )
     groups = {}
     for kind in ("decode", "prompt"):
         groups[f"all: {kind}"] = (kinds == kind) & counted

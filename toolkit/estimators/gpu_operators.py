@@ -2,7 +2,7 @@
 
     GEMM [m, k] x [k, n]   start + (moving^p + computing^p)^(1/p)
                            moving = bytes / bandwidth, computing = 2 m n k / (FLOP/s)
-    attention of decodes   start + ((row * rows * KV heads)^2 + (bytes of cache / bandwidth)^2)^(1/2)
+    attention of decodes   start + the hypotenuse of row * rows * KV heads and cache / bandwidth
     attention of chunks    start + 4 * heads * head_dim * attended / (FLOP/s) + bytes / bandwidth
     experts                start + expert * touched + bytes / bandwidth + FLOPs / (FLOP/s)
     all-reduce             start + bytes / bandwidth, by number of GPUs
@@ -51,7 +51,7 @@ WEIGHT_BYTES = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-# precisions whose GEMMs, and whose experts, are taken to be as fast as those of another
+# Precisions with GEMMs, and with experts, that are taken to be as fast as those of another.
 GEMMS_LIKE = {"float16": "bfloat16", "fp8_block": "fp8"}
 EXPERTS_LIKE = {"float16": "bfloat16"}
 # Of the rest of a layer, in bytes of activations: two norms with residuals read and write two
@@ -212,7 +212,8 @@ class GpuOperators:
         gemm, experts: by precision; all_reduce: by number of GPUs.
         kernel_s: each kernel of the rest of a layer, beside what its activations move.
         pass_s: constant of a pass.
-        reduce_s: what an all-reduce in an engine costs beyond its kernel: ranks wait for each other.
+        reduce_s: what an all-reduce in an engine costs beyond its kernel: GPUs wait for one
+            another.
         source: where the coefficients come from, for readers.
     """
 
@@ -252,8 +253,8 @@ class GpuOperators:
             decode=scaled(self.decode),
             chunk=scaled(self.chunk),
             experts={key: scaled(one) for key, one in self.experts.items()},
-            source=f"the shares of both peaks that {self.name} reaches, since nobody measured "
-            f"{name}; {self.source}",
+            source=f"the shares of both peaks that {self.name} reaches, since {name} was not "
+            f"measured; {self.source}",
         )
 
     def pass_seconds(
@@ -287,9 +288,7 @@ class GpuOperators:
         )
         return np.asarray(seconds + head + self.pass_s)
 
-    def _attention_s(
-        self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int
-    ) -> Floats:
+    def _attention_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
         heads, kv_heads = model.heads // ranks, model.kv_heads_of(ranks)
         decodes = np.array([shape.decodes for shape in shapes], dtype=float)
         cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
@@ -319,7 +318,8 @@ class GpuOperators:
 
     def _experts_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
         name = model.expert_weights or model.weights
-        law = _known(self.experts, EXPERTS_LIKE.get(name, name), f"experts in {name} on {self.name}")
+        precision = EXPERTS_LIKE.get(name, name)
+        law = _known(self.experts, precision, f"experts in {name} on {self.name}")
         each = model.expert_intermediate / ranks
         seconds = law.seconds(
             tokens,
@@ -330,7 +330,7 @@ class GpuOperators:
             WEIGHT_BYTES[name],
         )
         router = self.gemm["bfloat16"].seconds(tokens, model.experts, model.hidden, 2.0)
-        return seconds + router
+        return np.asarray(seconds + router)
 
     def _rest_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
         width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
@@ -339,8 +339,8 @@ class GpuOperators:
         return self.kernel_s * rest_kernels(model) + moving
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
-        law = _known(self.all_reduce, ranks, f"all-reduce among {ranks} GPUs like {self.name}")
-        return self.reduce_s + law.seconds(size_bytes)
+        law = _known(self.all_reduce, ranks, f"all-reduces among {ranks} GPUs like {self.name}")
+        return np.asarray(self.reduce_s + law.seconds(size_bytes))
 
 
 def rest_kernels(model: ModelShapes) -> int:
@@ -354,7 +354,7 @@ def rest_kernels(model: ModelShapes) -> int:
 def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:
     if key not in table:
         known = ", ".join(map(str, table)) or "none"
-        raise InputError(f"{what}: nobody measured it", f"measured there: {known}")
+        raise InputError(f"{what} were not measured", f"measured there: {known}")
     return table[key]
 
 
@@ -371,7 +371,7 @@ def _table() -> dict[str, Any]:
 
 
 def measured_gpus() -> list[str]:
-    """The GPUs whose operators were measured."""
+    """The GPUs with measured operators."""
     return list(_table()["gpus"])
 
 
@@ -408,7 +408,7 @@ def method_errors() -> dict[str, float]:
 def operators_of(name: str, bandwidth: float, flops: float) -> GpuOperators:
     """The operators of a GPU by its name and its data sheet: bytes/s, and FLOP/s in bf16.
 
-    Where nobody measured that GPU, each operator reaches the shares of the peaks that it reaches on
+    Where that GPU was not measured, each operator reaches the shares of the peaks that it has on
     the GPU that is like it: of the same family if the name tells, else with the nearest peaks.
     """
     plain = _plain(name)

@@ -89,7 +89,7 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
 
 
 @dataclass(slots=True, frozen=True)
-class PassTimes:
+class ComputedPasses:
     """Seconds [n] of passes [n], where they come from, and how far off they are known to be."""
 
     seconds: Callable[[Sequence[StepShape]], Floats]
@@ -110,7 +110,7 @@ class PassTimes:
         return float(self.seconds([shape])[0])
 
 
-def pass_times(recipe: Recipe, basis: Basis | None = None) -> PassTimes:
+def pass_times(recipe: Recipe, basis: Basis | None = None) -> ComputedPasses:
     """The times of the recipe's passes: the sums of operators for vLLM on a GPU, else a roofline
     with the efficiency of `basis`. `InputError` names what is not known of the model.
     """
@@ -129,7 +129,7 @@ def pass_times(recipe: Recipe, basis: Basis | None = None) -> PassTimes:
             passes.append(line.pass_s(shape.tokens, attended, moved))
         return np.array(passes)
 
-    return PassTimes(seconds, basis.text())
+    return ComputedPasses(seconds, basis.text())
 
 
 def by_operators(recipe: Recipe) -> bool:
@@ -137,7 +137,7 @@ def by_operators(recipe: Recipe) -> bool:
     return traits_of(recipe.engine.name).timed_by_pass and recipe.hardware.device == "cuda"
 
 
-def _operator_times(recipe: Recipe) -> PassTimes:
+def _operator_times(recipe: Recipe) -> ComputedPasses:
     peaks, vllm = peaks_of(recipe), recipe.engine.vllm
     name = recipe.hardware.gpu or recipe.hardware.name
     operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s)
@@ -155,7 +155,7 @@ def _operator_times(recipe: Recipe) -> PassTimes:
     def seconds(shapes: Sequence[StepShape]) -> Floats:
         return np.maximum(operators.pass_seconds(model, shapes, ranks), launch_s)
 
-    return PassTimes(seconds, source, error)
+    return ComputedPasses(seconds, source, error)
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
@@ -277,7 +277,7 @@ def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
     return [number for number in numbers.values() if number is not None]
 
 
-def _facts(recipe: Recipe, sizes: ModelSizes, times: PassTimes) -> EngineFacts:
+def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFacts:
     """What the engine would resolve; bytes are of each of a worker's GPUs."""
     engine, ranks = recipe.engine, recipe.engine.tensor_parallel_size
     kv_bytes = sizes.kv_bytes_per_token // cache_parts(special_of(recipe.model.config), ranks)
@@ -313,7 +313,7 @@ def _facts(recipe: Recipe, sizes: ModelSizes, times: PassTimes) -> EngineFacts:
     )
 
 
-def _steps(recipe: Recipe, facts: EngineFacts, times: PassTimes) -> StepsProfile:
+def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsProfile:
     """Passes of a paged engine over the recipe's grid: decoding rows, prompts, and both together.
 
     A pass includes the gap between two passes. A client's further waiting is unknown: 0.

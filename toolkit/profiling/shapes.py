@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from toolkit.catalogue.models import special_of, text_config
 from toolkit.catalogue.quantization import Scheme, scheme_of
@@ -32,45 +33,39 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     config = text_config(model.config)
     if missing := [f"model.config.{key}" for key in NEEDED if not number(config, key)]:
         raise InputError(f"an analytic profile needs {', '.join(missing)}", "see its config.json")
-    heads = number(config, "num_attention_heads")
-    kv_heads = number(config, "num_key_value_heads") or heads
+    heads, hidden = number(config, "num_attention_heads"), number(config, "hidden_size")
+    intermediate = number(config, "intermediate_size")
     weights, expert_weights = precisions(model)
-    hidden, inner = number(config, "hidden_size"), number(config, "intermediate_size")
-    sizes = {
-        "layers": number(config, "num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": number(config, "head_dim") or hidden // heads,
-        "vocab": number(config, "vocab_size"),
-    }
-    shared = {
-        "weights": weights,
-        "expert_weights": expert_weights,
-        "qk_norm": config.get("model_type") in QK_NORM,
-    }
+    shapes = ModelShapes(
+        layers=number(config, "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=number(config, "num_key_value_heads") or heads,
+        head_dim=number(config, "head_dim") or hidden // heads,
+        vocab=number(config, "vocab_size"),
+        weights=weights,
+        expert_weights=expert_weights,
+        qk_norm=config.get("model_type") in QK_NORM,
+    )
     experts = special_of(config).experts
     if not experts:
-        return ModelShapes(**sizes, intermediate=inner, **shared)  # type: ignore[arg-type]
-    keys = ("num_experts_per_tok", "experts_per_token")
-    chosen = max(number(config, key) for key in keys)
-    if not chosen:
-        raise InputError("an analytic profile needs model.config.num_experts_per_tok")
+        return shapes
+    chosen = max(number(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
     if config.get("mlp_only_layers") or number(config, "decoder_sparse_step") > 1:
         problem = "an analytic profile knows dense layers only before those with experts"
         raise InputError(problem, "measure it: llmctl profile RECIPE")
-    each = number(config, "moe_intermediate_size") or inner
-    return ModelShapes(
-        **sizes,
-        intermediate=number(config, "n_shared_experts") * each
-        or number(config, "shared_expert_intermediate_size"),
+    each = number(config, "moe_intermediate_size") or intermediate
+    shared = number(config, "n_shared_experts") * each
+    return replace(
+        shapes,
+        intermediate=shared or number(config, "shared_expert_intermediate_size"),
         experts=experts,
         experts_per_token=chosen,
         expert_intermediate=each,
         dense_layers=number(config, "first_k_dense_replace"),
-        dense_intermediate=inner,
-        **shared,
-    )  # type: ignore[arg-type]
+        dense_intermediate=intermediate,
+    )
 
 
 def number(config: Mapping[str, object], key: str) -> int:
