@@ -2,14 +2,15 @@
 computed from them are off.
 
     PYTHONPATH=.:DIR_OF_PYARROW python -m benchmarks.public.operators \\
-        --data AICONFIGURATOR [--servingsim LLMSERVINGSIM] [--write]
+        --data AICONFIGURATOR [--servingsim LLMSERVINGSIM] [--vidur VIDUR] [--write]
 
 Takes three minutes. Needs pyarrow, which is not a dependency of llmctl (pip install --target DIR
 pyarrow), and checkouts of
 
 - ai-dynamo/aiconfigurator (Apache-2.0): the kernels, in systems/data, and measured servers, in
   systems/silicon_sample.csv;
-- casys-kaist/LLMServingSim (MIT), optional: the operators of whole models.
+- casys-kaist/LLMServingSim (MIT), optional: the operators of whole models;
+- microsoft/vidur (MIT), optional: linear layers of whole models.
 
 It fits the coefficients of `toolkit.estimators.gpu_operators` for each GPU to the newest kernels of
 vLLM, sets the constants of an engine by measured servers, and compares:
@@ -17,7 +18,8 @@ vLLM, sets the constants of an engine by measured servers, and compares:
 1. each kernel with its fit;
 2. decodes and prompts of our own H200 run, and of the measured servers at few requests at once,
    with passes that were computed, the constants of the engine set without that model;
-3. sums of LLMServingSim's operators with passes that were computed without an engine.
+3. sums of LLMServingSim's operators with passes that were computed without an engine;
+4. the linear layers of Vidur's models with those computed.
 
 Beside each is the method before: half of the peak FLOP/s, 0.7 of the bandwidth, 5 ms a pass.
 With --write the coefficients replace those that ship.
@@ -596,6 +598,60 @@ def servingsim_rows(data: Path, gpus: dict[str, GpuOperators]) -> list[str]:
     return rows
 
 
+# ---- Vidur's linear layers ----
+
+VIDUR_GPUS = {"a100": "a100_sxm", "h100": "h100_sxm"}
+VIDUR_PARTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+
+
+def vidur_rows(data: Path, gpus: dict[str, GpuOperators]) -> list[str]:
+    """The four GEMMs of a layer up to 8,192 tokens, beside those computed."""
+    found = []
+    for path in sorted(data.glob("data/profiling/compute/*/*/*/mlp.csv")):
+        gpu, _, model = path.parts[-4:-1]
+        if gpu not in VIDUR_GPUS:
+            continue
+        with path.open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["use_gated_mlp"] == "True"]
+        rows = [row for row in rows if int(row["num_tokens"]) <= PASS_TOKENS]
+        if not rows:
+            continue
+        own = gpus[VIDUR_GPUS[gpu]]
+        measured, computed, before = [], [], []
+        for row in rows:
+            heads, kv_heads, hidden, inner, tokens, ranks = (
+                int(row[key])
+                for key in (
+                    "n_head",
+                    "n_kv_head",
+                    "n_embd",
+                    "n_expanded_embd",
+                    "num_tokens",
+                    "num_tensor_parallel_workers",
+                )
+            )
+            width = hidden // heads * (heads + 2 * kv_heads) // ranks
+            sizes = [
+                (width, hidden),
+                (hidden, hidden // ranks),
+                (2 * inner // ranks, hidden),
+                (hidden, inner // ranks),
+            ]
+            m = np.array([float(tokens)])
+            each = [float(own.gemm["bfloat16"].seconds(m, n, k, 2.0)[0]) for n, k in sizes]
+            computed.append(sum(each))
+            weights = sum(n * k for n, k in sizes)
+            moving = 2.0 * weights / (OLD.traffic * own.bandwidth)
+            before.append(max(moving, 2.0 * weights * tokens / (OLD.compute * own.flops)))
+            parts = [float(row[f"time_stats.{part}.median"]) for part in VIDUR_PARTS]
+            measured.append(MS * sum(parts))
+        cells = [f"{gpu} {model}", "linear layers", f"{len(rows):,}"]
+        cells.append(spread(np.array(computed), np.array(measured)))
+        cells.append(spread(np.array(before), np.array(measured)))
+        found.append(f"| {' | '.join(cells)} |")
+    return found
+
+
 # ---- output ----
 
 
@@ -643,6 +699,12 @@ HEAD = (
 )
 
 
+PARTS_HEAD = (
+    "| {} | passes | rows | median, % | p90, % | bias, % | before: median, % | p90, % | bias, % |\n"
+    "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+)
+
+
 def print_comparison(title: str, groups: dict[str, np.ndarray[Any, Any]], *columns: Floats) -> None:
     """A table of errors by group, for what is predicted, before, and measured."""
     predicted, before, measured = columns
@@ -659,6 +721,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="aiconfigurator")
     parser.add_argument("--servingsim", type=Path, metavar="DIR", help="LLMServingSim")
+    parser.add_argument("--vidur", type=Path, metavar="DIR", help="Vidur")
     parser.add_argument("--write", action="store_true", help="replace the coefficients that ship")
     parser.add_argument("--rows", action="store_true", help="print every row of a whole engine")
     options = parser.parse_args()
@@ -695,8 +758,11 @@ def main() -> None:
                 groups[f"{name[0]} {name[1]}: {kind}"] = own & (kinds == kind)
     print_comparison("model left out", groups, predicted, before, measured)
     if options.servingsim:
-        print("| operators of LLMServingSim | passes " + HEAD.split("| {} ")[1])
-        print("\n".join(servingsim_rows(options.servingsim, gpus)))
+        print(PARTS_HEAD.format("operators of LLMServingSim"))
+        print("\n".join(servingsim_rows(options.servingsim, gpus)) + "\n")
+    if options.vidur:
+        print(PARTS_HEAD.format("linear layers of Vidur"))
+        print("\n".join(vidur_rows(options.vidur, gpus)) + "\n")
     errors = {}
     for kind in ("decode", "prompt"):
         told = (kinds == kind) & counted
