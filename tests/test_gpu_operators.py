@@ -126,7 +126,7 @@ def test_more_gpus_are_faster_but_not_in_proportion() -> None:
 
 
 def test_a_gpu_by_its_name_and_its_data_sheet() -> None:
-    assert operators_of("H200", 4.8e12, 989e12) == measured_operators("h200_sxm")
+    assert operators_of("H200", 4.8e12, 989e12, 450e9) == measured_operators("h200_sxm")
     assert operators_of("NVIDIA A100-SXM4-80GB", 2.039e12, 312e12).name == "a100_sxm"
     pcie = operators_of("H100 PCIe", 2.0e12, 756e12)  # another card of that family
     sxm = measured_operators("h100_sxm")
@@ -135,6 +135,9 @@ def test_a_gpu_by_its_name_and_its_data_sheet() -> None:
     assert "H100 PCIe was not measured" in pcie.source
     assert "l40s" in operators_of("L4", 300e9, 121e12).source
     assert "a100_sxm" in operators_of("something else", 1.9e12, 300e12).source
+    slow = operators_of("h100-pcie", 2.0e12, 756e12, 64e9)  # no NVLink
+    assert slow.all_reduce[2].bytes_per_s < 0.3 * pcie.all_reduce[2].bytes_per_s
+    assert slow.all_reduce == measured_operators("rtx_pro_6000_server").all_reduce
     ratio = pcie.pass_seconds(DENSE, [PROMPT])[0] / sxm.pass_seconds(DENSE, [PROMPT])[0]
     assert 1.2 < ratio < 989 / 756 + 0.1
 

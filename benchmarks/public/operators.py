@@ -53,6 +53,7 @@ from scipy.optimize import least_squares, nnls
 
 from benchmarks.common.command import make_parser
 from benchmarks.public import llmservingsim
+from toolkit.catalogue.gpus import gpu_of
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     TABLE,
@@ -77,18 +78,26 @@ from toolkit.files.shipped import shipped_profiles
 CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
 MS = 1e-3
-# The name of each GPU in the data, its data sheet (bytes/s, FLOP/s in bf16, dense), words that name
-# it, and words of GPUs that were not measured and are most like it.
-GPUS: dict[str, tuple[float, float, tuple[str, ...], tuple[str, ...]]] = {
-    "h200_sxm": (4.8e12, 989e12, ("h200",), ("h20", "mi300", "mi325")),
-    "h100_sxm": (3.35e12, 989e12, ("h100", "h800"), ("gh200",)),
-    "a100_sxm": (2.039e12, 312e12, ("a100", "a800"), ("a30", "a40", "v100")),
-    "l40s": (0.864e12, 362e12, ("l40s",), ("l40", "l4", "a10", "rtx6000ada")),
-    "b300_sxm": (8e12, 2250e12, ("b300",), ("gb300",)),
-    "gb200": (8e12, 2450e12, ("gb200",), ()),
-    "b200_sxm": (8e12, 2250e12, ("b200",), ()),
-    "rtx_pro_6000_server": (1.597e12, 500e12, ("pro6000", "rtxpro6000"), ("5090", "4090")),
+# The name of each GPU in the data and in llmctl's catalogue, words that name it, and words of GPUs
+# that were not measured and are most like it.
+GPUS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "h200_sxm": ("h200", ("h200",), ("h20", "mi300", "mi325")),
+    "h100_sxm": ("h100-sxm", ("h100", "h800"), ("gh200",)),
+    "a100_sxm": ("a100-80gb", ("a100", "a800"), ("a30", "a40", "v100")),
+    "l40s": ("l40s", ("l40s",), ("l40", "l4", "a10", "rtx6000ada")),
+    "b300_sxm": ("b300", ("b300",), ("gb300",)),
+    "gb200": ("gb200", ("gb200",), ()),
+    "b200_sxm": ("b200", ("b200",), ()),
+    "rtx_pro_6000_server": ("rtx-pro-6000", ("pro6000",), ("5090", "4090")),
 }
+
+
+def peaks_of(gpu: str) -> tuple[float, float, float]:
+    """The data sheet of a GPU of the data: bytes/s, FLOP/s in bf16, bytes/s of its link."""
+    found = gpu_of(GPUS[gpu][0])
+    return 1e9 * found.bandwidth_gb_s, 1e12 * found.tflops["bf16"], 1e9 * found.link_gb_s
+
+
 # fp8 in blocks is not among them: those kernels were measured with their launches by the CPU (65 to
 # 380 us), which a CUDA graph does not have. They are taken to be as fast as plain fp8.
 GEMMS = ("bfloat16", "fp8", "nvfp4")
@@ -135,7 +144,7 @@ def newest(data: Path, gpu: str, kind: str, table: str) -> Path:
 
 def read_table(path: Path) -> Table:
     """The columns of a parquet file."""
-    from pyarrow import parquet
+    from pyarrow import parquet  # type: ignore[import-not-found]
 
     return {name: np.array(column) for name, column in parquet.read_table(path).to_pydict().items()}
 
@@ -181,7 +190,7 @@ def fit_gemm(data: Path, gpu: str, precision: str) -> Fitted | None:
     if not rows.any():
         return None
     m, n, k, seconds = chosen(table, rows, ("m", "n", "k"))
-    bandwidth, flops, _, _ = GPUS[gpu]
+    bandwidth, flops, link = peaks_of(gpu)
 
     def predict(law: Gemm) -> Floats:
         return law.seconds(m, n, k, WEIGHT_BYTES[precision])  # type: ignore[arg-type]
@@ -211,7 +220,7 @@ def fit_decode(data: Path, gpu: str) -> Fitted:
     def predict(law: DecodeAttention) -> Floats:
         return law.seconds(batch, batch * step, kv_heads, 128)  # type: ignore[arg-type]
 
-    return solve("decodes", make, predict, seconds, [8e-6, 1e-8, 0.7 * GPUS[gpu][0]])
+    return solve("decodes", make, predict, seconds, [8e-6, 1e-8, 0.7 * peaks_of(gpu)[0]])
 
 
 def fit_chunk(data: Path, gpu: str) -> Fitted:
@@ -229,7 +238,7 @@ def fit_chunk(data: Path, gpu: str) -> Fitted:
         sizes = (heads, kv_heads, 128)
         return law.seconds(batch * length, attended, *sizes)  # type: ignore[arg-type]
 
-    guesses = [8e-6, 0.5 * GPUS[gpu][1], 0.5 * GPUS[gpu][0]]
+    guesses = [8e-6, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
     return solve("chunks", ChunkAttention, predict, seconds, guesses)
 
 
@@ -248,14 +257,14 @@ def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:
         sizes: Any = (hidden, inter / ranks, experts, per_token, WEIGHT_BYTES[precision])
         return law.seconds(tokens, *sizes)
 
-    bandwidth, flops, _, _ = GPUS[gpu]
+    bandwidth, flops, link = peaks_of(gpu)
     guesses = [2e-5, 1e-7, 0.7 * bandwidth, 0.5 * flops]
     return solve(f"experts {precision}", Experts, predict, seconds, guesses)
 
 
 def fit_all_reduce(data: Path, gpu: str) -> dict[int, Fitted]:
     """vLLM's all-reduce in a CUDA graph; sizes are in numbers of bf16."""
-    found = {}
+    found: dict[int, Fitted] = {}
     try:
         table = read_table(newest(data, gpu, "comm", "custom_allreduce"))
     except SystemExit:
@@ -280,11 +289,12 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     decode, chunk = fit_decode(data, gpu), fit_chunk(data, gpu)
     reduce = fit_all_reduce(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
-    bandwidth, flops, _, _ = GPUS[gpu]
+    bandwidth, flops, link = peaks_of(gpu)
     operators = GpuOperators(
         name=gpu,
         bandwidth=bandwidth,
         flops=flops,
+        link=link,
         gemm={one: fitted.value for one, fitted in gemm.items()},
         decode=replace(decode.value, beside=BESIDE.get(gpu, BESIDE_ELSE)),
         chunk=chunk.value,
@@ -555,7 +565,9 @@ SERVINGSIM_GPUS = {"RTX4090": "rtx4090", "RTXPRO6000": "rtx_pro_6000_server"}
 
 def servingsim_rows(data: Path, gpus: dict[str, GpuOperators]) -> list[str]:
     """Sums of a model's operators on a GPU, beside those computed; neither has an engine."""
-    known = gpus | {"rtx4090": gpus["rtx_pro_6000_server"].like("rtx4090", 1.008e12, 165e12)}
+    sheet = gpu_of("rtx-4090")
+    peaks = 1e9 * sheet.bandwidth_gb_s, 1e12 * sheet.tflops["bf16"]
+    known = gpus | {"rtx4090": gpus["rtx_pro_6000_server"].like("rtx4090", *peaks)}
     rows = []
     for folder in sorted(data.glob("profiler/perf/*/*/*/bf16/tp*")):
         gpu, maker, name = folder.parts[-5:-2]
@@ -678,8 +690,9 @@ def as_json(gpus: dict[str, GpuOperators], constants: Sequence[float], errors: A
             name: {
                 "bandwidth": one.bandwidth,
                 "flops": one.flops,
-                "names": GPUS[name][2],
-                "like": GPUS[name][3],
+                "link": one.link,
+                "names": GPUS[name][1],
+                "like": GPUS[name][2],
                 "source": one.source,
                 "gemm": {key: values_of(law) for key, law in one.gemm.items()},
                 "decode": values_of(one.decode),

@@ -209,6 +209,7 @@ class GpuOperators:
     Attributes:
         bandwidth: bytes/s of the memory by the data sheet, to which others are compared.
         flops: FLOP/s in bf16, likewise.
+        link: bytes/s to another GPU of the machine, in one direction, likewise.
         gemm, experts: by precision; all_reduce: by number of GPUs.
         kernel_s: each kernel of the rest of a layer, beside what its activations move.
         pass_s: constant of a pass.
@@ -220,6 +221,7 @@ class GpuOperators:
     name: str
     bandwidth: float
     flops: float
+    link: float
     gemm: Mapping[str, Gemm]
     decode: DecodeAttention
     chunk: ChunkAttention
@@ -231,9 +233,8 @@ class GpuOperators:
     source: str
 
     def like(self, name: str, bandwidth: float, flops: float) -> GpuOperators:
-        """The operators of another GPU: each reaches the same shares of its own peaks.
-
-        Links stay, since peaks do not tell them.
+        """The operators of another GPU: each reaches the same shares of its own peaks. All-reduces
+        stay, since these peaks do not tell them.
         """
         faster = bandwidth / self.bandwidth
         stronger = flops / self.flops
@@ -383,6 +384,7 @@ def measured_operators(name: str) -> GpuOperators:
         name=name,
         bandwidth=one["bandwidth"],
         flops=one["flops"],
+        link=one["link"],
         gemm={key: Gemm(**value) for key, value in one["gemm"].items()},
         decode=DecodeAttention(**one["decode"]),
         chunk=ChunkAttention(**one["chunk"]),
@@ -405,30 +407,51 @@ def method_errors() -> dict[str, float]:
     return found
 
 
-def operators_of(name: str, bandwidth: float, flops: float) -> GpuOperators:
+def operators_of(
+    name: str, bandwidth: float, flops: float, link: float | None = None
+) -> GpuOperators:
     """The operators of a GPU by its name and its data sheet: bytes/s, and FLOP/s in bf16.
 
     Where that GPU was not measured, each operator reaches the shares of the peaks that it has on
     the GPU that is like it: of the same family if the name tells, else with the nearest peaks.
+    All-reduces are those of the GPU with the nearest `link` (bytes/s in one direction), if it is
+    given, and that GPU's otherwise.
     """
-    plain = _plain(name)
-    for known, one in _table()["gpus"].items():
-        if any(_plain(word) in plain for word in one["names"]):
-            found = measured_operators(known)
-            same = abs(math.log(bandwidth / found.bandwidth)) < SAME
-            if same and abs(math.log(flops / found.flops)) < SAME:
-                return found
-            return found.like(name, bandwidth, flops)
-    for known, one in _table()["gpus"].items():
-        if any(_plain(word) in plain for word in one["like"]):
-            return measured_operators(known).like(name, bandwidth, flops)
+    found = measured_operators(_most_like(_plain(name), bandwidth, flops))
+    known = {found.bandwidth: bandwidth, found.flops: flops, found.link: link or found.link}
+    if all(abs(math.log(wanted / own)) < SAME for own, wanted in known.items()):
+        return found
+    made = found.like(name, bandwidth, flops)
+    if link is None:
+        return made
+
+    def distance(gpu: str) -> float:
+        return abs(math.log(link / _table()["gpus"][gpu]["link"]))
+
+    nearest = distance(min(measured_gpus(), key=distance))
+    linked = found
+    if distance(found.name) > nearest:
+        linked = measured_operators(min(measured_gpus(), key=distance))
+    reduces = {
+        ranks: replace(one, bytes_per_s=one.bytes_per_s * link / linked.link)
+        for ranks, one in linked.all_reduce.items()
+    }
+    return replace(made, link=link, all_reduce=reduces)
+
+
+def _most_like(name: str, bandwidth: float, flops: float) -> str:
+    """The measured GPU of that name or family, else the one with the nearest peaks."""
+    gpus = _table()["gpus"]
+    for words in ("names", "like"):
+        for known, one in gpus.items():
+            if any(word in name for word in one[words]):
+                return known
 
     def distance(known: str) -> float:
-        one = _table()["gpus"][known]
-        moving = math.log(bandwidth / one["bandwidth"])
-        return math.hypot(moving, math.log(flops / one["flops"]))
+        moving = math.log(bandwidth / gpus[known]["bandwidth"])
+        return math.hypot(moving, math.log(flops / gpus[known]["flops"]))
 
-    return measured_operators(min(measured_gpus(), key=distance)).like(name, bandwidth, flops)
+    return min(gpus, key=distance)
 
 
 SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.models import cache_parts, not_computed, special_of
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
@@ -139,8 +140,10 @@ def by_operators(recipe: Recipe) -> bool:
 
 def _operator_times(recipe: Recipe) -> ComputedPasses:
     peaks, vllm = peaks_of(recipe), recipe.engine.vllm
-    name = recipe.hardware.gpu or recipe.hardware.name
-    operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s)
+    gpu = recipe.hardware.gpu
+    link = gpu_of(gpu).link_gb_s * 1e9 if gpu else None
+    name = gpu or recipe.hardware.name
+    operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s, link)
     model, ranks = shapes_of(recipe), recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
     error = AnalyticError(**method_errors())
