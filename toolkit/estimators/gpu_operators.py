@@ -441,7 +441,7 @@ def operators_of(
 
 def _most_like(name: str, bandwidth: float, flops: float) -> str:
     """The measured GPU of that name or family, else the one with the nearest peaks."""
-    gpus = _table()["gpus"]
+    gpus: dict[str, dict[str, Any]] = _table()["gpus"]
     for words in ("names", "like"):
         for known, one in gpus.items():
             if any(word in name for word in one[words]):

@@ -24,10 +24,12 @@ from toolkit.catalogue.models import cache_parts, not_computed, special_of
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
+from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import method_errors, operators_of
 from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
 from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import (
     AnalyticError,
@@ -202,6 +204,12 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         failed=skipped,
         steps=_steps(recipe, facts, times) if traits_of(recipe.engine.name).timed_by_pass else None,
     )
+
+
+def analytic_fit(recipe: Recipe, head: EnvelopeFields) -> Fit:
+    """The laws of `analytic_profile`. `InputError` likewise."""
+    profile = analytic_profile(recipe, head)
+    return fit_file(profile, fit_profile(profile), head)
 
 
 def refuse_not_computed(recipe: Recipe) -> None:
