@@ -45,6 +45,7 @@ html_theme_options = {"navigation_with_keys": True}
 NAVIGATION = {
     "Tutorials": ["first-run", "your-model", "reading-a-verdict"],
     "How-to": [
+        "recipe-for-my-model",
         "capacity",
         "serve",
         "deploy",

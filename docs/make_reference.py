@@ -179,13 +179,22 @@ def of_type(spec: Mapping[str, Any]) -> str:
     return " ".join([word, *bounds])
 
 
+def section_of(spec: Mapping[str, Any]) -> str:
+    """The model of a key that is a section; '' for other keys."""
+    found = re.search(r"#/\$defs/(\w+Spec)", json.dumps(spec))
+    return found[1] if found else ""
+
+
 def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    without_gpu = section.get("anyOf", [{}])[-1].get("required", ())
     for name, spec in section["properties"].items():
-        if "$ref" in json.dumps(spec) and name != "vllm":
+        if section_of(spec) and name != "vllm":
             continue
         default = spec.get("default")
         shown = "required" if name in section.get("required", ()) else ""
+        if name in without_gpu:
+            shown = "required without `gpu`"
         if default not in (None, "", {}, []):
             shown = code(json.dumps(default).strip('"'))
         rows.append((code(name), of_type(spec), shown, str(spec.get("description", ""))))
@@ -197,9 +206,7 @@ def recipe() -> str:
     head = ("key", "value", "default", "meaning")
     parts = ["## At the top", table(head, key_rows(schema))]
     sections = {
-        name: str(spec.get("$ref", "")).rpartition("/")[2]
-        for name, spec in schema["properties"].items()
-        if "$ref" in json.dumps(spec)
+        name: section_of(spec) for name, spec in schema["properties"].items() if section_of(spec)
     }
     for name, model in sections.items():
         section = schema["$defs"][model]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,17 @@ def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
     assert check_engine(load_recipe("llama-3.1-8b-a100-80gb"), ONE_H200) == []
     assert check_engine(load_recipe("tiny-llama-cpu"), CPU_ONLY) == []
     assert check_engine(None, CPU_ONLY) == []
+
+
+def test_a_gpu_with_a_longer_name_is_another(tmp_path: Path) -> None:
+    one_h200 = replace(ONE_A100, gpus=(CudaDevice(0, "NVIDIA H200", 150 * GIB, 150 * GIB),))
+    hardware = "{device: cuda, name: H20, memory_gib: 95}"
+    checks = checked(tmp_path, "{device: cpu, name: any}", hardware, one_h200)
+    assert checks["hardware"].status == "missing"
+    assert "H200" in checks["hardware"].found
+
+
+def test_sliding_windows_are_named(tmp_path: Path) -> None:
+    checks = checked(tmp_path, "model_type: llama", "model_type: llama, sliding_window: 128")
+    assert checks["kv cache"].status == "missing"
+    assert "128" in checks["kv cache"].found

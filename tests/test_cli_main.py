@@ -76,7 +76,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_explains_itself_and_offers_json(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [name, "inspect"] if name == "trace" else [name]
+    words = [name, *{"trace": ["inspect"], "recipe": ["new"]}.get(name, [])]
     assert llmctl(*words, "--help") == 0
     assert "--json" in capsys.readouterr().out
 

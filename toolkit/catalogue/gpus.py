@@ -24,7 +24,8 @@ class Gpu:
 
     Attributes:
         name: as recipes name it.
-        device: words that the driver's name of this GPU has; `llmctl doctor` compares them.
+        device: words that the driver's name of this GPU has, such as 'NVIDIA H100 80GB HBM3';
+            `llmctl doctor` compares them.
         memory_gib: what a process gets, which is less than the label says; vLLM takes its share
             (`gpu_memory_utilization`) of this.
         memory_source: where `memory_gib` is from.
@@ -61,7 +62,7 @@ class Gpu:
 _ALL = (
     Gpu(
         "a100-40gb",
-        "A100 40GB",
+        "A100-40GB",
         39.4,
         REPORTED,
         1555,
@@ -72,7 +73,7 @@ _ALL = (
     ),
     Gpu(
         "a100-80gb",
-        "A100 80GB",
+        "A100-80GB",
         79.1,
         REPORTED,
         2039,
@@ -86,7 +87,7 @@ _ALL = (
     ),
     Gpu(
         "h100-sxm",
-        "H100 80GB HBM3",
+        "H100-80GB-HBM3",
         79.1,
         f"{REPORTED} (79.11: vllm-project/vllm#27508)",
         3350,
@@ -99,7 +100,7 @@ _ALL = (
     ),
     Gpu(
         "h100-pcie",
-        "H100 PCIe",
+        "H100-PCIe",
         79.1,
         "as the SXM module: nvidia-smi shows 81,559 MiB on both",
         2000,
@@ -112,7 +113,7 @@ _ALL = (
     ),
     Gpu(
         "h100-nvl",
-        "H100 NVL",
+        "H100-NVL",
         93.0,
         f"{REPORTED} (93.00: ali-vilab/VACE#56)",
         3938,
@@ -186,7 +187,7 @@ _ALL = (
     ),
     Gpu(
         "rtx-4090",
-        "RTX 4090",
+        "RTX-4090",
         23.6,
         f"{REPORTED} (23.64: 3DTopia/Phidias-Diffusion#8)",
         1008,
@@ -200,7 +201,7 @@ _ALL = (
     ),
     Gpu(
         "rtx-5090",
-        "RTX 5090",
+        "RTX-5090",
         31.3,
         f"{REPORTED} (31.37: Wan-Video/Wan2.1#465)",
         1792,
@@ -214,7 +215,7 @@ _ALL = (
     ),
     Gpu(
         "rtx-pro-6000",
-        "RTX PRO 6000",
+        "RTX-PRO-6000",
         94.9,
         REPORTED,
         1792,

@@ -16,6 +16,7 @@ from toolkit.catalogue.models import facts_of
 from toolkit.cli.arguments import JsonOption, argument, command_of, option, parse_sla
 from toolkit.cli.output import emit, note, table
 from toolkit.deploy.doctor import check_sizes
+from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
 from toolkit.files.shipped import load_recipe
@@ -84,6 +85,8 @@ def new(args: NewOptions) -> None:
     recipe has the smallest tensor parallelism that holds the model. Notes on stderr say what is
     left for the KV cache. Nothing is loaded or measured.
     """
+    if not args.gpu:
+        raise InputError("--gpu is missing", "llmctl recipe gpus lists those that are known")
     found = find_model(args.model)
     wish = Wish(
         gpu=gpu_of(args.gpu),
@@ -159,7 +162,7 @@ def gpus(as_json: JsonOption = False) -> None:
 
 @app.command("models")
 def models(as_json: JsonOption = False) -> None:
-    """List the models with sizes that ship, so that `llmctl recipe new` needs no network for them."""
+    """List the models with sizes that ship: `llmctl recipe new` needs no network for them."""
     lines = []
     for model in KNOWN.values():
         facts = facts_of(model.config)

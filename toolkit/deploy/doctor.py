@@ -278,7 +278,8 @@ def _check_capacity(recipe: Recipe) -> Check:
     else:
         share, memory = engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
         budget = share * memory - weights // shares
-        terms = f"{share:g} x {size(memory)} - weights {size(weights)}"
+        divided = f" / {shares}" if shares > 1 else ""
+        terms = f"{share:g} x {size(memory)} - weights {size(weights)}{divided}"
     parts = cache_parts(special_of(model.config), shares)
     per_token = model.kv_bytes_per_token // parts  # of one process of a worker
     tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))

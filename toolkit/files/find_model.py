@@ -59,10 +59,10 @@ def find_model(model: str) -> FoundModel:
         raise InputError(f"{model}: no such file or folder", "give a model's config.json")
     if not re.fullmatch(HUB_ID, model):
         hint = nearest(model.lower(), KNOWN)
-        hint = hint if hint.startswith("did you mean") else "llmctl recipe models lists those known"
-        raise InputError(
-            f"there is no known model '{model}'", f"{hint}; or give a hub id, or a config.json"
-        )
+        if not hint.startswith("did you mean"):
+            hint = "llmctl recipe models lists those known."
+        hint = f"{hint} Other models: a hub id such as org/name, a folder, or a config.json"
+        raise InputError(f"there is no known model '{model}'", hint)
     return _from_hub(model)
 
 
@@ -81,11 +81,17 @@ def _from_hub(model: str) -> FoundModel:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    no_network = InputError(
+        f"{model}: not a known model, not in the hub's cache here, and the hub does not answer",
+        "give the path of its config.json, or a model of: llmctl recipe models",
+    )
     name = model.partition("/")[2]
     cached = try_to_load_from_cache(model, "config.json")
     origin = "its config.json is from the hub's cache on this machine"
     if not isinstance(cached, str):
         origin = "its config.json is from the hub"
+        if not _hub_answers():
+            raise no_network
         try:
             cached = hf_hub_download(model, "config.json", etag_timeout=HUB_S)
         except GatedRepoError:
@@ -94,14 +100,25 @@ def _from_hub(model: str) -> FoundModel:
         except RepositoryNotFoundError:
             hint = "check the name; a private model needs a login (hf auth login)"
             raise InputError(f"{model}: not on the hub", hint) from None
-        except (OSError, ValueError):  # no network, in the words of several libraries
-            known = f"known without a network: {', '.join(KNOWN)}"
-            problem = f"{model}: not among the known models nor in the hub's cache, and no network"
-            raise InputError(problem, f"give its config.json; {known}") from None
+        except (OSError, ValueError):  # the network went, in the words of several libraries
+            raise no_network from None
     file = Path(cached)
     commit = file.parent.name  # the cache has a folder per commit
     revision = commit if re.fullmatch(r"[0-9a-f]{40}", commit) else ""
     return FoundModel(name, model, revision, _read(file), origin)
+
+
+def _hub_answers() -> bool:
+    """Whether the hub answers at once; its own client tries again and again for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.is_offline_mode():
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_S)
+    except Exception:  # noqa: BLE001  (whatever its HTTP client raises, there is no answer)
+        return False
+    return True
 
 
 def _read(file: Path) -> Config:

@@ -27,7 +27,9 @@ MOST_GPUS = 8  # of one machine, where --gpus is not given
 # What vLLM 0.32 kept for activations and CUDA graphs with Llama-3.1-8B on an H200: 908,185 tokens
 # of cache by its flags, 887,072 in its log, of 131,072 bytes each.
 WORKSPACE_BYTES = 21_113 * 131_072
-MIN_ROWS = 2  # of max_model_len: with room for fewer, requests run one after the other
+# Rows of max_model_len that should fit: with fewer, most requests wait. More GPUs are taken for
+# it, where there are more.
+GOOD_ROWS = 4
 MODEL_LEN = 8192
 TARGETS = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -73,7 +75,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class GroupMemory:
     """What a group of GPUs has beside the weights.
 
     Attributes:
@@ -97,19 +99,19 @@ class NewRecipe:
 
     text: str
     facts: ModelFacts
-    room: Room
+    room: GroupMemory
     workers: int
     notes: list[str]
 
 
-def room_on(facts: ModelFacts, gpu: Gpu, gpus: int, max_model_len: int) -> Room:
+def room_on(facts: ModelFacts, gpu: Gpu, gpus: int, max_model_len: int) -> GroupMemory:
     """What `gpus` GPUs have beside the weights of a model."""
     weights = facts.weight_bytes_on(gpus)
     budget = int(gpu.memory_gib * GIB * SHARE) - weights
     per_token = facts.cache_bytes_on(gpus)
     tokens = max(int(budget / per_token), 0)
     rows = max(int((budget - WORKSPACE_BYTES) / (per_token * max_model_len)), 0)
-    return Room(gpus, weights, budget, tokens, rows)
+    return GroupMemory(gpus, weights, budget, tokens, rows)
 
 
 def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
@@ -164,8 +166,10 @@ def _hidden(facts: ModelFacts) -> int:
     return facts.modules[0].parameters // facts.vocab_size
 
 
-def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> Room:
-    """The smallest group of GPUs that holds the weights and `MIN_ROWS` rows of the longest."""
+def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> GroupMemory:
+    """The smallest group of GPUs that holds the weights and `GOOD_ROWS` rows of the longest; where
+    no group does, the one with the most rows. `InputError` where not even one row fits.
+    """
     most = wish.gpus or MOST_GPUS
     wanted = wish.tensor_parallel
     if wanted is not None:
@@ -181,8 +185,11 @@ def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> R
         room_on(facts, wish.gpu, one, longest) for one in sizes if not parallel_problem(facts, one)
     ]
     for room in rooms:
-        if room.rows >= MIN_ROWS:
+        if room.rows >= GOOD_ROWS:
             return room
+    most_rows = max(rooms, key=lambda room: room.rows)
+    if most_rows.rows:
+        return most_rows
     raise _too_large(found, facts, wish, rooms[-1], longest)
 
 
@@ -192,31 +199,32 @@ def _divisors(facts: ModelFacts) -> str:
 
 
 def _too_large(
-    found: FoundModel, facts: ModelFacts, wish: Wish, room: Room, longest: int
+    found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupMemory, longest: int
 ) -> InputError:
     """By how much a model does not fit, and what would."""
     gpu, per_gpu = wish.gpu, facts.cache_bytes_on(room.gpus)
-    need = WORKSPACE_BYTES + MIN_ROWS * longest * per_gpu
+    need = WORKSPACE_BYTES + longest * per_gpu
     short = size(need - room.budget_bytes)
     scheme = facts.scheme.name if facts.scheme else facts.dtype
-    parts = f"{size(room.weight_bytes)} of {scheme} weights and {size(need)} for {MIN_ROWS} rows"
+    parts = f"{size(room.weight_bytes)} of {scheme} weights"
+    parts += f" and {size(need)} for a row of {longest:,} tokens and workspace"
     problem = (
-        f"{found.name} does not fit {room.gpus} x {gpu.name}: {parts} of {longest:,} tokens and "
-        f"workspace, {SHARE:g} of {gpu.memory_gib:g} GiB on each: {short} too much"
+        f"{found.name} does not fit {room.gpus} x {gpu.name}: {parts} on each are {short} more "
+        f"than {SHARE:g} of {gpu.memory_gib:g} GiB"
     )
     remedies = []
     for gpus in SIZES:
         if parallel_problem(facts, gpus) or not traits_of(wish.engine).shares_model:
             continue
-        if room_on(facts, gpu, gpus, longest).rows >= MIN_ROWS:
+        if room_on(facts, gpu, gpus, longest).rows:
             what = "--tensor-parallel-size" if wish.tensor_parallel else "--gpus"
             remedies.append(f"{what} {gpus}")
             break
     if not facts.scheme and traits_of(wish.engine).quantizes:
         smaller = facts_of(found.config, ONLINE[0])
-        if room_on(smaller, gpu, room.gpus, longest).rows >= MIN_ROWS:
+        if room_on(smaller, gpu, room.gpus, longest).rows:
             remedies.append(f"--quantization {ONLINE[0]} on {room.gpus}")
-    fewer = int((room.budget_bytes - WORKSPACE_BYTES) / per_gpu) // MIN_ROWS
+    fewer = int((room.budget_bytes - WORKSPACE_BYTES) / per_gpu)
     if fewer >= 1024:
         remedies.append(f"--max-model-len {fewer // 1024 * 1024}")
     if not remedies:
@@ -224,7 +232,9 @@ def _too_large(
     return InputError(problem, f"what would fit: {', or '.join(remedies)}")
 
 
-def _notes(facts: ModelFacts, wish: Wish, room: Room, workers: int, longest: int) -> list[str]:
+def _notes(
+    facts: ModelFacts, wish: Wish, room: GroupMemory, workers: int, longest: int
+) -> list[str]:
     """What a reader should know, a line each."""
     gpu, scheme = wish.gpu, facts.scheme
     kind = scheme.name if scheme else facts.dtype
@@ -240,6 +250,8 @@ def _notes(facts: ModelFacts, wish: Wish, room: Room, workers: int, longest: int
         f"{longest:,}; vLLM's workspace comes off ({size(WORKSPACE_BYTES)} per GPU in one "
         "measurement)",
     ]
+    if room.rows < GOOD_ROWS:
+        notes.append(f"only {room.rows} rows beside the workspace: most requests will wait")
     if wish.gpus is not None and wish.gpus > workers * room.gpus:
         notes.append(f"{wish.gpus - workers * room.gpus} of {wish.gpus} GPUs are left over")
     if scheme and scheme.name == "fp8" and "fp8" not in gpu.tflops:
@@ -254,7 +266,12 @@ def _notes(facts: ModelFacts, wish: Wish, room: Room, workers: int, longest: int
 
 
 def _text(
-    found: FoundModel, facts: ModelFacts, wish: Wish, room: Room, workers: int, longest: int
+    found: FoundModel,
+    facts: ModelFacts,
+    wish: Wish,
+    room: GroupMemory,
+    workers: int,
+    longest: int,
 ) -> str:
     gpu, scheme = wish.gpu, facts.scheme
     kind = scheme.name if scheme else ""
@@ -360,10 +377,12 @@ def _hardware_lines(gpu: Gpu, gpus: int) -> list[str]:
     return lines
 
 
-def _engine_lines(wish: Wish, room: Room) -> list[str]:
+def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
     lines = ["engine:", f"  name: {wish.engine}"]
     if room.gpus > 1:
-        reason = f"the fewest GPUs that hold the weights and {MIN_ROWS} rows"
+        reason = f"the fewest GPUs that hold the weights and {GOOD_ROWS} of the longest rows"
+        if room.rows < GOOD_ROWS:
+            reason = "the most GPUs that are there"
         if wish.tensor_parallel:
             reason = "as asked for"
         lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)

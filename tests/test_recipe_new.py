@@ -1,0 +1,305 @@
+"""`llmctl recipe new`: the recipe that it writes, what it refuses, and a GPU's name as hardware."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import real_vllm
+import samples
+from commands import llmctl
+
+from benchmarks.engines.recipe_sizes import GPU_NAMES, MODELS, ask_vllm, compare
+from toolkit.catalogue.gpus import GPUS
+from toolkit.catalogue.known import KNOWN
+from toolkit.catalogue.models import facts_of
+from toolkit.cli.arguments import open_recipe
+from toolkit.deploy.doctor import check_kv_bytes, check_sizes
+from toolkit.errors import InputError
+from toolkit.files import find_model
+from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.analytic import analytic_profile
+
+HEAD: Any = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+
+
+def made(tmp_path: Path, model: str, gpu: str, **wish: Any) -> Recipe:
+    """The recipe for a model on a GPU, as a command reads it."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(new_recipe(find_model.find_model(model), Wish(GPUS[gpu], **wish)).text)
+    return open_recipe(file)
+
+
+@pytest.mark.parametrize("model", [name for name in KNOWN if not name.startswith("gpt-oss")])
+def test_a_recipe_agrees_with_the_sizes_and_the_doctor(tmp_path: Path, model: str) -> None:
+    recipe = made(tmp_path, model, "h200")
+    facts = facts_of(KNOWN[model].config)
+    assert recipe.model.weight_bytes == facts.weight_bytes
+    assert recipe.model.kv_bytes_per_token == facts.kv_bytes_per_token
+    assert recipe.model.pinned
+    check_kv_bytes(recipe.model)
+    assert [check.status for check in check_sizes(recipe)] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "wish", "parallel", "workers"),
+    [
+        ("llama-3.1-8b", "h100-sxm", {}, 1, 1),
+        ("llama-3.1-8b", "h100-sxm", {"gpus": 4}, 1, 4),
+        ("llama-3.3-70b", "h100-sxm", {"gpus": 4}, 4, 1),
+        ("llama-3.3-70b", "h100-sxm", {"gpus": 4, "quantization": "fp8"}, 2, 2),
+        ("qwen3-32b", "l40s", {"gpus": 2, "quantization": "fp8"}, 2, 1),
+        ("llama-3.1-8b", "l4", {"gpus": 1}, 1, 1),  # two rows: few, but they fit
+        ("llama-3.1-8b", "h100-sxm", {"tensor_parallel": 2}, 2, 1),
+        ("deepseek-v3", "h200", {}, 8, 1),
+    ],
+)
+def test_the_smallest_group_that_holds_the_model(
+    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any], parallel: int, workers: int
+) -> None:
+    recipe = made(tmp_path, model, gpu, **wish)
+    assert recipe.engine.tensor_parallel_size == parallel
+    assert recipe.workers == workers
+    assert recipe.model.quantization == wish.get("quantization")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["llama-3.3-70b", "--gpu", "h100-sxm", "--gpus", "1"], "--gpus 2"),
+        (["qwen3-32b", "--gpu", "l40s", "--gpus", "1"], "--quantization fp8"),
+        (["llama-3.1-8b", "--gpu", "l4", "--gpus", "1", "--max-model-len", "65536"], "--max-model"),
+        (["gpt-oss-20b", "--gpu", "rtx-4090"], "sliding windows of 128 tokens"),
+        (["llama-3.1-8b", "--gpu", "h101-sxm"], "'h100-sxm'"),
+        (["llama-3.1-8b"], "--gpu"),
+        (["lama-3.1-8b", "--gpu", "h100-sxm"], "'llama-3.1-8b'"),
+        (["./nowhere/config.json", "--gpu", "h100-sxm"], "no such file"),
+        (["llama-3.1-8b", "--gpu", "h100-sxm", "--quantization", "fp9"], "'fp8'"),
+        (["llama-3.1-8b", "--gpu", "h100-sxm", "--engine", "fake"], "rebatch"),
+        (
+            ["llama-3.1-8b", "--gpu", "h100-sxm", "--engine", "rebatch", "--quantization", "fp8"],
+            "fp8",
+        ),
+        (["llama-3.1-8b", "--gpu", "h100-sxm", "--tensor-parallel-size", "3"], "1, 2, 4, 8"),
+        (
+            ["llama-3.1-8b", "--gpu", "h200", "--gpus", "1", "--tensor-parallel-size", "2"],
+            "--gpus 1",
+        ),
+        (["llama-3.1-8b", "--gpu", "h100-sxm", "--max-model-len", "200000"], "131,072"),
+        (["llama-3.1-8b", "--gpu", "h100-sxm", "--target", "ttft_p99=2"], "ttft_p99_s"),
+    ],
+)
+def test_refused_in_one_line_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], words: list[str], named: str
+) -> None:
+    assert llmctl("recipe", "new", *words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert named in captured.err
+    lines = captured.err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["error", "hint"]
+
+
+def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "My Model"
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps({**KNOWN["qwen3-8b"].config, "architectures": ["Any"]}))
+    for given in (config, folder):
+        words = [given, "--gpu", "l40s", "--target", "ttft_p99_s=2"]
+        assert llmctl("recipe", "new", *words) == 0
+        captured = capsys.readouterr()
+        file = tmp_path / "recipe.yaml"
+        file.write_text(captured.out)
+        recipe = open_recipe(file)
+        assert recipe.name == "my-model-l40s"
+        assert recipe.model.source == str(folder)
+        assert recipe.model.load_format == "dummy"  # no weights beside it
+        assert recipe.sla == {"ttft_p99_s": 2.0}
+        assert max(map(len, captured.out.splitlines())) <= 140
+        assert "KV cache" in captured.err
+
+
+def test_every_byte_count_has_its_reason(tmp_path: Path) -> None:
+    text = new_recipe(find_model.find_model("deepseek-v3"), Wish(GPUS["h200"])).text
+    lines = text.splitlines()
+    keys = ("weight_bytes", "kv_bytes_per_token", "memory_gib", "peak_tflops", "bandwidth_gb_s")
+    for key in keys:
+        (place,) = [number for number, line in enumerate(lines) if line.startswith(f"  {key}:")]
+        assert "#" in lines[place] or lines[place - 1].startswith("  #"), key
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("recipe", "new", "qwen3-8b", "--gpu", "h200", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["hardware"]["gpu"] == "h200"
+    assert "weight_bytes" in found["text"]
+
+
+def test_modelopt_writes_its_quantization_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(KNOWN["qwen3-8b"].config)))
+    quantization = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
+    scheme = facts_of(find_model.find_model(str(tmp_path)).config).scheme
+    assert scheme is not None
+    assert scheme.name == "fp8"
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "no json", '{"model": {}, "hardware": {}}'])
+def test_a_file_that_is_no_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError):
+        find_model.find_model(str(tmp_path))
+
+
+def test_a_hub_id_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    file = tmp_path / commit / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(dict(KNOWN["qwen3-8b"].config)))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(file))
+    found = find_model.find_model("some-org/Some-8B")
+    assert (found.source, found.revision) == ("some-org/Some-8B", commit)
+
+
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(find_model, "_hub_answers", lambda: False)
+    with pytest.raises(InputError) as caught:
+        find_model.find_model("some-org/Some-8B")
+    assert "some-org/Some-8B" in caught.value.message
+    assert "config.json" in caught.value.hint
+
+
+@pytest.mark.parametrize("command", ["doctor", "profile"])
+def test_a_config_given_as_a_recipe_points_to_recipe_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(KNOWN["qwen3-8b"].config)))
+    for given in (tmp_path / "config.json", tmp_path):
+        assert llmctl(command, given) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2
+        assert "recipe new" in lines[1]
+
+
+@pytest.mark.parametrize("words", [["gpus"], ["models"]])
+def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    known = {"gpus": GPUS, "models": KNOWN}[words[0]]
+    assert llmctl("recipe", *words) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(name in text for name in known)
+    assert llmctl("recipe", *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)[words[0]]
+    assert [one["name"] for one in found] == list(known)
+    assert all(one["source"] for one in found)
+
+
+def recipe_with(hardware: object, **sections: Any) -> Recipe:
+    """A sample recipe with other hardware."""
+    data = samples.recipe(**sections).model_dump(mode="json")
+    return Recipe.model_validate_json(json.dumps({**data, "hardware": hardware}))
+
+
+def test_the_name_of_a_gpu_is_hardware() -> None:
+    gpu = GPUS["h100-sxm"]
+    for given in ("h100-sxm", {"gpu": "h100-sxm"}):
+        hardware = recipe_with(given).hardware
+        assert hardware.device == "cuda"
+        assert hardware.memory_gib == gpu.memory_gib
+        assert hardware.peak_tflops == gpu.tflops["bf16"]
+        assert hardware.bandwidth_gb_s == gpu.bandwidth_gb_s
+        assert hardware.usd_per_hour is None  # an example of a price is not the user's
+    assert recipe_with({"gpu": "h100-sxm", "memory_gib": 70.5}).hardware.memory_gib == 70.5
+    again = Recipe.model_validate_json(recipe_with("h100-sxm").model_dump_json())
+    assert again.hardware == hardware
+
+
+@pytest.mark.parametrize("given", ["h101-sxm", {"gpu": "h101-sxm"}])
+def test_an_unknown_name_of_hardware_names_the_nearest(given: object) -> None:
+    with pytest.raises(ValueError, match="h100-sxm"):
+        recipe_with(given)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "wish", "named"),
+    [
+        ("deepseek-v3", "h200", {}, "MLA"),
+        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, "fp8 on a100"),
+    ],
+)
+def test_an_analytic_profile_refuses_what_it_does_not_know(
+    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        analytic_profile(made(tmp_path, model, gpu, **wish), HEAD)
+    assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sliding_window": 128}, "sliding windows"),
+        ({"layer_types": ["linear_attention"] * 36}, "linear attention"),
+        ({"quantization_config": {"quant_method": "awq"}}, "int4"),
+    ],
+)
+def test_an_analytic_profile_refuses_other_caches_by_name(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    recipe = made(tmp_path, "mistral-small-24b", "h200")
+    config = {**recipe.model.config, **change}
+    model = recipe.model.model_copy(update={"config": config})
+    with pytest.raises(InputError) as caught:
+        analytic_profile(recipe.model_copy(update={"model": model}), HEAD)
+    assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "wish"),
+    [
+        ("qwen3-30b-a3b", "h100-sxm", {}),
+        ("llama-3.3-70b", "h100-sxm", {"gpus": 4}),
+        ("qwen3-32b", "l40s", {"quantization": "fp8"}),
+    ],
+)
+def test_an_analytic_profile_of_experts_several_gpus_and_fp8(
+    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any]
+) -> None:
+    recipe = made(tmp_path, model, gpu, **wish)
+    profile = analytic_profile(recipe, HEAD)
+    assert profile.engine.tensor_parallel_size == recipe.engine.tensor_parallel_size
+    assert profile.engine.capacity_tokens > 0
+    assert profile.engine.analytic_error
+
+
+def test_an_analytic_profile_refuses_flags_that_change_the_model(tmp_path: Path) -> None:
+    recipe = made(tmp_path, "qwen3-8b", "h200")
+    assert analytic_profile(recipe, HEAD).engine.capacity_tokens > 0
+    data = recipe.model_dump(mode="json")
+    data["engine"]["vllm"] = {"args": ["--enable-lora", "--max-loras=4"]}
+    with pytest.raises(InputError, match="LoRA"):
+        analytic_profile(Recipe.model_validate_json(json.dumps(data)), HEAD)
+
+
+def test_only_vllm_quantizes_weights(tmp_path: Path) -> None:
+    data = made(tmp_path, "qwen3-8b", "h200", quantization="fp8").model_dump(mode="json")
+    data["engine"] = {"name": "rebatch"}
+    data["policy"] = {"name": "past-future"}
+    with pytest.raises(ValueError, match="quantization"):
+        Recipe.model_validate_json(json.dumps(data))
+
+
+@pytest.mark.slow
+@real_vllm.needed
+def test_the_sizes_are_those_of_vllm() -> None:
+    """Eight models on four GPUs: weights, KV bytes and tokens within 1 % of vLLM's classes."""
+    compared = [compare(model, gpu) for model in MODELS for gpu in GPU_NAMES]
+    ask_vllm(real_vllm.PYTHON, compared, 29533)
+    assert [one.theirs for one in compared if one.theirs and "error" in one.theirs] == []
+    shares = [abs(share) for one in compared for share in one.differences()]
+    assert len(shares) == 3 * sum(not one.refused for one in compared)
+    assert max(shares) < 1.0
