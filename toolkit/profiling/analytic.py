@@ -188,7 +188,7 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     for shape in shapes.values():
         n, length, steps = shape.batch_size, shape.input_length, shape.steps
         each = [StepShape(n, n * (length + step)) for step in range(1, steps)]
-        decode_s = float(times.seconds(each).sum()) if each else 0.0
+        decode_s = sum(times.seconds(each).tolist()) if each else 0.0
         slice_s = times.prefill_s(n, length) + decode_s
         slices.append(SlicePoint(batch_size=n, input_length=length, steps=steps, seconds=slice_s))
     return Profile(
