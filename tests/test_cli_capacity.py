@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from commands import llmctl
 
+from toolkit.files.shipped import recipe_path
+
 RECIPE = "llama-3.1-8b-h200"
 OTHER = "llama-3.1-8b-a100-80gb"
 TRACE = ["--trace", "chat-small"]
@@ -80,7 +82,7 @@ def test_a_page_and_a_terminal_of_80_columns_show_it(capsys, tmp_path: Path):
     "words",
     [
         ["nothing-like-it"],
-        [RECIPE, "--tp", "2"],
+        ["llama-3.1-8b-h200-measured", "--tp", "2"],
         [RECIPE, "--price", "H200"],
         [RECIPE, "--price", "H200=-1"],
         [RECIPE, "--routers", "all"],
@@ -107,3 +109,26 @@ def test_where_the_trace_is_too_short_for_more_the_capacity_is_at_least(capsys):
 def test_targets_that_no_rate_keeps_are_named(capsys):
     assert llmctl("capacity", RECIPE, *TRACE, "--sla", "mtpot_p99_s=0.000001") == 5
     assert "mtpot_p99_s" in capsys.readouterr().err
+
+
+def test_two_servers_or_one_on_two_gpus_is_one_command(capsys):
+    words = ["capacity", "llama-3.1-8b-h200", "--tp", "1,2", "--no-at-once", "--json"]
+    assert llmctl(*words, *TRACE) == 0
+    one, two = json.loads(capsys.readouterr().out)["capacities"]
+    assert [(one["workers"], one["gpus"]), (two["workers"], two["gpus"])] == [(2, 2), (1, 2)]
+    assert one["capacity_rps"] != two["capacity_rps"]
+    assert one["analytic"]
+
+
+@pytest.mark.parametrize("words", [["--tp", "3"], ["--tp", "x"], ["--tp", "2", "--workers", "3"]])
+def test_a_tensor_parallelism_that_cannot_be_is_refused(capsys, words):
+    assert llmctl("capacity", "llama-3.1-8b-h200", *words, *TRACE) == 2
+    assert "error: --tp" in capsys.readouterr().err
+
+
+def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path: Path):
+    shipped = recipe_path("llama-3.1-8b-h200").read_text(encoding="utf-8")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(shipped.replace("name: llama-3.1-8b-h200", "name: mine"), encoding="utf-8")
+    assert llmctl("capacity", str(mine), *TRACE, "--no-at-once") == 0
+    assert "analytic, nothing was measured" in capsys.readouterr().err

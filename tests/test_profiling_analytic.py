@@ -13,6 +13,7 @@ from toolkit.files.io import read_file, write_file
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.analytic import Basis, analytic_profile, basis_of
+from toolkit.units import GIB
 
 SIZES = ModelSizes(
     weight_bytes=2000, weights=1000, layers=2, attention_width=10, kv_bytes_per_token=4
@@ -147,20 +148,113 @@ def test_a_mixed_pass_reads_the_weights_once():
     assert line.pass_s(3 * 50, 3 * 50 * 50 / 2, 3 * 50) == line.prefill_s(3, 50)
 
 
+HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+LLAMA_7B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+def vllm_recipe(ranks: int = 1, vllm: object = None, **config: object) -> Recipe:
+    """A model on an A100 by vLLM."""
+    made = recipe()
+    engine = {"name": "vllm", "tensor_parallel_size": ranks, "vllm": vllm}
+    policy = {"name": "vllm", "parameters": {}}
+    given = made.model_dump()
+    given |= {"engine": engine, "policy": policy}
+    given["model"]["config"] = LLAMA_7B | config
+    given["model"]["dtype"] = "bfloat16"
+    return Recipe.model_validate(given)
+
+
 def test_an_analytic_profile_for_vllm_has_passes():
-    wanted = recipe()
-    wanted = wanted.model_copy(
-        update={
-            "engine": wanted.engine.model_copy(update={"name": "vllm"}),
-            "policy": wanted.policy.model_copy(update={"name": "vllm", "parameters": {}}),
-        }
-    )
-    made = analytic_profile(
-        wanted, {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    )
+    made = analytic_profile(vllm_recipe(), HEAD)
     assert made.steps
     assert made.steps.blocks == made.engine.capacity_tokens // 16
+    assert made.engine.analytic_error
     fitted = fit_profile(made)
     assert fitted.steps
-    assert fitted.steps.error.median_percent < 5.0
     assert fitted.steps.valid.tokens_max > 4096
+
+
+def test_the_fit_has_the_error_of_the_method():
+    made = analytic_profile(vllm_recipe(), HEAD)
+    known = made.engine.analytic_error
+    assert known
+    facts = made.engine.model_copy(update={"analytic_error": None})
+    alone = fit_profile(made.model_copy(update={"engine": facts}))
+    whole = fit_profile(made)
+    assert alone.steps
+    assert whole.steps
+    assert alone.steps.error.median_percent < 2.0
+    assert whole.steps.error.median_percent > known.prompt_percent
+    assert whole.steps.token_s == alone.steps.token_s
+    assert whole.decode.fit.error.median_percent > known.decode_percent
+    assert whole.prefill.fit.error.median_percent > known.prompt_percent
+
+
+def test_gpus_that_share_a_model_hold_more_and_are_faster():
+    one, two = (analytic_profile(vllm_recipe(ranks), HEAD) for ranks in (1, 2))
+    assert two.engine.tensor_parallel_size == 2
+    assert two.engine.kv_bytes_per_token == one.engine.kv_bytes_per_token // 2
+    budget = int(79.1 * GIB * 0.9) - 13476831232 // 2
+    assert two.engine.kv_budget_bytes == budget
+    assert two.engine.capacity_tokens == budget // (524288 // 2)
+    for slow, fast in ((one.decode, two.decode), (one.prefill, two.prefill)):
+        assert 0.4 * slow[0].seconds[0] < fast[0].seconds[0] < slow[0].seconds[0]
+
+
+def test_a_mixture_of_experts_reads_what_its_tokens_touch():
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1024,
+    }
+    made = analytic_profile(vllm_recipe(**experts), HEAD)
+    at = {(p.batch_size, p.cached_length): p.seconds[0] for p in made.decode}
+    assert at[2, 32] > 1.2 * at[1, 32]
+    # a dense model of as many weights reads all of them for the first row already
+    dense = analytic_profile(vllm_recipe(intermediate_size=64 * 1024), HEAD)
+    assert at[1, 32] < 0.5 * next(p.seconds[0] for p in dense.decode if p.batch_size == 1)
+
+
+def test_without_graphs_a_pass_takes_its_launches():
+    made = analytic_profile(vllm_recipe(vllm={"enforce_eager": True}), HEAD)
+    assert min(point.seconds[0] for point in made.decode) == pytest.approx(32 * 0.8e-3)
+    assert "CUDA graphs" in made.engine.analytic
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA"),
+        ({"model_type": "mistral", "sliding_window": 1024}, "sliding windows"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "int4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "GEMMs in fp8 on a100"),
+        ({"num_experts": 64, "num_experts_per_tok": 4, "decoder_sparse_step": 2}, "only before"),
+        ({"intermediate_size": None, "vocab_size": None}, "intermediate_size, .*vocab_size"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(config: dict[str, object], what: str):
+    with pytest.raises(InputError, match=what):
+        analytic_profile(vllm_recipe(**config), HEAD)
+
+
+@pytest.mark.parametrize("flag", ["--enable-lora", "--kv-cache-dtype=fp8"])
+def test_flags_that_change_the_laws_are_refused(flag: str):
+    with pytest.raises(InputError, match="does not know"):
+        analytic_profile(vllm_recipe(vllm={"args": [flag]}), HEAD)
+
+
+def test_a_roofline_knows_neither_several_gpus_nor_experts():
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
+    for wanted in (vllm_recipe(2), vllm_recipe(**experts)):
+        engine = wanted.engine.model_copy(update={"name": "transformers"})
+        with pytest.raises(InputError, match="does not know"):
+            analytic_profile(wanted.model_copy(update={"engine": engine}), HEAD)

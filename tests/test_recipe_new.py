@@ -227,10 +227,8 @@ def test_an_unknown_name_of_hardware_names_the_nearest(given: object) -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "wish", "named"),
     [
-        ("qwen3-30b-a3b", "h100-sxm", {}, "mixtures of experts"),
-        ("llama-3.3-70b", "h100-sxm", {"gpus": 4}, "tensor_parallel_size 4"),
         ("deepseek-v3", "h200", {}, "MLA"),
-        ("qwen3-8b", "h200", {"quantization": "fp8"}, "fp8"),
+        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, "fp8 on a100"),
     ],
 )
 def test_an_analytic_profile_refuses_what_it_does_not_know(
@@ -246,7 +244,7 @@ def test_an_analytic_profile_refuses_what_it_does_not_know(
     [
         ({"sliding_window": 128}, "sliding windows"),
         ({"layer_types": ["linear_attention"] * 36}, "linear attention"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "int4"),
     ],
 )
 def test_an_analytic_profile_refuses_other_caches_by_name(
@@ -258,6 +256,24 @@ def test_an_analytic_profile_refuses_other_caches_by_name(
     with pytest.raises(InputError) as caught:
         analytic_profile(recipe.model_copy(update={"model": model}), HEAD)
     assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "wish"),
+    [
+        ("qwen3-30b-a3b", "h100-sxm", {}),
+        ("llama-3.3-70b", "h100-sxm", {"gpus": 4}),
+        ("qwen3-32b", "l40s", {"quantization": "fp8"}),
+    ],
+)
+def test_an_analytic_profile_of_experts_several_gpus_and_fp8(
+    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any]
+) -> None:
+    recipe = made(tmp_path, model, gpu, **wish)
+    profile = analytic_profile(recipe, HEAD)
+    assert profile.engine.tensor_parallel_size == recipe.engine.tensor_parallel_size
+    assert profile.engine.capacity_tokens > 0
+    assert profile.engine.analytic_error
 
 
 def test_an_analytic_profile_refuses_flags_that_change_the_model(tmp_path: Path) -> None:

@@ -159,24 +159,19 @@ def cache_parts(special: Special, gpus: int) -> int:
     return 1 if special.latent else gpus
 
 
-def not_computed(special: Special, scheme: str, gpus: int) -> list[str]:
-    """What an analytic profile does not know about a model, in words.
+def not_computed(special: Special, scheme: str) -> list[str]:
+    """What an analytic profile for vLLM does not know about a model, in words.
 
     Args:
         special: of its config.
         scheme: of its weights, such as 'fp8'; '': 16 or 32 bits.
-        gpus: that share it.
     """
     reasons = []
-    if gpus > 1:
-        reasons.append(f"tensor parallelism (tensor_parallel_size {gpus})")
-    if special.experts:
-        reasons.append(f"mixtures of experts ({special.experts} experts)")
     if special.latent:
         reasons.append("MLA (multi-head latent attention)")
     if special.cache_problem:
         reasons.append(special.cache_problem.partition(":")[0])
-    if scheme:
+    if scheme.startswith("int"):
         reasons.append(f"quantized weights ({scheme})")
     return reasons
 

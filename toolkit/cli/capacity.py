@@ -46,7 +46,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, read_file, shipped_fit, write_text
+from toolkit.files.io import check_writable, head, read_file, shipped_fit, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import share_used
@@ -99,7 +99,8 @@ class CapacityOptions(LengthOptions):
     )
     tp: str | None = option(
         None,
-        "Only recipes measured with this tensor parallelism: GPUs of a worker, such as 1,2.",
+        "GPUs of a worker, such as 1,2. Analytic laws of vLLM are computed for each, with as many "
+        "workers as the same GPUs make; of measured recipes only those measured so.",
         metavar="N,...",
     )
     at_once: bool = option(
@@ -235,8 +236,8 @@ def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
     """Each recipe with its file, its fit and the fit's file.
 
     A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Without
-    one it is fit.json in the current folder, or the shipped one. Raises `InputError` for a recipe
-    without a fit.
+    one it is fit.json in the current folder, or the shipped one, or for vLLM on a GPU an analytic
+    one. Raises `InputError` for another recipe without a fit.
     """
     given = list(args.fit or [])
     files = [recipe_path(name) for name in args.recipes]
@@ -252,13 +253,16 @@ def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
         if path is None and len(files) == 1 and given:
             path = given[0]
         path = path or _fit_here(recipe) or shipped_fit(file.stem)
-        if path is None:
+        if path is not None:
+            found.append((file, recipe, read_fit(path, file, force=args.force), path))
+        elif _is_computed(recipe):
+            found.append((file, recipe, _computed_fit(file, recipe), file))
+        else:
             raise InputError(
                 f"recipe '{recipe.name}' has no shipped fit",
                 "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
             )
-        found.append((file, recipe, read_fit(path, file, force=args.force), path))
-    return _of_parallelism(found, _names(args.tp))
+    return _of_parallelism(found, _names(args.tp), args.workers)
 
 
 def _fit_here(recipe: Recipe) -> Path | None:
@@ -271,23 +275,76 @@ def _fit_here(recipe: Recipe) -> Path | None:
 
 
 def _of_parallelism(
-    recipes: list[tuple[Path, Recipe, Fit, Path]], wanted: Sequence[str]
+    recipes: list[tuple[Path, Recipe, Fit, Path]], wanted: Sequence[str], workers: int | None
 ) -> list[tuple[Path, Recipe, Fit, Path]]:
     """The recipes with a wanted tensor parallelism; all without a wish.
 
-    `InputError` for one that none of them was measured with: its laws are not known.
+    An analytic recipe of vLLM has each of the wanted sizes: its laws are computed for them, and it
+    has as many workers as the same GPUs make. `InputError` for a size that no recipe has: measured
+    laws do not tell another size's.
     """
     if not wanted:
         return recipes
-    measured = [str(recipe.engine.tensor_parallel_size) for _, recipe, _, _ in recipes]
-    for size in wanted:
-        if size not in measured:
-            raise InputError(
-                f"--tp {size}: the recipes were measured with {', '.join(measured)}, and laws for "
-                "another tensor parallelism do not follow from that",
-                f"profile a recipe with engine.tensor_parallel_size: {size}, and name it too",
-            )
-    return [one for one, size in zip(recipes, measured, strict=True) if size in wanted]
+    sizes = [_size(word) for word in wanted]
+    found: list[tuple[Path, Recipe, Fit, Path]] = []
+    for file, recipe, fit, path in recipes:
+        if fit.engine.analytic and _is_computed(recipe):
+            found += [_computed(file, recipe, size, max(sizes), workers) for size in sizes]
+        elif recipe.engine.tensor_parallel_size in sizes:
+            sized = recipe.model_copy(update={"workers": workers or recipe.workers})
+            found.append((file, sized, fit, path))
+    known = {recipe.engine.tensor_parallel_size for _, recipe, _, _ in found}
+    if missing := [size for size in sizes if size not in known]:
+        measured = ", ".join(str(one.engine.tensor_parallel_size) for _, one, _, _ in recipes)
+        raise InputError(
+            f"--tp {missing[0]}: the recipes were measured with {measured}, and laws for another "
+            "tensor parallelism do not follow from that",
+            f"profile a recipe with engine.tensor_parallel_size: {missing[0]}, and name it too",
+        )
+    return found
+
+
+def _size(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise InputError(f"--tp {word}: it is a number of GPUs, 1 or more", "for example --tp 1,2")
+    return int(word)
+
+
+def _computed(
+    file: Path, recipe: Recipe, size: int, largest: int, workers: int | None
+) -> tuple[Path, Recipe, Fit, Path]:
+    """The recipe on workers of `size` GPUs, on as many GPUs as before and at least `largest`, and
+    its analytic fit.
+    """
+    own = recipe.engine.tensor_parallel_size
+    gpus = max((workers or recipe.workers) * own, largest)
+    if gpus % size:
+        raise InputError(f"--tp {size}: it does not divide {gpus} GPUs", "change --workers or --tp")
+    usd = recipe.hardware.usd_per_hour
+    given = recipe.model_dump()
+    given["name"] = f"{recipe.name}-tp{size}"[-64:]
+    given["workers"] = gpus // size
+    given["engine"]["tensor_parallel_size"] = size
+    given["hardware"]["usd_per_hour"] = None if usd is None else usd * size / own
+    try:
+        changed = Recipe.model_validate(given)
+    except ValueError as error:  # pydantic's: the problem is in its last line but one
+        problem = str(error).splitlines()[-2].strip().removeprefix("Value error, ")
+        raise InputError(f"--tp {size}: {problem.partition(' [type=')[0]}") from None
+    return file, changed, _computed_fit(file, changed), file
+
+
+def _is_computed(recipe: Recipe) -> bool:
+    from toolkit.profiling.analytic import by_operators
+
+    return by_operators(recipe)
+
+
+def _computed_fit(file: Path, recipe: Recipe) -> Fit:
+    """The analytic fit of a recipe, which may differ from its file."""
+    from toolkit.profiling.analytic import analytic_fit
+
+    return analytic_fit(recipe, head(inputs={"recipe": file}, device=recipe.hardware.name))
 
 
 def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -> Recipe:
@@ -298,7 +355,7 @@ def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -
     changes: dict[str, object] = {}
     if targets:
         changes["sla"] = targets
-    if args.workers:
+    if args.workers and not args.tp:
         changes["workers"] = args.workers
     if args.seed is not None:
         changes["tune"] = recipe.tune.model_copy(update={"seed": args.seed})

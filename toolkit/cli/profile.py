@@ -49,12 +49,13 @@ class ProfileOptions:
         False, "Start from the beginning, and ignore the results of an interrupted run."
     )
     analytic: bool = option(
-        False, "Measure nothing; compute a roofline from the recipe's hardware and model numbers."
+        False,
+        "Measure nothing; compute passes from the recipe's hardware and model numbers.",
     )
     like: tuple[Path, Path] | None = option(
         None,
-        "With --analytic: take the efficiency from a measured profile of the same engine and its "
-        "recipe.",
+        "With --analytic: a roofline with the efficiency of a measured profile of the same engine, "
+        "and that profile's recipe.",
         metavar="PROFILE RECIPE",
     )
     as_json: JsonOption = False

@@ -10,6 +10,7 @@ the error of a fit moves a result that is computed from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -92,6 +93,9 @@ def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields)
 def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     """Fit every law to a profile; `seed` deals the points into held-out parts.
 
+    The errors of a profile that was computed have the method's own error in them
+    (`engine.analytic_error`), where that is known.
+
     Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
     rounds or memory probes.
     """
@@ -100,6 +104,15 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     law = SegmentedLaw(
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
+    steps = fit_steps(profile.steps, seed)
+    known = profile.engine.analytic_error
+    if known is not None:
+        decode_off = known.decode_percent, known.decode_p95_percent
+        prompt_off = known.prompt_percent, known.prompt_p95_percent
+        prefill = replace(prefill, fit=_farther_off(prefill.fit, prompt_off))
+        decode = replace(decode, fit=_farther_off(decode.fit, decode_off))
+        if steps is not None:
+            steps = _farther_off(steps, max(decode_off, prompt_off))
     prefill = replace(
         prefill,
         fit=prefill.fit.model_copy(update={"flat_percent": _flat_percent(prefill.points, seed)}),
@@ -110,8 +123,25 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
         forms.fit_overhead(profile.slices, law, seed),
         fit_memory(profile.memory, profile.engine),
         *fit_rounds(profile, law, seed),
-        fit_steps(profile.steps, seed),
+        steps,
     )
+
+
+Law = TypeVar("Law", LatencyFit, StepsFit)
+
+
+def _farther_off(law: Law, method: tuple[float, float]) -> Law:
+    """`law` with an error that has in it, beside what a form loses, how far off its points are:
+    median and p95 in percent. Both add up as independent errors do.
+    """
+    error = law.error
+    both = HeldOutError(
+        median_percent=math.hypot(error.median_percent, method[0]),
+        p95_percent=math.hypot(error.p95_percent, method[1]),
+        worst_percent=math.hypot(error.worst_percent, method[1]),
+        points=error.points,
+    )
+    return law.model_copy(update={"error": both})
 
 
 def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> FittedLaw:

@@ -258,7 +258,7 @@ def _notes(
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
     if not traits_of(wish.engine).timed_by_pass:
         notes.append(f"engine '{wish.engine}' is slower than vLLM on a GPU")
-    if reasons := not_computed(facts.special, scheme.name if scheme else "", room.gpus):
+    if reasons := not_computed(facts.special, scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     if gpu.note:
         notes.append(f"{gpu.name}: {gpu.note}")

@@ -218,6 +218,18 @@ class FailedPoint(Strict):
     reason: str
 
 
+class AnalyticError(Strict):
+    """How far passes that were computed were off, in percent of the measured ones, on models that
+    set none of the method's constants.
+    """
+
+    decode_percent: float = Field(description="passes of decodes, median")
+    decode_p95_percent: float
+    prompt_percent: float = Field(description="passes with prompts, median")
+    prompt_p95_percent: float
+    points: int = Field(description="of measured servers and runs")
+
+
 class EngineFacts(Strict):
     """What the engine resolved when it loaded: the numbers that a simulation needs."""
 
@@ -244,6 +256,9 @@ class EngineFacts(Strict):
         1, description="processes that share a worker's model; bytes are of each"
     )
     analytic: str = Field("", description="the assumptions, where nothing was measured")
+    analytic_error: AnalyticError | None = optional(
+        "of the method, where nothing was measured; none: it is not known"
+    )
     load_s: float | None = optional(
         "seconds until the engine was loaded; none: it was not measured"
     )

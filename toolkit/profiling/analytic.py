@@ -1,24 +1,38 @@
-"""A profile of hardware that is not available: a roofline from the recipe's numbers.
+"""A profile of hardware that is not available, computed from the recipe's numbers.
 
 It has the grid and the sections of a measured profile, so everything that reads a profile reads it
-too. It is marked as analytic, and its assumptions are written into it (`engine.analytic`). The
-efficiency factors may come from a measured profile of the same engine on other hardware.
+too. It is marked as analytic, and its assumptions are written into it (`engine.analytic`).
+
+- A pass of vLLM on a GPU is the sum of its operators (`estimators.gpu_operators`), which others
+  measured on that GPU or on one like it. How far off that was on models that were measured is
+  written into the profile (`engine.analytic_error`), and the fit has it.
+- A pass of other engines is a roofline. Its efficiency is assumed, or comes from a measured profile
+  of the same engine on other hardware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
-from toolkit.catalogue.models import not_computed, special_of
+import numpy as np
+
+from toolkit.catalogue.gpus import gpu_of
+from toolkit.catalogue.models import cache_parts, not_computed, special_of
+from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
+from toolkit.estimators.fitting import fit_file, fit_profile
+from toolkit.estimators.forms import Floats
+from toolkit.estimators.gpu_operators import method_errors, operators_of
 from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
-from toolkit.estimators.steps import chunk_attended
+from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import (
+    AnalyticError,
     DecodePoint,
     EngineFacts,
     MemoryPoint,
@@ -31,6 +45,7 @@ from toolkit.files.profile import (
 from toolkit.files.recipe import DTYPE_BYTES, Recipe
 from toolkit.profiling.grid import PROMPTS, grid, slice_shapes
 from toolkit.profiling.measure import probe_shapes, safe_tokens
+from toolkit.profiling.shapes import shapes_of
 from toolkit.units import GIB, MIB
 
 Number = TypeVar("Number", int, float)
@@ -46,7 +61,9 @@ NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they t
     "--pipeline-parallel-size": "pipeline parallelism",
     "--tensor-parallel-size": "tensor parallelism",
     "--enable-expert-parallel": "expert parallelism",
+    "--data-parallel-size": "engines that wait for one another",
 }
+EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
 PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
 
 
@@ -74,23 +91,93 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
     return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
 
 
-def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
-    """The profile that the roofline predicts. `InputError` names what it does not know of the
-    recipe's model (`refuse_not_computed`), and numbers that the recipe lacks.
+@dataclass(slots=True, frozen=True)
+class ComputedPasses:
+    """Seconds [n] of passes [n], where they come from, and how far off they are known to be."""
+
+    seconds: Callable[[Sequence[StepShape]], Floats]
+    source: str
+    error: AnalyticError | None = None
+
+    def prefill_s(self, batch_size: int, input_length: int) -> float:
+        """Seconds of a pass over [N, L] tokens."""
+        n, length = batch_size, input_length
+        return self.one(StepShape(0, 0, n, n * length, n * chunk_attended(0, length)))
+
+    def decode_s(self, batch_size: int, cached_length: int) -> float:
+        """Seconds of a step of N rows."""
+        return self.one(StepShape(batch_size, batch_size * cached_length))
+
+    def one(self, shape: StepShape) -> float:
+        """Seconds of one pass."""
+        return float(self.seconds([shape])[0])
+
+
+def pass_times(recipe: Recipe, basis: Basis | None = None) -> ComputedPasses:
+    """The times of the recipe's passes: the sums of operators for vLLM on a GPU, else a roofline
+    with the efficiency of `basis`. `InputError` names what is not known of the model.
     """
     refuse_not_computed(recipe)
+    if basis is None and by_operators(recipe):
+        return _operator_times(recipe)
+    _refuse_roofline(recipe)
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
-    facts = _facts(recipe, line.sizes, basis.text())
+
+    def seconds(shapes: Sequence[StepShape]) -> Floats:
+        passes = []
+        for shape in shapes:
+            attended = shape.decode_cached + shape.prefill_attended
+            moved = shape.decode_cached + shape.prefill_tokens + shape.prefill_cached
+            passes.append(line.pass_s(shape.tokens, attended, moved))
+        return np.array(passes)
+
+    return ComputedPasses(seconds, basis.text())
+
+
+def by_operators(recipe: Recipe) -> bool:
+    """Whether the recipe's passes are computed as sums of operators."""
+    return traits_of(recipe.engine.name).timed_by_pass and recipe.hardware.device == "cuda"
+
+
+def _operator_times(recipe: Recipe) -> ComputedPasses:
+    peaks, vllm = peaks_of(recipe), recipe.engine.vllm
+    gpu = recipe.hardware.gpu
+    link = gpu_of(gpu).link_gb_s * 1e9 if gpu else None
+    name = gpu or recipe.hardware.name
+    operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s, link)
+    model, ranks = shapes_of(recipe), recipe.engine.tensor_parallel_size
+    operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
+    error = AnalyticError(**method_errors())
+    source = (
+        f"sum of {operators.source}; of models that set none of its constants, decode passes were "
+        f"{error.decode_percent:g} % off and prompts {error.prompt_percent:g} % (median)"
+    )
+    launch_s = model.layers * EAGER_LAYER_S if vllm and vllm.enforce_eager else 0.0
+    if launch_s:
+        source += f"; without CUDA graphs a pass takes at least {launch_s * 1e3:.0f} ms"
+
+    def seconds(shapes: Sequence[StepShape]) -> Floats:
+        return np.maximum(operators.pass_seconds(model, shapes, ranks), launch_s)
+
+    return ComputedPasses(seconds, source, error)
+
+
+def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
+    """The profile that `pass_times` predict. `InputError` names what they do not know of the
+    recipe's model, and numbers that the recipe lacks.
+    """
+    times = pass_times(recipe, basis)
+    facts = _facts(recipe, sizes_of(recipe), times)
     points, skipped = grid(recipe.profile, facts)
     prefill, decode, probes, slices = [], [], [], []
     for point in points:
         n, length = point.batch_size, point.length
         if point.kind == "prefill":
-            seconds = [line.prefill_s(n, length)]
+            seconds = [times.prefill_s(n, length)]
             prefill.append(PrefillPoint(batch_size=n, input_length=length, seconds=seconds))
         else:
-            seconds = [line.decode_s(n, length)]
+            seconds = [times.decode_s(n, length)]
             decode.append(DecodePoint(batch_size=n, cached_length=length, seconds=seconds))
     for length, steps in probe_shapes(recipe.profile, facts):
         rows = facts.capacity_tokens // (length + steps)
@@ -100,8 +187,9 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     shapes = slice_shapes(recipe.profile, safe_tokens(probes, facts), facts.max_model_len)
     for shape in shapes.values():
         n, length, steps = shape.batch_size, shape.input_length, shape.steps
-        decode_s = sum(line.decode_s(n, length + step) for step in range(1, steps))
-        slice_s = line.prefill_s(n, length) + decode_s
+        each = [StepShape(n, n * (length + step)) for step in range(1, steps)]
+        decode_s = sum(times.seconds(each).tolist()) if each else 0.0
+        slice_s = times.prefill_s(n, length) + decode_s
         slices.append(SlicePoint(batch_size=n, input_length=length, steps=steps, seconds=slice_s))
     return Profile(
         **head,
@@ -114,33 +202,57 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         slices=slices,
         memory=probes,
         failed=skipped,
-        steps=_steps(recipe, facts, line) if traits_of(recipe.engine.name).timed_by_pass else None,
+        steps=_steps(recipe, facts, times) if traits_of(recipe.engine.name).timed_by_pass else None,
     )
 
 
+def analytic_fit(recipe: Recipe, head: EnvelopeFields) -> Fit:
+    """The laws of `analytic_profile`. `InputError` likewise."""
+    profile = analytic_profile(recipe, head)
+    return fit_file(profile, fit_profile(profile), head)
+
+
 def refuse_not_computed(recipe: Recipe) -> None:
-    """Raise `InputError` for what the roofline would compute as something else: it knows a dense
-    model with full attention and weights of `model.dtype`, on one device.
-    """
+    """Raise `InputError` for what would be computed as something else."""
     model, vllm = recipe.model, recipe.engine.vllm
-    stored = model.config.get("quantization_config")
-    scheme: str = model.quantization or ""
-    if isinstance(stored, dict):
-        scheme = str(stored.get("quant_method") or "quantization_config")
     special = special_of(model.config)
-    reasons = not_computed(special, scheme, recipe.engine.tensor_parallel_size)
+    reasons = not_computed(special, _scheme(recipe))
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")
+    hint = MEASURE
+    if special.cache_problem:
+        hint = "llmctl models one kind of KV cache per model; choose a model with full attention"
+    _refuse(reasons, hint)
+
+
+def _refuse_roofline(recipe: Recipe) -> None:
+    """Raise `InputError` for what a roofline does not know, beside `refuse_not_computed`: it knows
+    a dense model with weights of `model.dtype` on one device.
+    """
+    reasons = []
+    if recipe.engine.tensor_parallel_size > 1:
+        ranks = recipe.engine.tensor_parallel_size
+        reasons.append(f"tensor parallelism (tensor_parallel_size {ranks})")
+    if experts := special_of(recipe.model.config).experts:
+        reasons.append(f"mixtures of experts ({experts} experts)")
+    if scheme := _scheme(recipe):
+        reasons.append(f"quantized weights ({scheme})")
+    _refuse(reasons, f"of engine '{recipe.engine.name}'; {MEASURE}")
+
+
+MEASURE = "measure it on the GPU, without --analytic: llmctl profile RECIPE"
+
+
+def _refuse(reasons: list[str], hint: str) -> None:
     if reasons:
-        problem = f"an analytic profile does not know {', '.join(reasons)}"
-        hint = "measure it on the GPU, without --analytic: llmctl profile RECIPE"
-        if special.cache_problem:
-            hint = (
-                "llmctl models one kind of KV cache per model; choose a model with full attention"
-            )
-        raise InputError(problem, hint)
+        raise InputError(f"an analytic profile does not know {', '.join(reasons)}", hint)
+
+
+def _scheme(recipe: Recipe) -> str:
+    scheme = scheme_of(recipe.model.config, recipe.model.quantization or "")
+    return scheme.name if scheme else ""
 
 
 def peaks_of(recipe: Recipe) -> Peaks:
@@ -176,17 +288,22 @@ def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
     return [number for number in numbers.values() if number is not None]
 
 
-def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
-    engine = recipe.engine
+def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFacts:
+    """What the engine would resolve; bytes are of each of a worker's GPUs."""
+    engine, ranks = recipe.engine, recipe.engine.tensor_parallel_size
+    kv_bytes = sizes.kv_bytes_per_token // cache_parts(special_of(recipe.model.config), ranks)
     if engine.kv_cache_memory_mib is not None:
         budget = int(engine.kv_cache_memory_mib * MIB)
     else:
         (memory_gib,) = _needed({"hardware.memory_gib": recipe.hardware.memory_gib})
-        budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
-        if budget < sizes.kv_bytes_per_token:
+        weight_bytes = sizes.weight_bytes // ranks
+        budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - weight_bytes
+        if budget < kv_bytes:
             share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
-            weights = f"the weights, {sizes.weight_bytes / GIB:.1f} GiB"
-            raise InputError(f"{weights}, leave no KV cache in {share}")
+            each = "" if ranks == 1 else f" on each of {ranks} GPUs"
+            weights = f"the weights, {weight_bytes / GIB:.1f} GiB{each}"
+            hint = "use more GPUs a worker (engine.tensor_parallel_size), or smaller weights"
+            raise InputError(f"{weights}, leave no KV cache in {share}", hint)
     return EngineFacts(
         engine=engine.name,
         engine_version="",
@@ -195,44 +312,48 @@ def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
         dtype=recipe.model.dtype,
         device=recipe.hardware.name,
         threads=engine.threads,
-        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes,
         kv_budget_bytes=budget,
-        capacity_tokens=budget // sizes.kv_bytes_per_token,
+        capacity_tokens=budget // kv_bytes,
         max_model_len=recipe.model.max_model_len,
         vocab_size=recipe.model.vocab_size,
         prefill_emits_token=True,
-        analytic=analytic,
+        tensor_parallel_size=ranks,
+        analytic=times.source,
+        analytic_error=times.error,
     )
 
 
-def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
+def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsProfile:
     """Passes of a paged engine over the recipe's grid: decoding rows, prompts, and both together.
 
-    `pass_s` includes the gap between two passes. A client's further waiting is unknown: 0.
+    A pass includes the gap between two passes. A client's further waiting is unknown: 0.
     """
     spec, vllm = recipe.profile, recipe.engine.vllm
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
-    lengths = sorted(set(spec.cached_lengths))
-    # A roofline is linear in the cached length, so three lengths are enough.
-    few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    decoding = [(0, 0), *((n, length) for n in spec.batch_sizes for length in few)]
-    chunks = [(0, 0), *((k, length) for k in (1, PROMPTS) for length in spec.input_lengths)]
-    points = []
-    for (rows, cached), (count, length) in product(decoding, chunks):
-        held, new = rows * cached, count * length  # tokens of the decoding rows, and of prompts
-        if not rows + count or rows + new > PASS_TOKENS:
+    # All numbers of rows alone, and a few beside chunks, so that both kinds of pass weigh alike.
+    alone = list(product(spec.batch_sizes, _few(spec.cached_lengths, 5), [(0, 0)]))
+    beside = [(0, 0), *product(_few(spec.batch_sizes, 3), _few(spec.cached_lengths, 2))]
+    chunks = list(product((1, PROMPTS), spec.input_lengths))
+    mixed = [(rows, cached, chunk) for (rows, cached), chunk in product(beside, chunks)]
+    shapes = []
+    for rows, cached, (count, length) in [*alone, *mixed]:
+        if rows + count * length > PASS_TOKENS:
             continue
         attended = count * chunk_attended(0, length)
-        point = StepPoint(
-            decodes=rows,
-            decode_cached=held,
-            prefills=count,
-            prefill_tokens=new,
-            prefill_attended=attended,
-            seconds=[line.pass_s(rows + new, held + attended, held + new)],
+        shapes.append(StepShape(rows, rows * cached, count, count * length, attended))
+    points = [
+        StepPoint(
+            decodes=shape.decodes,
+            decode_cached=shape.decode_cached,
+            prefills=shape.prefills,
+            prefill_tokens=shape.prefill_tokens,
+            prefill_attended=shape.prefill_attended,
+            seconds=[float(seconds)],
             host_s=[],
         )
-        points.append(point)
+        for shape, seconds in zip(shapes, times.seconds(shapes), strict=True)
+    ]
     return StepsProfile(
         block_tokens=block_tokens,
         blocks=facts.capacity_tokens // block_tokens,
@@ -241,3 +362,10 @@ def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
         points=points,
         front=[],
     )
+
+
+def _few(values: Sequence[int], count: int) -> list[int]:
+    """At most so many of the values, the least and the greatest among them."""
+    ordered = sorted(set(values))
+    places = np.linspace(0, len(ordered) - 1, min(count, len(ordered)))
+    return [ordered[int(place)] for place in places]

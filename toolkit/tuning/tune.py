@@ -486,16 +486,17 @@ def _uncertainty(
 
     In a draw the workers follow the drawn laws while the scheduler believes the fitted ones, as in
     a live server. The defaults and the best get the same draws. Fits are resampled from the profile
-    where it is known, else scaled by their held-out errors.
+    where it is known and was measured, else scaled by their held-out errors.
     """
     draws, seed = inputs.recipe.tune.draws, inputs.recipe.tune.seed
     setup = inputs.setup("held out", inputs.workload.windows.held_out)
     if not draws:
         return None
-    if inputs.profile is None:
+    measured = None if inputs.fit.engine.analytic else inputs.profile
+    if measured is None:
         fits = scaled_fits(inputs.fit, draws, seed)
     else:
-        fits = resampled_fits(inputs.profile, inputs.fit, draws, seed)
+        fits = resampled_fits(measured, inputs.fit, draws, seed)
     others = [scaled_fits(kind.fit, draws, seed + k) for k, kind in enumerate(inputs.others, 1)]
     tasks = []
     for k, drawn in enumerate(zip(fits, *others, strict=True)):
@@ -508,7 +509,7 @@ def _uncertainty(
     defaults, bests = ([one.goodput_rps for one in each] for each in zip(*pairs, strict=True))
     gains = [100.0 * (b / a - 1.0) for a, b in zip(defaults, bests, strict=True) if a > 0]
     return Uncertainty(
-        method="held-out errors" if inputs.profile is None else "profile",
+        method="held-out errors" if measured is None else "profile",
         draws=draws,
         defaults_goodput_rps=_interval(defaults),
         best_goodput_rps=_interval(bests),

@@ -1,0 +1,156 @@
+"""Operators of GPUs: their formulas by hand, passes of whole models, and what is refused."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.estimators.gpu_operators import (
+    AllReduce,
+    ChunkAttention,
+    DecodeAttention,
+    Experts,
+    Gemm,
+    ModelShapes,
+    measured_gpus,
+    measured_operators,
+    operators_of,
+    rest_kernels,
+    touched_experts,
+)
+from toolkit.estimators.steps import StepShape
+
+ONE = np.array([1.0])
+DENSE = ModelShapes(
+    layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
+)
+SPARSE = replace(
+    DENSE, intermediate=0, experts=128, experts_per_token=8, expert_intermediate=768, qk_norm=True
+)
+DECODE = StepShape(1, 1024)
+PROMPT = StepShape(0, 0, 1, 2048, 2048 * 1024.0)
+
+
+def test_a_gemm_is_limited_by_what_it_moves_or_computes() -> None:
+    law = Gemm(start_s=1.0, bytes_per_s=10.0, flops_per_s=1e9, overlap=50.0)
+    moved = 20 * 30 * 2 + 30 * 2 + 20 * 2  # weights, inputs, outputs
+    assert law.seconds(ONE, 20, 30, 2.0)[0] == pytest.approx(1.0 + moved / 10.0)
+    law = Gemm(start_s=0.0, bytes_per_s=1e12, flops_per_s=10.0, overlap=50.0)
+    assert law.seconds(4 * ONE, 20, 30, 2.0)[0] == pytest.approx(2 * 4 * 20 * 30 / 10.0)
+
+
+def test_without_overlap_both_add_up_and_quantizing_is_extra() -> None:
+    law = Gemm(1.0, 10.0, 100.0, overlap=1.0, quantize_s=0.5)
+    moved = 20 * 30 * 1 + 30 * 1 + 20 * 2
+    expected = 1.0 + moved / 10.0 + 2 * 20 * 30 / 100.0 + 0.5 * 30
+    assert law.seconds(ONE, 20, 30, 1.0)[0] == pytest.approx(expected)
+
+
+def test_attention_by_hand() -> None:
+    decode = DecodeAttention(start_s=1.0, row_s=3.0, bytes_per_s=8.0, beside=1.6)
+    assert decode.seconds(ONE, 2 * ONE, 1, 2)[0] == pytest.approx(1.0 + np.hypot(3.0, 2.0))
+    assert decode.seconds(0 * ONE, 0 * ONE, 1, 2)[0] == 0.0
+    chunk = ChunkAttention(start_s=1.0, flops_per_s=16.0, bytes_per_s=24.0)
+    assert chunk.seconds(ONE, 4 * ONE, 2, 1, 2)[0] == pytest.approx(1.0 + 4.0 + 1.0)
+
+
+def test_the_expected_number_of_touched_experts() -> None:
+    tokens = np.array([1.0, 2.0, 1e4])
+    assert touched_experts(tokens, 8, 2) == pytest.approx([2.0, 8 * (1 - 0.75**2), 8.0])
+    law = Experts(start_s=0.0, expert_s=1.0, bytes_per_s=1e30, flops_per_s=1e30)
+    assert law.seconds(tokens, 1, 1.0, 8, 2, 2.0) == pytest.approx(touched_experts(tokens, 8, 2))
+
+
+def test_a_pass_is_the_sum_of_its_operators() -> None:
+    """With operators that only start, it counts them."""
+    start = Gemm(1.0, 1e30, 1e30, 2.0)
+    gpu = replace(
+        measured_operators("h200_sxm"),
+        gemm={"bfloat16": start},
+        decode=DecodeAttention(10.0, 0.0, 1e30, 1.0),
+        chunk=ChunkAttention(100.0, 1e30, 1e30),
+        experts={"bfloat16": Experts(1000.0, 0.0, 1e30, 1e30)},
+        all_reduce={2: AllReduce(0.5, 1e30)},
+        kernel_s=0.0,
+        pass_s=0.25,
+        reduce_s=0.5,
+    )
+    layer = 2 + 2  # GEMMs of attention and of the MLP
+    decode, prompt = gpu.pass_seconds(DENSE, [DECODE, PROMPT])
+    assert decode == pytest.approx(32 * (layer + 10) + 1 + 0.25)
+    assert prompt == pytest.approx(32 * (layer + 100) + 1 + 0.25)
+    assert gpu.pass_seconds(DENSE, [DECODE], 2)[0] == pytest.approx(decode + 32 * 2 * (0.5 + 0.5))
+    sparse = gpu.pass_seconds(SPARSE, [DECODE])[0]
+    assert sparse == pytest.approx(32 * (2 + 10 + 1000 + 1) + 1 + 0.25)  # and the router
+    mixed = replace(SPARSE, intermediate=64, dense_layers=3, dense_intermediate=128)
+    assert gpu.pass_seconds(mixed, [DECODE])[0] == pytest.approx(sparse + 29 * 2 - 3 * 1001 + 3 * 2)
+
+
+def test_decodes_beside_a_chunk_read_their_caches_more_slowly() -> None:
+    gpu = measured_operators("h200_sxm")
+    chunk = (1, 16, 128.0)
+    alone = np.diff(gpu.pass_seconds(DENSE, [StepShape(8, 8 * 4096), StepShape(8, 8 * 65536)]))[0]
+    shapes = [StepShape(8, 8 * 4096, *chunk), StepShape(8, 8 * 65536, *chunk)]
+    beside = np.diff(gpu.pass_seconds(DENSE, shapes))[0]
+    assert beside / alone == pytest.approx(gpu.decode.beside, rel=0.02)
+
+
+def test_our_own_h200_run() -> None:
+    """Passes of vLLM 0.32 with Llama-3.1-8B: 5.07 ms, 9.07 ms, 48 ms (docs/results/gpu.md)."""
+    gpu = measured_operators("h200_sxm")
+    found = gpu.pass_seconds(DENSE, [DECODE, StepShape(96, 96 * 1024), PROMPT])
+    assert found == pytest.approx([5.07e-3, 9.07e-3, 48e-3], rel=0.15)
+
+
+@pytest.mark.parametrize("name", measured_gpus())
+def test_every_gpu_gives_sane_passes(name: str) -> None:
+    """No faster than the data sheet allows, and no more than three times as slow."""
+    gpu = measured_operators(name)
+    decode, prompt = gpu.pass_seconds(DENSE, [StepShape(1, 0), PROMPT])
+    weights = 2 * 7.5e9
+    assert 1.0 < decode / (weights / gpu.bandwidth) < 3.0
+    assert 1.0 < prompt / (weights * 2048 / gpu.flops) < 3.0
+    sparse = gpu.pass_seconds(SPARSE, [StepShape(rows, 0) for rows in (1, 8, 64)])
+    assert sparse[0] < sparse[1] < sparse[2]
+
+
+def test_more_gpus_are_faster_but_not_in_proportion() -> None:
+    gpu = measured_operators("h100_sxm")
+    big = replace(DENSE, layers=80, hidden=8192, intermediate=28672, heads=64)
+    times = [gpu.pass_seconds(big, [DECODE, PROMPT], ranks) for ranks in (1, 2, 4, 8)]
+    for fewer, more in pairwise(times):
+        assert (more < fewer).all()
+        assert (2 * more > fewer).all()
+
+
+def test_a_gpu_by_its_name_and_its_data_sheet() -> None:
+    assert operators_of("H200", 4.8e12, 989e12, 450e9) == measured_operators("h200_sxm")
+    assert operators_of("NVIDIA A100-SXM4-80GB", 2.039e12, 312e12).name == "a100_sxm"
+    pcie = operators_of("H100 PCIe", 2.0e12, 756e12)  # another card of that family
+    sxm = measured_operators("h100_sxm")
+    shares = [one.gemm["bfloat16"].bytes_per_s / one.bandwidth for one in (pcie, sxm)]
+    assert shares[0] == pytest.approx(shares[1])
+    assert "H100 PCIe was not measured" in pcie.source
+    assert "l40s" in operators_of("L4", 300e9, 121e12).source
+    assert "a100_sxm" in operators_of("something else", 1.9e12, 300e12).source
+    slow = operators_of("h100-pcie", 2.0e12, 756e12, 64e9)  # no NVLink
+    assert slow.all_reduce[2].bytes_per_s < 0.3 * pcie.all_reduce[2].bytes_per_s
+    assert slow.all_reduce == measured_operators("rtx_pro_6000_server").all_reduce
+    ratio = pcie.pass_seconds(DENSE, [PROMPT])[0] / sxm.pass_seconds(DENSE, [PROMPT])[0]
+    assert 1.2 < ratio < 989 / 756 + 0.1
+
+
+def test_what_was_not_measured_is_refused_by_name() -> None:
+    a100 = measured_operators("a100_sxm")
+    with pytest.raises(InputError, match="GEMMs in fp8 on a100_sxm"):
+        a100.pass_seconds(replace(DENSE, weights="fp8"), [DECODE])
+    with pytest.raises(InputError, match="among 3 GPUs"):
+        a100.pass_seconds(DENSE, [DECODE], 3)
+    with pytest.raises(InputError, match="experts in nvfp4"):
+        a100.pass_seconds(replace(SPARSE, expert_weights="nvfp4"), [DECODE])
+
+
+def test_kernels_of_the_rest_of_a_layer() -> None:
+    assert (rest_kernels(DENSE), rest_kernels(SPARSE)) == (5, 9)

@@ -1,0 +1,461 @@
+"""Times of a model's operators on a GPU, from a handful of coefficients, and their sum: a pass.
+
+    GEMM [m, k] x [k, n]   start + (moving^p + computing^p)^(1/p)
+                           moving = bytes / bandwidth, computing = 2 m n k / (FLOP/s)
+    attention of decodes   start + the hypotenuse of row * rows * KV heads and cache / bandwidth
+    attention of chunks    start + 4 * heads * head_dim * attended / (FLOP/s) + bytes / bandwidth
+    experts                start + expert * touched + bytes / bandwidth + FLOPs / (FLOP/s)
+    all-reduce             start + bytes / bandwidth, by number of GPUs
+
+A GEMM is limited by what it moves or by what it computes; `p` says how well both overlap. The
+experts of a layer read the weights of those that at least one of T tokens chose: of E experts, k
+per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike. Bandwidths and FLOP/s are
+what was reached, not what the data sheet says.
+
+    pass = layers * (4 GEMMs or 2 and the experts, attention, 2 all-reduces, the rest of a layer)
+           + output head + constant
+
+The coefficients of each GPU were fitted to kernels that others measured there (`operators.json`,
+made by `benchmarks.public.operators`, which also has the errors). The rest of a layer (norms,
+rotary embedding, activation, cache writes) moves the bytes of its activations and costs a constant
+per kernel; this constant and a pass's own were fitted to whole engines.
+
+Nothing here knows launches by the CPU, windows of attention, latent attention, or adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.errors import InputError
+from toolkit.estimators.forms import Floats
+from toolkit.estimators.steps import StepShape
+
+TABLE = Path(__file__).with_name("operators.json")
+ACTIVATION_BYTES = 2  # of a number in bf16
+# Bytes of a weight, with its scales: blocks of 16 share one of 8 bits (nvfp4), of 32 (mxfp4).
+WEIGHT_BYTES = {
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "fp8": 1.0,
+    "fp8_block": 1.0,
+    "int4": 0.5625,
+    "mxfp4": 0.53125,
+    "nvfp4": 0.5625,
+}
+# Precisions with GEMMs, and with experts, that are taken to be as fast as those of another.
+GEMMS_LIKE = {"float16": "bfloat16", "fp8_block": "fp8"}
+EXPERTS_LIKE = {"float16": "bfloat16"}
+# Of the rest of a layer, in bytes of activations: two norms with residuals read and write two
+# tensors each; the rotary embedding reads and writes queries and keys, and the cache is written;
+# the activation reads two tensors and writes one.
+NORM_TENSORS = 8
+ROTARY_TENSORS = 3
+GATE_TENSORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """The sizes of a decoder with grouped attention, and gated MLPs or experts.
+
+    Attributes:
+        intermediate: of a dense layer's MLP; of a shared expert in a layer with experts, or 0.
+        experts: of a layer; 0: all layers are dense.
+        dense_layers: the first layers, which are dense though others have experts.
+        dense_intermediate: of those.
+        weights: precision of the linear layers, a key of `WEIGHT_BYTES`.
+        expert_weights: precision of the experts; "": as `weights`.
+        qk_norm: whether queries and keys are normalized.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    dense_layers: int = 0
+    dense_intermediate: int = 0
+    weights: str = "bfloat16"
+    expert_weights: str = ""
+    qk_norm: bool = False
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
+        return max(self.kv_heads // ranks, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Coefficients of GEMMs in one precision."""
+
+    start_s: float
+    bytes_per_s: float
+    flops_per_s: float
+    overlap: float
+    quantize_s: float = 0.0  # per activation that a kernel of its own quantizes
+
+    def seconds(self, m: Floats, n: float, k: float, weight_bytes: float) -> Floats:
+        """Seconds of [m, k] x [k, n] for each m; a weight has `weight_bytes`."""
+        input_bytes = min(weight_bytes, 1.0) if weight_bytes < ACTIVATION_BYTES else weight_bytes
+        moved = n * k * weight_bytes + m * k * input_bytes + m * n * ACTIVATION_BYTES
+        moving = moved / self.bytes_per_s
+        computing = 2.0 * m * n * k / self.flops_per_s
+        longest = np.maximum(moving, computing)
+        shares = (moving / longest) ** self.overlap + (computing / longest) ** self.overlap
+        quantizing = self.quantize_s * m * k
+        return np.asarray(self.start_s + quantizing + longest * shares ** (1.0 / self.overlap))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """Coefficients of attention in passes of decodes alone. `row_s` is per row and KV head.
+
+    Attributes:
+        beside: a cached token takes so many times as long in a pass with chunks.
+    """
+
+    start_s: float
+    row_s: float
+    bytes_per_s: float
+    beside: float
+
+    def seconds(self, rows: Floats, cached: Floats, kv_heads: int, head_dim: int) -> Floats:
+        """Seconds of one layer, for rows that have `cached` tokens together."""
+        reading = self.reading_s(cached, kv_heads, head_dim)
+        busy = np.hypot(self.row_s * rows * kv_heads, reading)
+        return np.asarray(np.where(rows > 0, self.start_s + busy, 0.0))
+
+    def reading_s(self, cached: Floats, kv_heads: int, head_dim: int) -> Floats:
+        """Seconds of reading keys and values of so many tokens, in one layer."""
+        return cached * (2 * kv_heads * head_dim * ACTIVATION_BYTES) / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """Coefficients of attention in passes with chunks."""
+
+    start_s: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    def seconds(
+        self, tokens: Floats, attended: Floats, heads: int, kv_heads: int, head_dim: int
+    ) -> Floats:
+        """Seconds of one layer, for chunks of `tokens` that attend to `attended` keys."""
+        computing = 4.0 * heads * head_dim * attended / self.flops_per_s
+        moved = 2 * (heads + kv_heads) * head_dim * ACTIVATION_BYTES * tokens
+        busy = self.start_s + computing + moved / self.bytes_per_s
+        return np.asarray(np.where(tokens > 0, busy, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Coefficients of a layer's experts, in one precision."""
+
+    start_s: float
+    expert_s: float
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(
+        self,
+        tokens: Floats,
+        hidden: int,
+        intermediate: float,
+        experts: int,
+        per_token: int,
+        weight_bytes: float,
+    ) -> Floats:
+        """Seconds of one layer's experts, each with a gated MLP of `intermediate`."""
+        touched = touched_experts(tokens, experts, per_token)
+        chosen = tokens * per_token
+        weights = 3.0 * hidden * intermediate
+        moved = touched * weights * weight_bytes
+        moved = moved + chosen * (2 * hidden + 3 * intermediate) * ACTIVATION_BYTES
+        computing = 2.0 * weights * chosen / self.flops_per_s
+        moving = moved / self.bytes_per_s
+        return np.asarray(self.start_s + self.expert_s * touched + moving + computing)
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Coefficients of an all-reduce among so many GPUs."""
+
+    start_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: Floats) -> Floats:
+        """Seconds of a tensor of so many bytes on each GPU."""
+        return self.start_s + size_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOperators:
+    """The operators of one GPU, or of one that is taken to be like it.
+
+    Attributes:
+        bandwidth: bytes/s of the memory by the data sheet, to which others are compared.
+        flops: FLOP/s in bf16, likewise.
+        link: bytes/s to another GPU of the machine, in one direction, likewise.
+        gemm, experts: by precision; all_reduce: by number of GPUs.
+        kernel_s: each kernel of the rest of a layer, beside what its activations move.
+        pass_s: constant of a pass.
+        reduce_s: what an all-reduce in an engine costs beyond its kernel: GPUs wait for one
+            another.
+        source: where the coefficients come from, for readers.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    link: float
+    gemm: Mapping[str, Gemm]
+    decode: DecodeAttention
+    chunk: ChunkAttention
+    experts: Mapping[str, Experts]
+    all_reduce: Mapping[int, AllReduce]
+    kernel_s: float
+    pass_s: float
+    reduce_s: float
+    source: str
+
+    def like(self, name: str, bandwidth: float, flops: float) -> GpuOperators:
+        """The operators of another GPU: each reaches the same shares of its own peaks. All-reduces
+        stay, since these peaks do not tell them.
+        """
+        faster = bandwidth / self.bandwidth
+        stronger = flops / self.flops
+
+        def scaled(one: Any) -> Any:
+            changed = {"bytes_per_s": one.bytes_per_s * faster}
+            if hasattr(one, "flops_per_s"):
+                changed["flops_per_s"] = one.flops_per_s * stronger
+            return replace(one, **changed)
+
+        return replace(
+            self,
+            name=name,
+            bandwidth=bandwidth,
+            flops=flops,
+            gemm={key: scaled(one) for key, one in self.gemm.items()},
+            decode=scaled(self.decode),
+            chunk=scaled(self.chunk),
+            experts={key: scaled(one) for key, one in self.experts.items()},
+            source=f"the shares of both peaks that {self.name} reaches, since {name} was not "
+            f"measured; {self.source}",
+        )
+
+    def pass_seconds(
+        self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int = 1
+    ) -> Floats:
+        """Seconds [n] of each pass [n] of the model on `ranks` GPUs.
+
+        `InputError` names a precision or a number of GPUs that has no coefficients.
+        """
+        tokens = np.array([shape.tokens for shape in shapes], dtype=float)
+        rows = np.array([shape.rows for shape in shapes], dtype=float)
+        attention = self._attention_s(model, shapes, ranks)
+        width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
+        layer = self._gemm_s(model, tokens, width, model.hidden)
+        layer = layer + self._gemm_s(
+            model, tokens, model.hidden, model.head_dim * model.heads / ranks
+        )
+        layer = layer + attention + self._rest_s(model, tokens, ranks)
+        if ranks > 1:
+            layer = layer + 2 * self._reduce_s(ranks, tokens * model.hidden * ACTIVATION_BYTES)
+        sparse_layers = model.layers - model.dense_layers if model.experts else 0
+        dense = self._mlp_s(model, tokens, model.dense_intermediate or model.intermediate, ranks)
+        seconds = model.layers * layer + (model.layers - sparse_layers) * dense
+        if sparse_layers:
+            sparse = self._experts_s(model, tokens, ranks)
+            if model.intermediate:
+                sparse = sparse + self._mlp_s(model, tokens, model.intermediate, ranks)
+            seconds = seconds + sparse_layers * sparse
+        head = self.gemm["bfloat16"].seconds(
+            rows, model.vocab / ranks, model.hidden, WEIGHT_BYTES["bfloat16"]
+        )
+        return np.asarray(seconds + head + self.pass_s)
+
+    def _attention_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
+        heads, kv_heads = model.heads // ranks, model.kv_heads_of(ranks)
+        decodes = np.array([shape.decodes for shape in shapes], dtype=float)
+        cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
+        chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)
+        attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
+        before = np.array([shape.prefill_cached for shape in shapes], dtype=float)
+        alone = self.decode.seconds(decodes, cached, kv_heads, model.head_dim)
+        # One kernel computes chunks and decodes; it reads the caches of both.
+        read = self.decode.beside * cached + before
+        mixed = self.chunk.seconds(chunks, attended, heads, kv_heads, model.head_dim)
+        mixed = mixed + self.decode.reading_s(read, kv_heads, model.head_dim)
+        return np.asarray(np.where(chunks > 0, mixed, alone))
+
+    def _gemm_s(self, model: ModelShapes, m: Floats, n: float, k: float) -> Floats:
+        precision = GEMMS_LIKE.get(model.weights, model.weights)
+        law = _known(self.gemm, precision, f"GEMMs in {model.weights} on {self.name}")
+        # An engine quantizes activations in the kernels before a GEMM, where they are at hand.
+        fused = replace(law, start_s=self.gemm["bfloat16"].start_s, quantize_s=0.0)
+        return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[model.weights]))
+
+    def _mlp_s(self, model: ModelShapes, tokens: Floats, intermediate: int, ranks: int) -> Floats:
+        wide = intermediate / ranks
+        both = self._gemm_s(model, tokens, 2 * wide, model.hidden)
+        down = self._gemm_s(model, tokens, model.hidden, wide)
+        moved = GATE_TENSORS * wide * ACTIVATION_BYTES * tokens
+        return both + down + moved / self.gemm["bfloat16"].bytes_per_s
+
+    def _experts_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
+        name = model.expert_weights or model.weights
+        precision = EXPERTS_LIKE.get(name, name)
+        law = _known(self.experts, precision, f"experts in {name} on {self.name}")
+        each = model.expert_intermediate / ranks
+        seconds = law.seconds(
+            tokens,
+            model.hidden,
+            each,
+            model.experts,
+            model.experts_per_token,
+            WEIGHT_BYTES[name],
+        )
+        router = self.gemm["bfloat16"].seconds(tokens, model.experts, model.hidden, 2.0)
+        return np.asarray(seconds + router)
+
+    def _rest_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
+        width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
+        moved = (NORM_TENSORS * model.hidden + ROTARY_TENSORS * width) * ACTIVATION_BYTES
+        moving = tokens * moved / self.gemm["bfloat16"].bytes_per_s
+        return self.kernel_s * rest_kernels(model) + moving
+
+    def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
+        law = _known(self.all_reduce, ranks, f"all-reduces among {ranks} GPUs like {self.name}")
+        return np.asarray(self.reduce_s + law.seconds(size_bytes))
+
+
+def rest_kernels(model: ModelShapes) -> int:
+    """Kernels of a layer besides GEMMs, attention, experts and all-reduces: two norms, the rotary
+    embedding, the cache write and the activation; norms of queries and keys; and in place of the
+    activation the choice of the experts (softmax, top k) and the sum of their outputs.
+    """
+    return 5 + 2 * model.qk_norm + 2 * (model.experts > 0)
+
+
+def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:
+    if key not in table:
+        known = ", ".join(map(str, table)) or "none"
+        raise InputError(f"{what} were not measured", f"measured there: {known}")
+    return table[key]
+
+
+def touched_experts(tokens: Floats, experts: int, per_token: int) -> Floats:
+    """How many experts at least one of the tokens is expected to choose, all chosen alike."""
+    return np.asarray(experts * (1.0 - (1.0 - per_token / experts) ** tokens))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    with TABLE.open(encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    return content
+
+
+def measured_gpus() -> list[str]:
+    """The GPUs with measured operators."""
+    return list(_table()["gpus"])
+
+
+def measured_operators(name: str) -> GpuOperators:
+    """The operators of a GPU of `measured_gpus`."""
+    table = _table()
+    one = table["gpus"][name]
+    return GpuOperators(
+        name=name,
+        bandwidth=one["bandwidth"],
+        flops=one["flops"],
+        link=one["link"],
+        gemm={key: Gemm(**value) for key, value in one["gemm"].items()},
+        decode=DecodeAttention(**one["decode"]),
+        chunk=ChunkAttention(**one["chunk"]),
+        experts={key: Experts(**value) for key, value in one["experts"].items()},
+        all_reduce={int(key): AllReduce(**value) for key, value in one["all_reduce"].items()},
+        kernel_s=table["engine"]["kernel_s"],
+        pass_s=table["engine"]["pass_s"],
+        reduce_s=table["engine"]["reduce_s"],
+        source=f"operators measured on {name}, {one['source']}",
+    )
+
+
+def method_errors() -> dict[str, float]:
+    """How far whole engines were off, by the fields of `files.profile.AnalyticError`."""
+    errors = _table()["errors"]
+    found: dict[str, float] = {"points": sum(one["points"] for one in errors.values())}
+    for kind, one in errors.items():
+        found[f"{kind}_percent"] = one["median_percent"]
+        found[f"{kind}_p95_percent"] = one["p95_percent"]
+    return found
+
+
+def operators_of(
+    name: str, bandwidth: float, flops: float, link: float | None = None
+) -> GpuOperators:
+    """The operators of a GPU by its name and its data sheet: bytes/s, and FLOP/s in bf16.
+
+    Where that GPU was not measured, each operator reaches the shares of the peaks that it has on
+    the GPU that is like it: of the same family if the name tells, else with the nearest peaks.
+    All-reduces are those of the GPU with the nearest `link` (bytes/s in one direction), if it is
+    given, and that GPU's otherwise.
+    """
+    found = measured_operators(_most_like(_plain(name), bandwidth, flops))
+    known = {found.bandwidth: bandwidth, found.flops: flops, found.link: link or found.link}
+    if all(abs(math.log(wanted / own)) < SAME for own, wanted in known.items()):
+        return found
+    made = found.like(name, bandwidth, flops)
+    if link is None:
+        return made
+
+    def distance(gpu: str) -> float:
+        return abs(math.log(link / _table()["gpus"][gpu]["link"]))
+
+    nearest = distance(min(measured_gpus(), key=distance))
+    linked = found
+    if distance(found.name) > nearest:
+        linked = measured_operators(min(measured_gpus(), key=distance))
+    reduces = {
+        ranks: replace(one, bytes_per_s=one.bytes_per_s * link / linked.link)
+        for ranks, one in linked.all_reduce.items()
+    }
+    return replace(made, link=link, all_reduce=reduces)
+
+
+def _most_like(name: str, bandwidth: float, flops: float) -> str:
+    """The measured GPU of that name or family, else the one with the nearest peaks."""
+    gpus: dict[str, dict[str, Any]] = _table()["gpus"]
+    for words in ("names", "like"):
+        for known, one in gpus.items():
+            if any(word in name for word in one[words]):
+                return known
+
+    def distance(known: str) -> float:
+        moving = math.log(bandwidth / gpus[known]["bandwidth"])
+        return math.hypot(moving, math.log(flops / gpus[known]["flops"]))
+
+    return min(gpus, key=distance)
+
+
+SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

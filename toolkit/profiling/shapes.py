@@ -1,0 +1,94 @@
+"""The shapes of a recipe's model, as the operators of a GPU need them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from toolkit.catalogue.models import special_of, text_config
+from toolkit.catalogue.quantization import Scheme, scheme_of
+from toolkit.errors import InputError
+from toolkit.estimators.gpu_operators import ModelShapes
+from toolkit.files.recipe import ModelSpec, Recipe
+
+QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")  # types that normalize queries and keys
+NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+)
+LINEAR = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.gate_proj")
+EXPERT = ("mlp.experts", "mlp.experts.0.gate_proj")
+
+
+def shapes_of(recipe: Recipe) -> ModelShapes:
+    """The shapes of the recipe's model.
+
+    Raises `InputError` for sizes that `model.config` lacks, for a quantization that keeps some of
+    the linear layers in 16 bits, and for layers with and without experts in turn.
+    """
+    model = recipe.model
+    config = text_config(model.config)
+    if missing := [f"model.config.{key}" for key in NEEDED if not number(config, key)]:
+        raise InputError(f"an analytic profile needs {', '.join(missing)}", "see its config.json")
+    heads, hidden = number(config, "num_attention_heads"), number(config, "hidden_size")
+    intermediate = number(config, "intermediate_size")
+    weights, expert_weights = precisions(model)
+    shapes = ModelShapes(
+        layers=number(config, "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=number(config, "num_key_value_heads") or heads,
+        head_dim=number(config, "head_dim") or hidden // heads,
+        vocab=number(config, "vocab_size"),
+        weights=weights,
+        expert_weights=expert_weights,
+        qk_norm=config.get("model_type") in QK_NORM,
+    )
+    experts = special_of(config).experts
+    if not experts:
+        return shapes
+    chosen = max(number(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
+    if config.get("mlp_only_layers") or number(config, "decoder_sparse_step") > 1:
+        problem = "an analytic profile knows dense layers only before those with experts"
+        raise InputError(problem, "measure it: llmctl profile RECIPE")
+    each = number(config, "moe_intermediate_size") or intermediate
+    shared = number(config, "n_shared_experts") * each
+    return replace(
+        shapes,
+        intermediate=shared or number(config, "shared_expert_intermediate_size"),
+        experts=experts,
+        experts_per_token=chosen,
+        expert_intermediate=each,
+        dense_layers=number(config, "first_k_dense_replace"),
+        dense_intermediate=intermediate,
+    )
+
+
+def number(config: Mapping[str, object], key: str) -> int:
+    """A size; 0 where it is absent or another value."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def precisions(model: ModelSpec) -> tuple[str, str]:
+    """The precisions of linear layers and of experts, as `ModelShapes` names them."""
+    scheme = scheme_of(model.config, model.quantization or "")
+    if scheme is None:
+        return model.dtype, model.dtype
+    name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
+    linear, experts = kept(scheme, LINEAR), kept(scheme, EXPERT)
+    has_experts = special_of(model.config).experts > 0
+    if len(linear) not in (0, len(LINEAR)):
+        problem = f"an analytic profile does not know {name} weights beside {', '.join(linear)}"
+        raise InputError(f"{problem} in 16 bits", "measure it: llmctl profile RECIPE")
+    return model.dtype if linear else name, model.dtype if experts and has_experts else name
+
+
+def kept(scheme: Scheme, names: tuple[str, ...]) -> list[str]:
+    """Which of a layer's modules keep 16 bits, by the first layers of the model."""
+    places = [f"model.layers.{layer}." for layer in range(2)]
+    return [name for name in names if any(scheme.keeps(place + name) for place in places)]
