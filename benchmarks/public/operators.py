@@ -190,7 +190,7 @@ def fit_gemm(data: Path, gpu: str, precision: str) -> Fitted | None:
     if not rows.any():
         return None
     m, n, k, seconds = chosen(table, rows, ("m", "n", "k"))
-    bandwidth, flops, link = peaks_of(gpu)
+    bandwidth, flops, _link = peaks_of(gpu)
 
     def predict(law: Gemm) -> Floats:
         return law.seconds(m, n, k, WEIGHT_BYTES[precision])  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:
         sizes: Any = (hidden, inter / ranks, experts, per_token, WEIGHT_BYTES[precision])
         return law.seconds(tokens, *sizes)
 
-    bandwidth, flops, link = peaks_of(gpu)
+    bandwidth, flops, _link = peaks_of(gpu)
     guesses = [2e-5, 1e-7, 0.7 * bandwidth, 0.5 * flops]
     return solve(f"experts {precision}", Experts, predict, seconds, guesses)
 
@@ -289,7 +289,7 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     decode, chunk = fit_decode(data, gpu), fit_chunk(data, gpu)
     reduce = fit_all_reduce(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
-    bandwidth, flops, link = peaks_of(gpu)
+    bandwidth, flops, _link = peaks_of(gpu)
     operators = GpuOperators(
         name=gpu,
         bandwidth=bandwidth,
