@@ -153,8 +153,9 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
     gateway = SimpleNamespace(
         stats=Stats(sla=sla),
         pool=SimpleNamespace(replicas=[SimpleNamespace(
-            url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0
-        )]),
+            url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0,
+            odd_usages=0,
+        )], background=SimpleNamespace(up=lambda: [], failures={})),
         balancer=SimpleNamespace(
             router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
         ),

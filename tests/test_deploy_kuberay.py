@@ -363,7 +363,7 @@ def test_servers_have_a_pod_each_with_room_for_their_processes_and_one_image_for
     assert {"name": "USER", "value": "llmctl"} in containers[1]["env"]
     files = render_target("kuberay", orders.order(servers, replicas=3))
     assert "  --workers 3 \\\n" in files["core/front.sh"]
-    assert "  --shutdown-timeout 36 \\\n" in files["core/front.sh"]
+    assert "  --shutdown-timeout 30 \\\n" in files["core/front.sh"]
     build = "-f Dockerfile.vllm --build-arg BASE=vllm/vllm-openai:v0.32.0 ."
     assert build in files["EXPLAIN.md"]
 

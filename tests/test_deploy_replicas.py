@@ -101,7 +101,7 @@ def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -
     assert where == f"k8s://default/{NAME}-replicas:8000"
     for words in found.values():
         assert words[0] == "serve"
-        assert words[words.index("--shutdown-timeout") + 1] == "36"
+        assert words[words.index("--shutdown-timeout") + 1] == "30"
 
 
 def serve_command() -> Any:
@@ -128,7 +128,7 @@ def test_the_command_line_of_llmctl_serve_takes_the_words_of_the_front(
 ) -> None:
     found = parsed(fronts(order)[target])
     assert found["replicas" if target == "kubernetes" else "replica"]
-    assert found["shutdown_timeout"] == 36
+    assert found["shutdown_timeout"] == 30
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, ship
     assert "PORT=8003\nCUDA_VISIBLE_DEVICES=2\n" in files["replica-2.env"]
     unit = files[f"{NAME}-replica@.service"]
     assert "EnvironmentFile=/srv/llmctl/replica-%i.env" in unit
-    assert "TimeoutStopSec=56" in unit
+    assert "TimeoutStopSec=50" in unit
     assert "PrivateDevices=no" in unit
     assert "api-key" not in unit
     wide = orders.order(with_engine(shipped, tensor_parallel_size=2), replicas=2)
@@ -381,7 +381,7 @@ def test_every_value_is_explained_and_the_drain_is_longer_than_the_longest_reque
     order: Order, target: str
 ) -> None:
     explained = render_target(target, order)["EXPLAIN.md"]
-    for key in ("| replicas | 3 | --replicas |", "| replica: drain | 36 s | fit: 1,024 tokens",
+    for key in ("| replicas | 3 | --replicas |", "| replica: drain | 30 s |",
                 "| replica: load | 1800 s |", "| front: router |"):  # fmt: skip
         assert key in explained, key
     if target != "systemd":
@@ -492,7 +492,7 @@ def test_ray_runs_the_servers_of_a_plan_behind_a_front(shipped: Plan) -> None:
     script = files["serve.sh"].replace("\\\n", " ")
     words = shlex.split(script[script.index("exec llmctl ") :].replace('"$@"', ""))
     found = parsed(words[2:])
-    assert (found["ray"], found["workers"], found["shutdown_timeout"]) == ("auto", None, 36)
+    assert (found["ray"], found["workers"], found["shutdown_timeout"]) == ("auto", None, 30)
     told = files["EXPLAIN.md"]
     assert "| actors of llama-3.1-8b-h200 | 1, each with 1 CPU and 1 GPU |" in told
     assert "| LLMCTL_VLLM_PYTHON where Ray is started | on each machine |" in told
