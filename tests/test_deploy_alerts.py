@@ -155,7 +155,7 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
         pool=SimpleNamespace(replicas=[SimpleNamespace(
             url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0,
             odd_usages=0,
-        )], background=SimpleNamespace(up=lambda: [], failures={})),
+        )], background=SimpleNamespace(up=list, failures={})),
         balancer=SimpleNamespace(
             router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
         ),

@@ -289,7 +289,7 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     decode, chunk = fit_decode(data, gpu), fit_chunk(data, gpu)
     reduce = fit_all_reduce(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
-    bandwidth, flops, _link = peaks_of(gpu)
+    bandwidth, flops, link = peaks_of(gpu)
     operators = GpuOperators(
         name=gpu,
         bandwidth=bandwidth,
