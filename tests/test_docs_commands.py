@@ -423,7 +423,13 @@ SCRIPTS = RESULTS | {
     "docs/tutorials/reading-a-verdict.md": Script(
         codes={f"{VERDICT} --rate 60": LimitsBrokenError.exit_code}
     ),
-    "docs/how-to/capacity.md": Script(codes={f"{CAPACITY} --tp 2": InputError.exit_code}),
+    "docs/how-to/capacity.md": Script(
+        codes={
+            "llmctl capacity llama-3.1-8b-h200-measured --trace chat-small --tp 2": (
+                InputError.exit_code
+            )
+        }
+    ),
     "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
     "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "docs/how-to/record-a-trace.md": Script(
