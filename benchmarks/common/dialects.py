@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import httptools
 
-MODEL, CONTEXT = "dialects", 4096
+MODEL = "dialects"
+CONTEXT = 4096
 LETTERS = b"abcdefg "
 # Whole characters, pairs, and pieces of characters: before, behind, and across their borders.
 PIECES: tuple[bytes, ...] = (
@@ -66,10 +67,13 @@ class Detokenizer:
     """The text of ids, as they come, as vLLM's `IncrementalDetokenizer` gives it."""
 
     def __init__(self, stops: list[str], *, sends_stop: bool) -> None:
-        self.text, self.stopped = "", ""
-        self._stops, self._sends_stop = stops, sends_stop
+        self.text = ""
+        self.stopped = ""
+        self._stops = stops
+        self._sends_stop = sends_stop
         self._hold = 0 if sends_stop else max((len(stop) - 1 for stop in stops), default=0)
-        self._pending, self._sent = b"", 0
+        self._pending = b""
+        self._sent = 0
 
     def add(self, token: int) -> None:
         """One more token; `stopped` is the stop string that it completed."""
@@ -92,7 +96,8 @@ class Detokenizer:
         end = len(self.text) - (0 if finished else self._hold)
         if end <= self._sent:
             return ""
-        new, self._sent = self.text[self._sent : end], end
+        new = self.text[self._sent : end]
+        self._sent = end
         return new
 
 
@@ -124,7 +129,8 @@ def _fitting(pending: bytes, *, plain: bool) -> tuple[int, ...]:
 
 def generate(prompt: list[int], *, plain: bool) -> Iterator[int]:
     """Tokens without end, each from a hash of all before it."""
-    state, pending = 0, b""
+    state = 0
+    pending = b""
     for token in prompt:
         state = _mixed(state, token)
     behind = prompt[_last_whole(prompt) :]
@@ -153,11 +159,13 @@ def _is_whole(content: bytes) -> bool:
 
 def _last_whole(prompt: list[int]) -> int:
     """Behind which token of a prompt its text is complete."""
-    pending, last = b"", 0
+    pending = b""
+    last = 0
     for number, token in enumerate(prompt):
         pending = pending + piece_of(token) if token >= FIRST_ID else b""
         if _is_whole(pending):
-            pending, last = b"", number + 1
+            pending = b""
+            last = number + 1
     return last
 
 
@@ -165,7 +173,9 @@ class Stream:
     """The events of one answer, as bytes of a dialect."""
 
     def __init__(self, dialect: Dialect, body: dict[str, Any], *, chat: bool) -> None:
-        self._dialect, self._body, self._chat = dialect, body, chat
+        self._dialect = dialect
+        self._body = body
+        self._chat = chat
         self._ids = dialect.ids and bool(body.get("return_token_ids"))
         self.prompt = self._prompt()
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -175,7 +185,8 @@ class Stream:
         self.limit = min(limit, room)
 
     def content(self) -> bytes:
-        dialect, body = self._dialect, self._body
+        dialect = self._dialect
+        body = self._body
         stops = body.get("stop") or []
         text = Detokenizer(
             [stops] if isinstance(stops, str) else stops,
@@ -185,7 +196,9 @@ class Stream:
         if self._chat:
             events.append(self._event({"delta": {"role": "assistant", "content": ""}}, []))
         tokens = generate(self.prompt, plain=not dialect.ids)
-        count, finish, merged = 0, "", list[int]()
+        count = 0
+        finish = ""
+        merged = list[int]()
         while not finish:
             token = next(tokens)
             count += 1
@@ -253,7 +266,9 @@ class Replica:
     """
 
     def __init__(self, dialect: Dialect, cuts: list[int]) -> None:
-        self.dialect, self.cuts, self.url = dialect, cuts, ""
+        self.dialect = dialect
+        self.cuts = cuts
+        self.url = ""
         self.answered = 0
         self._contents: dict[tuple[bytes, bytes], bytes] = {}
 
@@ -268,7 +283,8 @@ class Replica:
     def answer(self, method: bytes, path: bytes, body: bytes) -> bytes:
         if method == b"GET":
             return self._page(path)
-        fields, chat = json.loads(body), b"chat" in path
+        fields = json.loads(body)
+        chat = b"chat" in path
         stream = Stream(self.dialect, fields, chat=chat)
         if (least := fields.get("min_tokens", 0)) > stream.limit:  # vLLM's words
             text = (

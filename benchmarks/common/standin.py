@@ -209,20 +209,26 @@ class Row:
     """A choice that is generated; its text ends at a stop string."""
 
     def __init__(self, at: StandInConnection, body: dict[str, Any], prompt: list[int]) -> None:
-        server, ignores_end = at.server, bool(body.get("ignore_eos"))
+        server = at.server
+        ignores_end = bool(body.get("ignore_eos"))
         context = server.max_model_len or MAX_MODEL_LEN
         limit = limit_of(body, prompt, context, server.default_tokens)
         self.made = Generation(prompt, limit, ignores_end=ignores_end)
-        self.text, self.sent, self.count = "", 0, 0
-        self._body, self._server = body, server
+        self.text = ""
+        self.sent = 0
+        self.count = 0
+        self._body = body
+        self._server = server
 
     def step(self) -> int:
         """Generate a token, and return it."""
         token = self.made.next()
-        self.text, self.count = self.text + chr(token), self.count + 1
+        self.text = self.text + chr(token)
+        self.count = self.count + 1
         self._server.used += 1
         if (end := stopped_at(self._body, self.text)) >= 0:
-            self.text, self.made.finish = self.text[:end], "stop"
+            self.text = self.text[:end]
+            self.made.finish = "stop"
         return token
 
 
@@ -234,7 +240,8 @@ class StandInConnection(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport | None = None
         self.path, self.body = b"", b""
-        self.aborted, self.streamed = False, 0
+        self.aborted = False
+        self.streamed = 0
 
     @property
     def is_idle(self) -> bool:
@@ -257,7 +264,10 @@ class StandInConnection(asyncio.Protocol):
             self.parser.feed_data(data)
 
     def on_message_begin(self) -> None:
-        self.body, self.path, self.aborted, self.streamed = b"", b"", False, 0
+        self.body = b""
+        self.path = b""
+        self.aborted = False
+        self.streamed = 0
 
     def on_url(self, url: bytes) -> None:
         self.path += url
@@ -341,7 +351,8 @@ class StandInConnection(asyncio.Protocol):
 
     def _too_long(self, body: dict[str, Any], prompt: list[int]) -> str:
         """Why a request does not fit; '' if it does."""
-        most, known = self._context(), len(prompt) // self.server.token_bytes
+        most = self._context()
+        known = len(prompt) // self.server.token_bytes
         limit = limit_of(body, prompt, most, self.server.default_tokens)
         if limit < 1:
             return f"max_tokens must be at least 1, got {limit}"

@@ -107,7 +107,8 @@ def ask_vllm(python: str, comparisons: list[Comparison], port: int) -> None:
                 "port": port,
             }
             cases.append(case)
-        given, found = Path(folder, "cases.json"), Path(folder, "answers.json")
+        given = Path(folder, "cases.json")
+        found = Path(folder, "answers.json")
         given.write_text(json.dumps(cases), encoding="utf-8")
         child = [python, "-m", "benchmarks.engines.recipe_sizes_child", str(given), str(found)]
         subprocess.run(child, check=True, cwd=ROOT)

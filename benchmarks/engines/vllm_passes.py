@@ -183,7 +183,8 @@ def times_of_case(case: Case) -> list[list[float]]:
     coefficients["spread"] = tuple(coefficients["spread"])
     law = PipelineLaw(GraphSettings(mode, tuple(sizes), apart), **coefficients)
     engine = PagedEngine(law, case["blocks"], case["block_tokens"], ahead=case["ahead"])
-    arrival_s, rows = case["arrival_s"], _rows_of(case)
+    arrival_s = case["arrival_s"]
+    rows = _rows_of(case)
     ledger = Ledger(arrival_s, [output for _, _, output, _ in case["requests"]], 1)
     run = PagedRun(0, engine, flags, ledger, shares=True, tells=False)
     arrived = 0
@@ -459,7 +460,8 @@ def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
 def _report_times(cases: Sequence[Case], given: argparse.Namespace) -> None:
     """Compare the times of tokens."""
     theirs = theirs_of_cases(cases, given.vllm_python, given.model)
-    differ, largest_s = [], 0.0
+    differ = []
+    largest_s = 0.0
     for number, (case, tokens) in enumerate(zip(cases, theirs, strict=True)):
         ours = np.array(times_of_case(case))
         apart_s = float(np.abs(ours - np.array(summarised(tokens))).max())

@@ -34,7 +34,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 POLICIES = "conservative,fcfs,aggressive,past-future,slice,mlfq,baton,past-future-sla"
 POLICIES += ",slice-continuous,vllm"
-AHEAD, LAUNCHES = "vllm-ahead", "vllm-launches"
+AHEAD = "vllm-ahead"
+LAUNCHES = "vllm-launches"
 ENGINES = ("vllm", AHEAD, LAUNCHES)
 # Requests of a run where a policy takes several times as long as the others.
 SHORTER = {"mlfq": 4000, "past-future-sla": 6000, "slice-continuous": 6000}

@@ -267,7 +267,8 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     times are sums over the measured iterations; those of attention.csv are means.
     """
     tables = tables_of(data, case)
-    flags, lengths = case.flags, case.trace.prompt_tokens + case.trace.output_tokens
+    flags = case.flags
+    lengths = case.trace.prompt_tokens + case.trace.output_tokens
     shapes: list[StepShape] = []
     seconds: list[float] = []
 
@@ -285,14 +286,17 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
             seconds.append(US * us)
 
     for row in read_rows(tables / "attention.csv"):
-        decodes, cached = int(row["n_decode"]), float(row["kv_decode"])
-        chunk, behind = int(row["prefill_chunk"]), int(row["kv_prefill"])
+        decodes = int(row["n_decode"])
+        cached = float(row["kv_decode"])
+        chunk = int(row["prefill_chunk"])
+        behind = int(row["kv_prefill"])
         if decodes <= 1 or not unequal:
             add(chunk, behind, decodes, cached, cached, float(row["time_us"]))
     if unequal:
         iterations = profiled(tables)["measurement_iterations"]
         for row in read_rows(tables / "skew.csv"):
-            mean, most = float(row["kv_mean"]), float(row["kv_big"])
+            mean = float(row["kv_mean"])
+            most = float(row["kv_big"])
             us = float(row["t_skew_us"]) / iterations
             add(int(row["pc"]), int(row["kp"]), int(row["n"]), mean, most, us)
     return Attention(layers_of(data, case), tuple(shapes), tuple(seconds))
@@ -352,7 +356,9 @@ def law_row(name: str, costs: str, fitted: OperatorLaw) -> str:
 
 def facts(name: str, case: Case, result: SimResult) -> str:
     """A line about the run, and what its first simulation counted."""
-    trace, meta, counts = case.trace, case.meta, result.counters
+    trace = case.trace
+    meta = case.meta
+    counts = result.counters
     most = counts["peak_memory_percent"] / 100.0 * BLOCK_TOKENS * case.blocks
     preempted = counts["evicted_percent"] / 100.0 * len(trace)
     size = "given" if "kv_cache" in meta else "taken as larger than what is used"

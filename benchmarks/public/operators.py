@@ -286,7 +286,8 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     """All operators of a GPU, without the constants of an engine."""
     gemm = {one: fitted for one in GEMMS if (fitted := fit_gemm(data, gpu, one))}
     experts = {one: fitted for one in EXPERTS if (fitted := fit_experts(data, gpu, one))}
-    decode, chunk = fit_decode(data, gpu), fit_chunk(data, gpu)
+    decode = fit_decode(data, gpu)
+    chunk = fit_chunk(data, gpu)
     reduce = fit_all_reduce(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
     bandwidth, flops, link = peaks_of(gpu)
@@ -419,16 +420,20 @@ def read_servers(data: Path, gpus: dict[str, GpuOperators]) -> Iterator[Measured
     short: dict[tuple[str, ...], float] = {}
     seen = set()
     for row in sorted(rows, key=lambda row: int(row["isl"])):
-        model, gpu = row["model_path"], row["system"]
-        ttft_s, tpot_s = MS * float(row["silicon_ttft_ms"]), MS * float(row["silicon_tpot_ms"])
+        model = row["model_path"]
+        gpu = row["system"]
+        ttft_s = MS * float(row["silicon_ttft_ms"])
+        tpot_s = MS * float(row["silicon_tpot_ms"])
         if (model, gpu, ttft_s, tpot_s) in seen:
             continue
         seen.add((model, gpu, ttft_s, tpot_s))
         path = data / CORE / "model_configs" / f"{CONFIGS[model]}_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         shapes = config_shapes(config, precision_of(row))
-        ranks, count = int(row["tp_size"]), int(row["batch_size"])
-        prompt, output = int(row["isl"]), int(row["osl"])
+        ranks = int(row["tp_size"])
+        count = int(row["batch_size"])
+        prompt = int(row["isl"])
+        output = int(row["osl"])
         cached = prompt + output // 2
         name = f"{row['precision'] or 'bf16'} TP{ranks} {prompt}+{output} x{count}"
         if (count - 1) * prompt <= 32 * output:
@@ -629,7 +634,9 @@ def vidur_rows(data: Path, gpus: dict[str, GpuOperators]) -> list[str]:
         if not rows:
             continue
         own = gpus[VIDUR_GPUS[gpu]]
-        measured, computed, before = [], [], []
+        measured = []
+        computed = []
+        before = []
         for row in rows:
             heads, kv_heads, hidden, inner, tokens, ranks = (
                 int(row[key])

@@ -263,8 +263,10 @@ async def odd_bodies(count: int, seed: int) -> Found:
 
 async def hostile_replicas(count: int, seed: int) -> Found:
     """Ask a front before a hostile replica and a good one; the other one's answers stay right."""
-    found, rng = Found(), random.Random(seed)
-    rogue, good = StandIn(), StandIn()
+    found = Found()
+    rng = random.Random(seed)
+    rogue = StandIn()
+    good = StandIn()
     wanted = answer_of(good_body("/v1/completions"))
     async with front_before(rogue, good) as (http, pool):
         rogue.script = lambda *_: hostile(rng) if rng.random() < 0.7 else None
@@ -300,7 +302,9 @@ async def hostile_replicas(count: int, seed: int) -> Found:
 
 async def flaps(count: int, streams: int, seed: int) -> Found:
     """End and start replicas again under streams."""
-    found, rng, ended = Found(), random.Random(seed), asyncio.Event()
+    found = Found()
+    rng = random.Random(seed)
+    ended = asyncio.Event()
     # Clients, front and servers share one process: 200 streams of 10 tokens a second.
     replicas = [StandIn(token_s=0.1 if streams > 50 else 0.01) for _ in range(4)]
 
@@ -319,7 +323,8 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
         async def ask(number: int) -> None:
             while not ended.is_set():
                 body = good_body("/v1/completions") | {"max_tokens": 60, "prompt": f"Once {number}"}
-                text, done = "", False
+                text = ""
+                done = False
                 async with http.stream(
                     "POST", "/v1/completions", json=body | {"stream": True}
                 ) as answer:
@@ -349,7 +354,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    process, wrong = psutil.Process(), 0
+    process = psutil.Process()
+    wrong = 0
     print("| part | answers | statuses | /health p50, p99, max | memory | complaints |")
     print("| --- | --- | --- | --- | --- | --- |")
     seed = options.seed

@@ -85,7 +85,9 @@ class Answer:
 
 def told(status: int, body: bytes) -> Answer:
     """A streamed answer, read."""
-    answer, names, times = Answer(status), set(), set()
+    answer = Answer(status)
+    names = set()
+    times = set()
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n"):
         if not event.startswith(b"data: "):
             continue
@@ -107,7 +109,8 @@ def told(status: int, body: bytes) -> Answer:
             answer.token_ids += choice.get("token_ids") or []
             answer.finish += [choice["finish_reason"]] if choice.get("finish_reason") else []
             answer.stop_reason += [choice["stop_reason"]] if choice.get("stop_reason") else []
-    answer.ids, answer.created = len(names), len(times)
+    answer.ids = len(names)
+    answer.created = len(times)
     return answer
 
 
@@ -115,7 +118,8 @@ class Client:
     """One connection to the front, one request after the other."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
 
     async def ask(self, fields: dict[str, Any]) -> Answer:
         """Send a streamed request, and read its answer."""
@@ -184,7 +188,8 @@ def cases() -> Iterator[tuple[Dialect, str]]:
 
 def asked(name: str, variant: int) -> dict[str, Any]:
     """The fields of a request, with one of several prompts: each has another answer."""
-    fields, more = REQUESTS[name], "fgb"[variant % 3] * variant
+    fields = REQUESTS[name]
+    more = "fgb"[variant % 3] * variant
     if "messages" in fields:
         content = fields["messages"][0]["content"] + more
         return fields | {"messages": [{"role": "user", "content": content}]}
@@ -196,7 +201,8 @@ async def tried(dialect: Dialect, name: str, every: int, first: int = 0, variant
     """End the first attempt after `first`, `first` + `every`, ... bytes, and compare."""
     cuts: list[int] = []
     replicas = [Replica(dialect, cuts), Replica(dialect, cuts)]
-    found, fields = Tried(dialect.name, name), asked(name, variant)
+    found = Tried(dialect.name, name)
+    fields = asked(name, variant)
     async with front_before(*replicas) as client:
         whole = await client.ask(fields)
         assert whole.status == 200
@@ -213,7 +219,8 @@ async def tried(dialect: Dialect, name: str, every: int, first: int = 0, variant
 
 
 def _difference(whole: Answer, answer: Answer) -> str:
-    before, after = asdict(whole), asdict(answer)
+    before = asdict(whole)
+    after = asdict(answer)
     return "; ".join(
         f"{key} {before[key]!r} became {after[key]!r}"
         for key in before
@@ -226,7 +233,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth position")
     parser.add_argument("--prompts", type=int, default=1, metavar="N", help="of each request")
     options = parser.parse_args()
-    start_s, total, wrong = time.monotonic(), 0, 0
+    start_s = time.monotonic()
+    total = 0
+    wrong = 0
     print("| dialect | request | positions | differences |\n| --- | --- | --- | --- |")
     for dialect, name in cases():
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -23,7 +23,8 @@ class PassLogs:
     """
 
     def __init__(self, source: Path, result: Path) -> None:
-        self._source, self._result = source, result
+        self._source = source
+        self._result = result
         self._start = 0  # of the window, in bytes
         try:
             with source.open("rb") as log:

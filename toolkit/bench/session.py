@@ -409,7 +409,9 @@ class Session:
         """Replay one window of `count`. Raises `InterruptedReplayError`."""
         trace, sla = window.trace, self._plan.recipe.sla
         simulated = predicted(self._plan, trace, current)
-        load, counters, logs = self._load_of(number), self._reports_batches, self._logs
+        load = self._load_of(number)
+        counters = self._reports_batches
+        logs = self._logs
         if logs is not None:
             load = replace(load, named=True)
             logs.begin()

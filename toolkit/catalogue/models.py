@@ -2,7 +2,7 @@
 
 The sizes are sums over the model's modules, named as in its checkpoint, so that a quantization that
 keeps some modules in 16 bits is counted as it is stored. Nothing is loaded, and neither torch nor
-transformers is imported. `benchmarks/recipe_sizes.py` holds the sums against vLLM's own code.
+transformers is imported. `benchmarks/engines/recipe_sizes.py` compares the sums with vLLM's code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from toolkit.catalogue.quantization import Config, Scheme, scheme_of
 from toolkit.errors import InputError, nearest
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 # How the weights of a `model_type` are laid out. A type is listed only if `_modules` counts it.
 DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -142,10 +143,10 @@ class Special:
 def special_of(config: Config) -> Special:
     """What is special about a config. Keys that are absent count as not there."""
     config = text_config(config)
-    latent = _number(config, "kv_lora_rank")
+    latent = integer_at(config, "kv_lora_rank")
     if latent:
-        latent += _number(config, "qk_rope_head_dim")
-    return Special(_experts(config)[0], _windows(config), latent, _states(config))
+        latent += integer_at(config, "qk_rope_head_dim")
+    return Special(experts_of(config)[0], _windows(config), latent, _states(config))
 
 
 def text_config(config: Config) -> Config:
@@ -179,15 +180,16 @@ def not_computed(special: Special, scheme: str) -> list[str]:
 def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
     """Bytes that every token adds to a full cache, and the formula; None: a size is missing."""
     config = text_config(config)
-    layers, element = _number(config, "num_hidden_layers"), DTYPE_BYTES[dtype]
+    layers = integer_at(config, "num_hidden_layers")
+    element = DTYPE_BYTES[dtype]
     latent = special_of(config).latent
     if layers and latent:
         return layers * latent * element, f"{layers} layers * {latent} of MLA * {element} bytes"
-    heads = _number(config, "num_attention_heads")
-    kv_heads = _number(config, "num_key_value_heads") or heads
-    head_dim = _number(config, "head_dim")
+    heads = integer_at(config, "num_attention_heads")
+    kv_heads = integer_at(config, "num_key_value_heads") or heads
+    head_dim = integer_at(config, "head_dim")
     if not head_dim and heads:
-        head_dim = _number(config, "hidden_size") // heads
+        head_dim = integer_at(config, "hidden_size") // heads
     if not layers or not kv_heads or not head_dim:
         return None
     formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {element} bytes"
@@ -219,7 +221,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     if kind not in KNOWN_TYPES:
         problem = f"model_type '{kind}': its sizes are not known"
         raise InputError(problem, nearest(kind, KNOWN_TYPES))
-    if missing := [key for key in NEEDED if not _number(config, key)]:
+    if missing := [key for key in NEEDED if not integer_at(config, key)]:
         raise InputError(f"the config lacks {', '.join(missing)}", "give the whole config.json")
     dtype = str(config.get("torch_dtype", config.get("dtype")) or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
@@ -227,18 +229,18 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     found = kv_bytes_per_token(config, dtype)
     if found is None:  # the keys that it needs are there
         raise InputError("the config gives no size of a KV head", "give head_dim")
-    heads = _number(config, "num_attention_heads")
-    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
-    experts, chosen = _experts(config)
+    heads = integer_at(config, "num_attention_heads")
+    head_dim = integer_at(config, "head_dim") or integer_at(config, "hidden_size") // heads
+    experts, chosen = experts_of(config)
     return ModelFacts(
         model_type=kind,
         dtype=dtype,
-        layers=_number(config, "num_hidden_layers"),
+        layers=integer_at(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_number(config, "num_key_value_heads") or heads,
+        kv_heads=integer_at(config, "num_key_value_heads") or heads,
         head_dim=head_dim,
-        vocab_size=_number(config, "vocab_size"),
-        context=_number(config, "max_position_embeddings"),
+        vocab_size=integer_at(config, "vocab_size"),
+        context=integer_at(config, "max_position_embeddings"),
         experts=experts,
         experts_per_token=chosen,
         modules=tuple(_modules(config, head_dim)),
@@ -248,24 +250,25 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     )
 
 
-def _number(config: Config, key: str) -> int:
+def integer_at(config: Config, key: str) -> int:
     """A size; 0 where it is absent or another value."""
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _experts(config: Config) -> tuple[int, int]:
+def experts_of(config: Config) -> tuple[int, int]:
     """The experts of a layer that are chosen from, and how many a token uses; (0, 0): none."""
     keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    count = max(_number(config, key) for key in keys)
-    chosen = max(_number(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
+    count = max(integer_at(config, key) for key in keys)
+    chosen = max(integer_at(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
     return (count, chosen) if count > 1 else (0, 0)
 
 
 def _windows(config: Config) -> tuple[int, int]:
     """How many layers have a sliding window, and the window."""
-    kind, layers = str(config.get("model_type")), _number(config, "num_hidden_layers")
-    window = _number(config, "sliding_window")
+    kind = str(config.get("model_type"))
+    layers = integer_at(config, "num_hidden_layers")
+    window = integer_at(config, "sliding_window")
     if kind == "mistral" and "sliding_window" not in config:
         window = 4096  # transformers' default for that type
     if kind.startswith("qwen") and not config.get("use_sliding_window"):
@@ -276,11 +279,11 @@ def _windows(config: Config) -> tuple[int, int]:
     if isinstance(kinds, list):
         count = kinds.count(SLIDING)
         return (count, window) if count else (0, 0)
-    every = _number(config, "sliding_window_pattern")  # the last of so many is full
+    every = integer_at(config, "sliding_window_pattern")  # the last of so many is full
     if every:
         return layers - layers // every, window
     if kind.startswith("qwen"):  # the layers from this one on
-        layers = max(layers - _number(config, "max_window_layers"), 0)
+        layers = max(layers - integer_at(config, "max_window_layers"), 0)
         return (layers, window) if layers else (0, 0)
     return layers or 1, window
 
@@ -309,11 +312,12 @@ def _states(config: Config) -> str:
 
 def _modules(config: Config, head_dim: int) -> Iterator[Module]:
     """The weights of a model of a known type."""
-    hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
+    hidden = integer_at(config, "hidden_size")
+    vocabulary = integer_at(config, "vocab_size")
     yield Module("model.embed_tokens", vocabulary * hidden, quantizable=False)
     if not config.get("tie_word_embeddings"):
         yield Module("lm_head", vocabulary * hidden, quantizable=False)
-    for layer in range(_number(config, "num_hidden_layers")):
+    for layer in range(integer_at(config, "num_hidden_layers")):
         place = f"model.layers.{layer}"
         yield Module(f"{place}.norms", 2 * hidden, quantizable=False, replicated=True)
         if special_of(config).latent:
@@ -323,17 +327,19 @@ def _modules(config: Config, head_dim: int) -> Iterator[Module]:
         if _has_experts(config, layer):
             yield from _expert_layer(config, f"{place}.mlp")
         else:
-            inner = _number(config, "intermediate_size")
+            inner = integer_at(config, "intermediate_size")
             yield Module(f"{place}.mlp.gate_up_proj", 2 * hidden * inner)
             yield Module(f"{place}.mlp.down_proj", hidden * inner)
     yield Module("model.norm", hidden, quantizable=False, replicated=True)
 
 
 def _attention(config: Config, place: str, head_dim: int) -> Iterator[Module]:
-    hidden, kind = _number(config, "hidden_size"), config.get("model_type")
-    heads = _number(config, "num_attention_heads")
-    kv_heads = _number(config, "num_key_value_heads") or heads
-    width, kv_width = heads * head_dim, kv_heads * head_dim
+    hidden = integer_at(config, "hidden_size")
+    kind = config.get("model_type")
+    heads = integer_at(config, "num_attention_heads")
+    kv_heads = integer_at(config, "num_key_value_heads") or heads
+    width = heads * head_dim
+    kv_width = kv_heads * head_dim
     yield Module(f"{place}.q_proj", hidden * width)
     yield Module(f"{place}.k_proj", hidden * kv_width)
     yield Module(f"{place}.v_proj", hidden * kv_width)
@@ -355,11 +361,14 @@ def _latent_attention(config: Config, place: str) -> Iterator[Module]:
     """Multi-head latent attention, as in DeepSeek-V2 and V3. What leads to the latent values is on
     every GPU.
     """
-    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
-    rank, rope = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
-    plain, value = _number(config, "qk_nope_head_dim"), _number(config, "v_head_dim")
+    hidden = integer_at(config, "hidden_size")
+    heads = integer_at(config, "num_attention_heads")
+    rank = integer_at(config, "kv_lora_rank")
+    rope = integer_at(config, "qk_rope_head_dim")
+    plain = integer_at(config, "qk_nope_head_dim")
+    value = integer_at(config, "v_head_dim")
     queries = heads * (plain + rope)
-    if query_rank := _number(config, "q_lora_rank"):
+    if query_rank := integer_at(config, "q_lora_rank"):
         yield Module(f"{place}.q_a_proj", hidden * query_rank, replicated=True)
         yield Module(f"{place}.q_b_proj", query_rank * queries)
     else:
@@ -372,22 +381,23 @@ def _latent_attention(config: Config, place: str) -> Iterator[Module]:
 
 
 def _has_experts(config: Config, layer: int) -> bool:
-    if not _experts(config)[0]:
+    if not experts_of(config)[0]:
         return False
-    if layer < _number(config, "first_k_dense_replace"):
+    if layer < integer_at(config, "first_k_dense_replace"):
         return False
     dense = config.get("mlp_only_layers")
     if isinstance(dense, list) and layer in dense:
         return False
-    every = _number(config, "decoder_sparse_step") or _number(config, "moe_layer_freq") or 1
-    offset = 1 if _number(config, "decoder_sparse_step") else 0
+    every = integer_at(config, "decoder_sparse_step") or integer_at(config, "moe_layer_freq") or 1
+    offset = 1 if integer_at(config, "decoder_sparse_step") else 0
     return (layer + offset) % every == 0
 
 
 def _expert_layer(config: Config, place: str) -> Iterator[Module]:
-    hidden, kind = _number(config, "hidden_size"), config.get("model_type")
-    inner = _number(config, "moe_intermediate_size") or _number(config, "intermediate_size")
-    experts, chosen = _experts(config)
+    hidden = integer_at(config, "hidden_size")
+    kind = config.get("model_type")
+    inner = integer_at(config, "moe_intermediate_size") or integer_at(config, "intermediate_size")
+    experts, chosen = experts_of(config)
     share = chosen / experts
     yield Module(f"{place}.experts", experts * 3 * hidden * inner, share)
     router = experts * hidden
@@ -398,5 +408,5 @@ def _expert_layer(config: Config, place: str) -> Iterator[Module]:
     if kind in ("deepseek_v3", "kimi_k2"):
         router += experts  # a correction of each expert's score
     yield Module(f"{place}.router", router, quantizable=False, replicated=True)
-    if shared := _number(config, "n_shared_experts"):
+    if shared := integer_at(config, "n_shared_experts"):
         yield Module(f"{place}.shared_experts", shared * 3 * hidden * inner)

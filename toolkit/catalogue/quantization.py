@@ -133,7 +133,8 @@ def _compressed(given: Config, kept: tuple[str, ...]) -> Scheme:
     if len(kinds) != 1:
         problem = f"quantization_config: {len(kinds)} kinds of weights in compressed-tensors"
         raise InputError(problem, "one kind for all layers is known")
-    bits, group_size = kinds[0].get("num_bits"), kinds[0].get("group_size")
+    bits = kinds[0].get("num_bits")
+    group_size = kinds[0].get("group_size")
     if kinds[0].get("type") == "float":
         if bits == 8:
             return _fp8(kinds[0].get("block_structure"), kept)

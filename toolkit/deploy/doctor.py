@@ -199,7 +199,8 @@ def check_kv_bytes(model: ModelSpec) -> None:
 
     Nothing is checked where either is not given.
     """
-    claimed, found = model.kv_bytes_per_token, kv_bytes_per_token(model.config, model.dtype)
+    claimed = model.kv_bytes_per_token
+    found = kv_bytes_per_token(model.config, model.dtype)
     if claimed is None or found is None:
         return
     right, formula = found

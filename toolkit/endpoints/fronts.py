@@ -57,7 +57,8 @@ def seen_in_traffic(
     for sample, name in zip(samples, names, strict=True):
         if sample.failure or name not in token or first[name] in crowded:
             continue
-        began, ended = first[name], token[name]
+        began = first[name]
+        ended = token[name]
         since = bisect_right(ends_s, ends_s[ended] - RATE_S)
         found.append(
             TrafficFront(

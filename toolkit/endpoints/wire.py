@@ -64,7 +64,8 @@ class UpstreamError(Exception):
 
     def __init__(self, message: str, *, timed_out: bool = False, here: bool = False) -> None:
         super().__init__(message)
-        self.timed_out, self.here = timed_out, here
+        self.timed_out = timed_out
+        self.here = here
 
 
 class Link(asyncio.Protocol):

@@ -125,7 +125,8 @@ def choose_rows(like: torch.Tensor, heads: int, shapes: Sequence[KVShape]) -> ty
     one in all versions.
     """
     equal = len({shape[1::2] for pair in shapes for shape in pair}) == 1
-    kv_heads, dim = shapes[0][0][1], shapes[0][0][3]
+    kv_heads = shapes[0][0][1]
+    dim = shapes[0][0][3]
     if not (like.is_cuda and like.dtype in FLASH_DTYPES and equal):
         return GatheredRows
     if dim % 8 or dim > FLASH_DIM_MAX:
@@ -227,7 +228,8 @@ def use_row_attention(model: PreTrainedModel) -> None:
     model that does not support that.
     """
     if not use_our_attention(model):
-        kind, now = model.config.model_type, model.config._attn_implementation
+        kind = model.config.model_type
+        now = model.config._attn_implementation
         raise EngineError(
             f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
             "set engine.kv_layout to slab",

@@ -165,7 +165,8 @@ class FixedSteps:
         if not self.captures:
             return
         self._set_inputs(last)
-        width, capacity = self._cache.width, self._cache.row_capacity
+        width = self._cache.width
+        capacity = self._cache.row_capacity
         for shape in {shape_for(len(last), width + ahead, capacity) for ahead in range(steps)}:
             while self.captures and self._graph(shape) is None:
                 self._run(shape)  # writes the tokens that the next step writes anew
@@ -281,7 +282,8 @@ class _StepLayer(DynamicLayer):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.is_initialized = True
-        self._keys, self._values = keys, values
+        self._keys = keys
+        self._values = values
         self._places = places
         self._rows = rows
         self._longest = longest

@@ -290,7 +290,8 @@ class GpuOperators:
         return np.asarray(seconds + head + self.pass_s)
 
     def _attention_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
-        heads, kv_heads = model.heads // ranks, model.kv_heads_of(ranks)
+        heads = model.heads // ranks
+        kv_heads = model.kv_heads_of(ranks)
         decodes = np.array([shape.decodes for shape in shapes], dtype=float)
         cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
         chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)

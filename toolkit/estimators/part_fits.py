@@ -367,7 +367,8 @@ SAMPLES_COUNTED_MAX = 16  # a point with more samples weighs no more
 GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
 
 
-CACHED, BESIDE = 3, 4  # columns of `features`: decodes' cached tokens alone, and beside chunks
+CACHED = 3  # the column of `features` with the cached tokens of decodes alone
+BESIDE = 4  # and that of decodes beside chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,76 +178,44 @@ class PassColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """What each pass waited for, columns [n].
+class PassTimeline:
+    """How the passes follow one another by a law, columns [n].
 
     Attributes:
+        took_s: seconds from the tokens of the pass before (from idle: from its scheduling) to its
+            tokens, by the law.
         for_launch: it ended with the launch of the next pass.
-        gpu_s: seconds from when the GPU could begin the pass to its measured end.
+        gpu_s: seconds from when the GPU could begin the pass to its end.
     """
 
+    took_s: Floats
     for_launch: Flags
     gpu_s: Floats
 
 
-def waits(passes: PassColumns, law: PipelineLaw) -> Waits:
-    """What each pass waited for by the law, behind the measured ends of the passes before it."""
+def timeline(passes: PassColumns, law: PipelineLaw, *, measured: bool) -> PassTimeline:
+    """The recursion of `pipeline` over all runs, each from idle.
+
+    With `measured`, each pass follows the measured ends and launches of the passes before it, which
+    says what it waited for. Without, nothing measured comes in but the passes' compositions.
+    """
     count = len(passes)
     apart = law.graphs.apart
-    known = passes.launches > 0.0
-    launch = np.where(known, passes.launches, passes.launch_s(law)).tolist()
+    launch_s = passes.launch_s(law)
+    if measured:
+        launch_s = np.where(passes.launches > 0.0, passes.launches, launch_s)
+    launch = launch_s.tolist()
     work = passes.work_s(law).tolist()
     graph = (passes.launch == GRAPH).tolist()
     idle = passes.idle.tolist()
     seconds = passes.seconds.tolist()
+    took_s = np.zeros(count)
     for_launch = np.zeros(count, dtype=bool)
     gpu_s = np.zeros(count)
     launched_s = 0.0  # of the pass before: the end of its launch
     done_s = 0.0  # its end on the GPU
-    end_s = 0.0  # its tokens, as measured
+    end_s = 0.0  # its tokens
     before_s = 0.0  # the tokens of the pass before that one
-    for k in range(count):
-        if idle[k]:
-            scheduled_s = 0.0
-            launched_s = 0.0
-            done_s = 0.0
-            end_s = 0.0
-        elif idle[k - 1]:
-            scheduled_s = 0.0 if apart else launched_s
-        else:
-            scheduled_s = before_s
-        begins_s = max(scheduled_s, launched_s) if apart else scheduled_s
-        launched_s = begins_s + launch[k]
-        gpu_begins_s = max(done_s, launched_s if graph[k] else begins_s)
-        own_s = max(gpu_begins_s + work[k], launched_s)
-        expected_s = own_s
-        followed = k + 1 < count and not idle[k + 1]
-        if followed and not apart:
-            next_s = launched_s if idle[k] else end_s
-            expected_s = max(own_s, next_s + launch[k + 1])
-        before_s = end_s
-        end_s = end_s + seconds[k]
-        for_launch[k] = expected_s > own_s
-        gpu_s[k] = end_s - gpu_begins_s
-        done_s = min(own_s, end_s) if for_launch[k] else end_s
-    return Waits(for_launch, gpu_s)
-
-
-def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
-    """Seconds of each pass [n] by the law alone: every run begins from idle, and nothing measured
-    comes in but its compositions.
-    """
-    count = len(passes)
-    apart = law.graphs.apart
-    launch = passes.launch_s(law).tolist()
-    work = passes.work_s(law).tolist()
-    graph = (passes.launch == GRAPH).tolist()
-    idle = passes.idle.tolist()
-    took = np.zeros(count)
-    launched_s = 0.0
-    done_s = 0.0
-    end_s = 0.0
-    before_s = 0.0
     for k in range(count):
         if idle[k]:
             scheduled_s = 0.0
@@ -266,10 +234,19 @@ def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
         if k + 1 < count and not idle[k + 1] and not apart:
             next_s = launched_s if idle[k] else end_s
             tokens_s = max(done_s, next_s + launch[k + 1])
-        took[k] = tokens_s - end_s
+        took_s[k] = tokens_s - end_s
+        for_launch[k] = tokens_s > done_s
         before_s = end_s
-        end_s = tokens_s
-    return took
+        end_s = end_s + seconds[k] if measured else tokens_s
+        gpu_s[k] = end_s - gpu_begins_s
+        if measured:
+            done_s = min(done_s, end_s) if for_launch[k] else end_s
+    return PassTimeline(took_s, for_launch, gpu_s)
+
+
+def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
+    """Seconds of each pass [n] by the law alone."""
+    return timeline(passes, law, measured=False).took_s
 
 
 def fit_law(
@@ -284,7 +261,7 @@ def fit_law(
     chosen = np.ones(len(passes), dtype=bool) if seen is None else seen
     law = start or PipelineLaw(passes.graphs, **FIRST_GUESS)
     for _ in range(ROUNDS_AGAIN if start else ROUNDS):
-        found = waits(passes, law)
+        found = timeline(passes, law, measured=True)
         law = _with_launches(law, passes, found, chosen)
         law = _with_work(law, passes, found, chosen)
     for launch, names in LAUNCH_NAMES:
@@ -294,7 +271,9 @@ def fit_law(
     return law
 
 
-def _with_launches(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Flags) -> PipelineLaw:
+def _with_launches(
+    law: PipelineLaw, passes: PassColumns, found: PassTimeline, seen: Flags
+) -> PipelineLaw:
     """The law with launches from those that are known, or from passes that waited for one."""
     if passes.launches.any():
         of = np.flatnonzero((passes.launches > 0.0) & seen)
@@ -313,7 +292,9 @@ def _with_launches(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Fl
     return law
 
 
-def _with_work(law: PipelineLaw, passes: PassColumns, found: Waits, seen: Flags) -> PipelineLaw:
+def _with_work(
+    law: PipelineLaw, passes: PassColumns, found: PassTimeline, seen: Flags
+) -> PipelineLaw:
     """The law with the GPU's times from passes that did not wait for a launch."""
     shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
     root_weight = passes.root_weight
@@ -436,7 +417,7 @@ def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
         its = np.flatnonzero((passes.launches > 0.0) & (passes.launch != GRAPH))
         ratios = passes.launches[its] / expected[its]
     else:
-        found = waits(passes, law)
+        found = timeline(passes, law, measured=True)
         shown = np.flatnonzero(found.for_launch & ~passes.idle)
         shown = shown[passes.launch[shown + 1] != GRAPH]
         ratios = passes.seconds[shown] / expected[shown + 1]

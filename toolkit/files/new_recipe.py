@@ -202,7 +202,8 @@ def _too_large(
     found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupMemory, longest: int
 ) -> InputError:
     """By how much a model does not fit, and what would."""
-    gpu, per_gpu = wish.gpu, facts.cache_bytes_on(room.gpus)
+    gpu = wish.gpu
+    per_gpu = facts.cache_bytes_on(room.gpus)
     need = WORKSPACE_BYTES + longest * per_gpu
     short = size(need - room.budget_bytes)
     scheme = facts.scheme.name if facts.scheme else facts.dtype
@@ -236,7 +237,8 @@ def _notes(
     facts: ModelFacts, wish: Wish, room: GroupMemory, workers: int, longest: int
 ) -> list[str]:
     """What a reader should know, a line each."""
-    gpu, scheme = wish.gpu, facts.scheme
+    gpu = wish.gpu
+    scheme = facts.scheme
     kind = scheme.name if scheme else facts.dtype
     active = ""
     if facts.experts:
@@ -273,7 +275,8 @@ def _text(
     workers: int,
     longest: int,
 ) -> str:
-    gpu, scheme = wish.gpu, facts.scheme
+    gpu = wish.gpu
+    scheme = facts.scheme
     kind = scheme.name if scheme else ""
     parts = [found.name, gpu.name, kind, f"tp{room.gpus}" if room.gpus > 1 else ""]
     name = re.sub(r"[^a-z0-9._-]+", "-", "-".join(filter(None, parts)).lower()).strip("-._")

@@ -142,7 +142,8 @@ class PassingAnswer:
         self.failure = self.finish_reason = ""
         self.usage: StreamedUsage | None = None
         self.mode: Mode = "first"
-        self._call, self._estimate = call, estimate
+        self._call = call
+        self._estimate = estimate
         self._about: dict[str, Raw] = {}  # what all events of the answer say of it
         self._rest = bytearray()
         self._seen = 0  # bytes of `_rest` that hold no end of an event
@@ -235,7 +236,9 @@ class PassingAnswer:
         Several ids of one event may end inside a character, which would be lost there. So a greedy
         answer goes on before such an event: its text is generated again and compared.
         """
-        held, reread, compared = self._call.held_back, self._call.reread, False
+        held = self._call.held_back
+        reread = self._call.reread
+        compared = False
         for mark in reversed(self._marks):
             overlap = self._length - mark.length - held
             if overlap < reread or (compared and overlap <= 0):
@@ -254,8 +257,11 @@ class PassingAnswer:
                 self._length += len(channel.skip)
                 channel.skip = ""
         self._most_tokens = self.counted_tokens
-        self._rest, self._seen, self._held_cr = bytearray(), 0, False
-        self._passed_bytes, self.failure = 0, ""
+        self._rest = bytearray()
+        self._seen = 0
+        self._held_cr = False
+        self._passed_bytes = 0
+        self.failure = ""
         self._context = at.max_model_len or UNKNOWN_CONTEXT
         self._ended_here.clear()
         self._skip_ids = {}
@@ -269,7 +275,8 @@ class PassingAnswer:
                 return None
             self.mode = "count"
             return call.counting()
-        done, limit = self.progress(), self._limit(at)
+        done = self.progress()
+        limit = self._limit(at)
         mode = call.mode(speaks_ids=at.speaks_ids, done=done, knows_limit=limit is not None)
         channels = {name for _, name in self._channels}
         if mode == "again" or self._only_again or self.complete or channels - {TEXT}:
@@ -283,12 +290,16 @@ class PassingAnswer:
                 limit = at.max_model_len - len(done.prompt_ids or ())
             has = len(done.text) - done.overlap
             self._had_ids = len(self._ids or ())
-            self._ids, self._length = list(done.ids), has
+            self._ids = list(done.ids)
+            self._length = has
             self._marks = [mark for mark in self._marks if mark.ids <= done.tokens]
             channel = self._channels[0, TEXT]
-            channel.pieces, channel.skip = [done.text[:has]], done.text[has:]
+            channel.pieces = [done.text[:has]]
+            channel.skip = done.text[has:]
             self._skip_ids = {0: self._given_ids.get(0, [])[done.tokens :]}
-        self.mode, self._base_tokens, self.tokens = mode, done.tokens, done.tokens
+        self.mode = mode
+        self._base_tokens = done.tokens
+        self.tokens = done.tokens
         return call.continued(mode, done, speaks_ids=at.speaks_ids, limit=limit)
 
     def falls_back(self) -> bool:
@@ -340,7 +351,8 @@ class PassingAnswer:
 
     def _last_lines(self) -> bytes:
         """The usage, where it is wanted and known and was not sent; and the end."""
-        self.ended, lines = True, b""
+        self.ended = True
+        lines = b""
         if self._call.wants_usage and not self._usage_sent:
             if self.usage is None and self._counts_ids:
                 self.usage = StreamedUsage(len(self._prompt_ids or ()), len(self._ids or ()))
@@ -364,13 +376,16 @@ class PassingAnswer:
             return None
         self.mode = "again"
         for channel in self._channels.values():
-            channel.skip, channel.pieces = channel.text, []
+            channel.skip = channel.text
+            channel.pieces = []
         self._skip_ids = {index: list(ids) for index, ids in self._given_ids.items()}
         self._reset()
         return self._call.first(speaks_ids=at.speaks_ids)
 
     def _reset(self) -> None:
-        self._ids, self._prompt_ids, self._length = [], None, 0
+        self._ids = []
+        self._prompt_ids = None
+        self._length = 0
         if self.mode == "first":
             self._channels.clear()
         self._marks.clear()
@@ -455,7 +470,8 @@ class PassingAnswer:
         """A usage that the attempt can have; None for any other."""
         if bytes(given) == b"null":
             return None
-        usage, call = decoded(given, StreamedUsage), self._call
+        usage = decoded(given, StreamedUsage)
+        call = self._call
         longest = self._context if call.max_tokens is None else min(call.max_tokens, self._context)
         prompts = max(len(call.prompts), 1)
         if (
@@ -479,7 +495,8 @@ class PassingAnswer:
 
     def _on_choices(self, event: bytes, fields: dict[str, Raw], read: _Event) -> bytes:
         remade = self.mode == "ids" and self._call.chat
-        passes, made = self.mode == "first", []
+        passes = self.mode == "first"
+        made = []
         for choice in read.choices:
             ended_before = choice.index in self._finished and self.mode != "first"
             texts, ids, cut = self._new(choice)
@@ -515,7 +532,9 @@ class PassingAnswer:
 
         Sets `failure` where an answer that is repeated differs from what the client has.
         """
-        texts, ids, cut = choice.texts(), choice.token_ids, False
+        texts = choice.texts()
+        ids = choice.token_ids
+        cut = False
         repeated = self._skip_ids.get(choice.index)
         if repeated and ids:
             same = min(len(repeated), len(ids))
@@ -523,7 +542,8 @@ class PassingAnswer:
                 self.failure = DIVERGED
                 return [], None, True
             self._skip_ids[choice.index] = repeated[same:]
-            ids, cut = ids[same:], True
+            ids = ids[same:]
+            cut = True
         left = []
         for name, text in texts:
             channel = self._channels.get((choice.index, name))
@@ -535,7 +555,8 @@ class PassingAnswer:
             if had[:same] != text[:same]:
                 self.failure = DIVERGED
                 return [], None, True
-            cut, channel.skip = True, had[same:]
+            cut = True
+            channel.skip = had[same:]
             channel.pieces.append(text[:same])
             self._length += same
             if text[same:]:
@@ -623,7 +644,8 @@ class PassingAnswer:
         return self._line({"choices": [choice]})
 
     def _usage(self, usage: StreamedUsage) -> bytes:
-        self.usage, self._usage_sent = usage, True
+        self.usage = usage
+        self._usage_sent = True
         return self._line({"choices": [], "usage": _counts(usage)})
 
     def _line(self, fields: dict[str, Any]) -> bytes:

@@ -55,7 +55,8 @@ from toolkit.traces.write import TraceLog
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
-LEAST_BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 1.0, 8.0  # of a prompt, whatever a server counts
+LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
+MOST_BYTES_PER_TOKEN = 8.0
 COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 GAUGED_PROMPTS = 256  # the last, of which the mean is
 GAUGED_TOKENS = 1024  # that one prompt counts for at most
@@ -122,7 +123,8 @@ class PromptGauge:
     def blocks(self, prompt: Prompt | None) -> tuple[int, ...]:
         """The hashes of a prompt's full blocks."""
         if isinstance(prompt, list):
-            content, size = array("q", prompt).tobytes(), 8 * BLOCK_TOKENS
+            content = array("q", prompt).tobytes()
+            size = 8 * BLOCK_TOKENS
         else:
             content, size = prompt or b"", self._block_bytes
         hashes, before, key = [], b"", self._key
@@ -176,7 +178,9 @@ class Gateway:
         self.log, self.numbers = log, count(1)  # of the requests
         self._created = int(time.time())
         self.status: StatusPage | None = None
-        self._merging, self._merged, self._merge_at_s = asyncio.Lock(), b"", -math.inf
+        self._merging = asyncio.Lock()
+        self._merged = b""
+        self._merge_at_s = -math.inf
         open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
         self.access: ASGIApp = AccessGate(
             self._answer,
@@ -308,7 +312,8 @@ class Gateway:
         arrival_s = self.now_s()
         body = await self._body(scope, receive)
         given = Headers(scope=scope)
-        session, is_chat = given.get("x-session-id", ""), scope["path"].startswith("/v1/chat")
+        session = given.get("x-session-id", "")
+        is_chat = scope["path"].startswith("/v1/chat")
         call = GenerationCall(body, chat=is_chat, session=session)
         if self.model and call.model and call.model != self.model:
             text = f"there is no model '{call.model[:80]}'; this server has '{self.model}'"
@@ -406,7 +411,8 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
     text = "1 while every task of this name runs; 0 while one waits to be started again."
     yield by_label(GaugeMetricFamily, "llmctl_background_task_up", text, labels, "task", alive)
     failures = {name: float(background.failures[name]) for name in alive}
-    name, text = "llmctl_background_task_failures", "Failures of tasks that run beside requests."
+    name = "llmctl_background_task_failures"
+    text = "Failures of tasks that run beside requests."
     yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
     yield from usage_of_keys(labels, gateway.keyring.named)
 

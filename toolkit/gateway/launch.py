@@ -276,7 +276,8 @@ async def _begin(
         own.start()
         await first_of(own.loaded(), own.failed.wait(), signals.first.wait())
     elif order.source is not None:
-        source, say = order.source, order.ending.say
+        source = order.source
+        say = order.ending.say
         say(pool.renew(await source.read()))
         pool.background.start(
             "list of replicas", lambda: follow_source(source, pool.renew, say, pool.listed)
@@ -346,7 +347,8 @@ class OwnReplicas:
         self._rolling: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
-        start, numbers = self._pool.background.start, range(self._count)
+        start = self._pool.background.start
+        numbers = range(self._count)
         self._tasks = [start("servers", partial(self._keep, number)) for number in numbers]
 
     async def loaded(self) -> None:
@@ -434,7 +436,8 @@ class OwnReplicas:
 
     async def _keep(self, number: int) -> None:
         """Keep one server running, until cancelled."""
-        loop, wait_s = asyncio.get_running_loop(), RESTART_S
+        loop = asyncio.get_running_loop()
+        wait_s = RESTART_S
         while True:
             self._renewed[number].clear()
             begin_s, error, why, order = loop.time(), None, "", self._orders[number]

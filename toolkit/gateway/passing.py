@@ -94,12 +94,17 @@ class PassedRequest:
         headers: list[tuple[bytes, bytes]],
     ) -> None:
         self.heard_s = self.arrival_s = arrival_s
-        self.streaming, self.midway, self.waiting = False, False, True
+        self.streaming = False
+        self.midway = False
+        self.waiting = True
         self.prompt_tokens = gateway.gauge.tokens(call.prompts)
         limit = call.max_tokens if (call.max_tokens or 0) > 0 else gateway.settings.max_new_tokens
         self.new_tokens = limit or 1
         self.most_tokens = call.copies * self.prompt_tokens + call.rows * self.new_tokens
-        self._gateway, self._call, self._send, self._headers = gateway, call, send, headers
+        self._gateway = gateway
+        self._call = call
+        self._send = send
+        self._headers = headers
         self._passing = PassingAnswer(call, self.prompt_tokens)
         self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
@@ -128,7 +133,8 @@ class PassedRequest:
         """The tokens that its key pays. Of an answer that came in one piece or was to, and was not
         counted, these are all that it might have had; of a stream those that came.
         """
-        passing, stream = self._passing, self._call.stream
+        passing = self._passing
+        stream = self._call.stream
         if passing.usage is None and not passing.begun and not self._taken:
             return 0
         if passing.usage is None and not stream:
@@ -180,7 +186,8 @@ class PassedRequest:
             except PassFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                passing, self._taken = self._passing, False
+                passing = self._passing
+                self._taken = False
                 if passing.finished and passing.countable and self._head_sent:
                     # The client has all tokens, but not the last lines.
                     await self._close_stream(passing.finish())
@@ -248,9 +255,11 @@ class PassedRequest:
         """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
         gateway = self._gateway
         self._cut = ""
-        self.heard_s, self.waiting = gateway.now_s(), True
+        self.heard_s = gateway.now_s()
+        self.waiting = True
         self.streaming = self.midway = False
-        self._taken, odd_before = True, self._passing.odd_usages
+        self._taken = True
+        odd_before = self._passing.odd_usages
         replica.requests += 1
         replica.attempts.add(self)
         sent = gateway.balancer.replicas[replica.index].sent[self._id]
@@ -286,7 +295,9 @@ class PassedRequest:
         if request is None:
             await self._give_up(CANNOT_GO_ON)
             return True
-        (path, body), headers, reached = request, self._headers, False
+        path, body = request
+        headers = self._headers
+        reached = False
         try:
             answer = await replica.upstream.send("POST", path, headers, body)
             reached = True
@@ -420,7 +431,8 @@ class PassedRequest:
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         gateway, stats = self._gateway, self._gateway.stats
-        prompt, tokens = self._passing.prompt_tokens, self.generated
+        prompt = self._passing.prompt_tokens
+        tokens = self.generated
         stats.prompt_tokens += prompt
         if self._passing.usage is not None and self._call.choices == 1:
             gateway.gauge.count(self._call.prompt, prompt)

@@ -42,7 +42,10 @@ class RelayedRequest:
     """
 
     def __init__(self, gateway: Gateway, path: str, body: bytes, headers: RawHeaders) -> None:
-        self._gateway, self._path, self._body, self._headers = gateway, path, body, headers
+        self._gateway = gateway
+        self._path = path
+        self._body = body
+        self._headers = headers
         self.most_tokens = gateway.gauge.tokens([body]) if path == EMBEDDINGS else 0
         self.charged = 0
 
@@ -66,7 +69,8 @@ class RelayedRequest:
 
     async def _answer(self) -> Whole:
         """The answer of the first replica that has one; of all refusals, the last."""
-        pool, refusal = self._gateway.pool, None
+        pool = self._gateway.pool
+        refusal = None
         for replica in sorted(pool.up, key=lambda each: len(each.attempts)):
             try:
                 async with asyncio.timeout(pool.hang_s):
@@ -90,7 +94,8 @@ class RelayedRequest:
         return refusal
 
     async def _ask(self, replica: LiveReplica) -> Whole:
-        path, self.charged = self._path.encode(), self.most_tokens
+        path = self._path.encode()
+        self.charged = self.most_tokens
         answer = await replica.upstream.send("POST", path, self._headers, self._body)
         async with aclosing(answer):
             return answer.status, kept_headers(answer), await whole_body(answer)

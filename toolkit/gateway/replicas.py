@@ -70,7 +70,8 @@ MAX_ENGINES = 1024  # of a replica, of which figures are read
 FOREIGN = ("it serves ", "it runs ", "its kind ")  # problems with which a replica is left out
 MAX_VIA_BYTES = 1024
 LOOP = 508  # the status for a request that went through this front before
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
+COMPLETIONS = b"/v1/completions"
+CHAT = b"/v1/chat/completions"
 LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
@@ -193,7 +194,8 @@ class ReplicaPool:
         self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
         self.balancer, self.kinds, self._needs = balancer, kinds, needs
-        self.hang_s, self._say = hang_s, say
+        self.hang_s = hang_s
+        self._say = say
         self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
@@ -296,7 +298,8 @@ class ReplicaPool:
         """Ask a replica soon whether it serves at all."""
         now_s = time.monotonic()
         if replica.state == "up" and now_s - replica.doubted_s > DOUBT_EVERY_S:
-            replica.doubted_s, replica.in_doubt = now_s, True
+            replica.doubted_s = now_s
+            replica.in_doubt = True
             replica.wake.set()
 
     def ended(self, replica: LiveReplica, attempt: PassedRequest) -> None:

@@ -334,7 +334,8 @@ async def follow_source(
 
     `applied` is what is in force; None: what the source says first.
     """
-    applied, problem = await source.read() if applied is None else list(applied), ""
+    applied = await source.read() if applied is None else list(applied)
+    problem = ""
     while await source.wait():
         try:
             urls = await source.read()

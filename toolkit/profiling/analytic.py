@@ -101,7 +101,8 @@ class ComputedPasses:
 
     def prefill_s(self, batch_size: int, input_length: int) -> float:
         """Seconds of a pass over [N, L] tokens."""
-        n, length = batch_size, input_length
+        n = batch_size
+        length = input_length
         return self.one(StepShape(0, 0, n, n * length, n * chunk_attended(0, length)))
 
     def decode_s(self, batch_size: int, cached_length: int) -> float:
@@ -141,12 +142,14 @@ def by_operators(recipe: Recipe) -> bool:
 
 
 def _operator_times(recipe: Recipe) -> ComputedPasses:
-    peaks, vllm = peaks_of(recipe), recipe.engine.vllm
+    peaks = peaks_of(recipe)
+    vllm = recipe.engine.vllm
     gpu = recipe.hardware.gpu
     link = gpu_of(gpu).link_gb_s * 1e9 if gpu else None
     name = gpu or recipe.hardware.name
     operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s, link)
-    model, ranks = shapes_of(recipe), recipe.engine.tensor_parallel_size
+    model = shapes_of(recipe)
+    ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
     error = AnalyticError(**method_errors())
     source = (
@@ -214,7 +217,8 @@ def analytic_fit(recipe: Recipe, head: EnvelopeFields) -> Fit:
 
 def refuse_not_computed(recipe: Recipe) -> None:
     """Raise `InputError` for what would be computed as something else."""
-    model, vllm = recipe.model, recipe.engine.vllm
+    model = recipe.model
+    vllm = recipe.engine.vllm
     special = special_of(model.config)
     reasons = not_computed(special, _scheme(recipe))
     for flag in vllm.args if vllm else ():
@@ -290,7 +294,8 @@ def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
 
 def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFacts:
     """What the engine would resolve; bytes are of each of a worker's GPUs."""
-    engine, ranks = recipe.engine, recipe.engine.tensor_parallel_size
+    engine = recipe.engine
+    ranks = recipe.engine.tensor_parallel_size
     kv_bytes = sizes.kv_bytes_per_token // cache_parts(special_of(recipe.model.config), ranks)
     if engine.kv_cache_memory_mib is not None:
         budget = int(engine.kv_cache_memory_mib * MIB)

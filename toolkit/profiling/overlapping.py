@@ -28,15 +28,18 @@ PREFILLS = (64, 256, 1024, 2048)
 BESIDE = (0, 1, 32, 128)  # rows that decode while prompts come one at a time
 BURST_BESIDE = (1, 32)
 BURSTS = (64, 256, 512, 1024, 2048, 4096)  # tokens of each prompt of a burst
-LONE_PROMPTS, BURST_PROMPTS = 2, 4
+LONE_PROMPTS = 2
+BURST_PROMPTS = 4
 SHORT = (16, 64)  # tokens of the shortest lone prompts
 USUAL_SIZE = 512  # the largest graph, of a server that has none
 BESIDE_SIZE = 8  # tokens below and above a size of graphs
 LOADS = (30, 60)  # percent of the rate that the engine can serve
-LOAD_ROWS, LOAD_LENGTH = 96, 512
+LOAD_ROWS = 96
+LOAD_LENGTH = 512
 ROWS_MAX = 1024  # of a server without a limit
 # A point is visited three times if a run computes few tokens of prompts, twice, or once.
-FEW_TOKENS, SOME_TOKENS = 16_384, 65_536
+FEW_TOKENS = 16_384
+SOME_TOKENS = 65_536
 
 
 def overlaps(steps: StepsProfile | None) -> bool:
@@ -75,7 +78,8 @@ def _rows(wanted: Sequence[int], tokens: int, facts: EngineFacts) -> list[int]:
 
 def other_points(facts: EngineFacts, steps: StepsProfile) -> list[GridPoint]:
     """Prompts beside decodes, one at a time and at once, hits, and traffic, as far as they fit."""
-    context, budget = facts.max_model_len, steps.max_num_batched_tokens
+    context = facts.max_model_len
+    budget = steps.max_num_batched_tokens
     points = [
         GridPoint("lone", rows, length, LONE_PROMPTS)
         for length in chunk_tokens(steps)
@@ -98,7 +102,8 @@ def chunk_tokens(steps: StepsProfile) -> list[int]:
     """Tokens of lone prompts: few, just below and above a quarter, a half and all of the largest
     graph, and then doubled up to a whole pass.
     """
-    largest, budget = _largest(steps), steps.max_num_batched_tokens
+    largest = _largest(steps)
+    budget = steps.max_num_batched_tokens
     sizes = (largest // 4, largest // 2, largest)
     near = [size + side for size in sizes for side in (-BESIDE_SIZE, BESIDE_SIZE)]
     whole = budget - max(BESIDE)
@@ -117,7 +122,8 @@ def _largest(steps: StepsProfile) -> int:
 
 def _fits(point: GridPoint, facts: EngineFacts) -> bool:
     """Whether its requests fit the context, the rows and the cache at once."""
-    rows, most = point.batch_size, facts.max_rows or ROWS_MAX
+    rows = point.batch_size
+    most = facts.max_rows or ROWS_MAX
     if point.kind == "hit":
         return point.tokens < min(facts.max_model_len, facts.capacity_tokens)
     if point.kind == "load":

@@ -74,7 +74,9 @@ class ServerPace:
 
     def point_s(self, point: GridPoint) -> float:
         """One run of a point of the grid."""
-        rows, length, others = point.batch_size, point.length, point.others
+        rows = point.batch_size
+        length = point.length
+        others = point.others
         if point.kind == "prefill":
             return self.batch_s(rows, length, 1)
         if point.kind == "decode":
@@ -113,7 +115,8 @@ class Remaining:
 
     def __init__(self, about_s: float, now_s: Callable[[], float]) -> None:
         self.about_s = about_s
-        self._planned_s, self._done_s = about_s, 0.0
+        self._planned_s = about_s
+        self._done_s = 0.0
         self._now_s = now_s
         self._start_s = now_s()
 

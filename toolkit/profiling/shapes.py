@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from toolkit.catalogue.models import special_of, text_config
+from toolkit.catalogue.models import experts_of, integer_at, special_of, text_config
 from toolkit.catalogue.quantization import Scheme, scheme_of
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import ModelShapes
@@ -31,47 +30,41 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     """
     model = recipe.model
     config = text_config(model.config)
-    if missing := [f"model.config.{key}" for key in NEEDED if not number(config, key)]:
+    if missing := [f"model.config.{key}" for key in NEEDED if not integer_at(config, key)]:
         raise InputError(f"an analytic profile needs {', '.join(missing)}", "see its config.json")
-    heads, hidden = number(config, "num_attention_heads"), number(config, "hidden_size")
-    intermediate = number(config, "intermediate_size")
+    heads = integer_at(config, "num_attention_heads")
+    hidden = integer_at(config, "hidden_size")
+    intermediate = integer_at(config, "intermediate_size")
     weights, expert_weights = precisions(model)
     shapes = ModelShapes(
-        layers=number(config, "num_hidden_layers"),
+        layers=integer_at(config, "num_hidden_layers"),
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
-        kv_heads=number(config, "num_key_value_heads") or heads,
-        head_dim=number(config, "head_dim") or hidden // heads,
-        vocab=number(config, "vocab_size"),
+        kv_heads=integer_at(config, "num_key_value_heads") or heads,
+        head_dim=integer_at(config, "head_dim") or hidden // heads,
+        vocab=integer_at(config, "vocab_size"),
         weights=weights,
         expert_weights=expert_weights,
         qk_norm=config.get("model_type") in QK_NORM,
     )
-    experts = special_of(config).experts
+    experts, chosen = experts_of(config)
     if not experts:
         return shapes
-    chosen = max(number(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
-    if config.get("mlp_only_layers") or number(config, "decoder_sparse_step") > 1:
+    if config.get("mlp_only_layers") or integer_at(config, "decoder_sparse_step") > 1:
         problem = "an analytic profile knows dense layers only before those with experts"
         raise InputError(problem, "measure it: llmctl profile RECIPE")
-    each = number(config, "moe_intermediate_size") or intermediate
-    shared = number(config, "n_shared_experts") * each
+    each = integer_at(config, "moe_intermediate_size") or intermediate
+    shared = integer_at(config, "n_shared_experts") * each
     return replace(
         shapes,
-        intermediate=shared or number(config, "shared_expert_intermediate_size"),
+        intermediate=shared or integer_at(config, "shared_expert_intermediate_size"),
         experts=experts,
         experts_per_token=chosen,
         expert_intermediate=each,
-        dense_layers=number(config, "first_k_dense_replace"),
+        dense_layers=integer_at(config, "first_k_dense_replace"),
         dense_intermediate=intermediate,
     )
-
-
-def number(config: Mapping[str, object], key: str) -> int:
-    """A size; 0 where it is absent or another value."""
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def precisions(model: ModelSpec) -> tuple[str, str]:
@@ -80,7 +73,8 @@ def precisions(model: ModelSpec) -> tuple[str, str]:
     if scheme is None:
         return model.dtype, model.dtype
     name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
-    linear, experts = kept(scheme, LINEAR), kept(scheme, EXPERT)
+    linear = kept(scheme, LINEAR)
+    experts = kept(scheme, EXPERT)
     has_experts = special_of(model.config).experts > 0
     if len(linear) not in (0, len(LINEAR)):
         problem = f"an analytic profile does not know {name} weights beside {', '.join(linear)}"

@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
-PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a task that failed is started again
+PAUSE_S = 0.5
+PAUSE_MAX_S = 30.0  # before a task that failed is started again
 Work = Callable[[], Coroutine[Any, Any, object]]
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class Background:
         self._kept[task.get_name()] -= 1
 
     async def _keep(self, name: str, work: Work) -> None:
-        now_s, pause_s = asyncio.get_running_loop().time, PAUSE_S
+        now_s = asyncio.get_running_loop().time
+        pause_s = PAUSE_S
         while True:
             began_s = now_s()
             if await self._run(name, work):

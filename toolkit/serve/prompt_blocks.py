@@ -28,7 +28,8 @@ from toolkit.serve.errors import ApiError
 ID_BITS = 53
 # A server adds tokens to a prompt, of a template or a picture; beyond these its count is not one.
 MAX_ADDED_TOKENS = 1 << 16
-LEAST_BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN = 1, 16  # of the blocks of texts
+LEAST_BYTES_PER_TOKEN = 1
+MOST_BYTES_PER_TOKEN = 16  # of the blocks of texts
 
 
 class BlockedPrompt(NamedTuple):

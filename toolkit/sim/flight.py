@@ -112,7 +112,8 @@ class Flight:
 
     def add_gaps(self, gaps: TokenGaps, rows: int, end_s: float) -> None:
         """Add the gaps between the tokens of several passes, the last at `end_s`."""
-        last_s, count = self._last_gap_s(end_s), self.steps - 1
+        last_s = self._last_gap_s(end_s)
+        count = self.steps - 1
         gaps.add(rows * count, last_s - (count - 1) * self._growth_s, last_s)
 
     def _last_gap_s(self, end_s: float) -> float:

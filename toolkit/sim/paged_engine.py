@@ -332,7 +332,8 @@ class PagedRun:
         """The engine dies and comes back empty; its requests in order, with what they lack as
         `left`. A pass counts as ended if the pass after it was planned.
         """
-        leap, flight = self._leap, self._flight
+        leap = self._leap
+        flight = self._flight
         if leap is not None:
             ended = flight.ended(now_s)
             if ended:
@@ -349,7 +350,8 @@ class PagedRun:
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
-        scheduler, flight = self._scheduler, self._flight
+        scheduler = self._scheduler
+        flight = self._flight
         used = self._blocks - scheduler.pool.free
         if self._leap is not None and flight.steps > 1:
             share = (now_s - flight.begin_s) / max(flight.end_s - flight.begin_s, 1e-9)
@@ -378,7 +380,8 @@ class PagedRun:
 
     def _begin(self, plan: PagedPass, now_s: float, until_s: float) -> None:
         """The planned pass begins, and with it those that decode the same rows."""
-        scheduler, flight = self._scheduler, self._flight
+        scheduler = self._scheduler
+        flight = self._flight
         steps = scheduler.ahead()
         self._can_cut = steps > 1 and not scheduler.waiting
         if not self._can_cut:
@@ -392,7 +395,9 @@ class PagedRun:
 
     def _commit(self, plan: PagedPass) -> Tokens:
         """Record the passes that are under way, but for their times."""
-        scheduler, ledger, steps = self._scheduler, self._ledger, self._flight.steps
+        scheduler = self._scheduler
+        ledger = self._ledger
+        steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
         size = self._block_tokens
@@ -417,8 +422,11 @@ class PagedRun:
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
-        ledger, gaps, flight = self._ledger, self._gaps, self._flight
-        steps, decoding = flight.steps, tokens.decoding
+        ledger = self._ledger
+        gaps = self._gaps
+        flight = self._flight
+        steps = flight.steps
+        decoding = tokens.decoding
         first_s = end_s if steps == 1 else flight.first_s
         if decoding:
             gap_s = first_s - self._last_s

@@ -100,7 +100,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         return None
 
     def _header(self) -> IterationLogHeader:
-        config, cache = self.vllm_config, self.cache_config
+        config = self.vllm_config
+        cache = self.cache_config
         groups = self.kv_cache_config.kv_cache_groups
         spec = groups[0].kv_cache_spec
         layers = sum(len(group.layer_names) for group in groups)

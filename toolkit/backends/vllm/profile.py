@@ -194,7 +194,9 @@ class VllmBench(ServerBench):
             traffic=self._traffic,
             sampler_s=self._sampler_s,
         )
-        self._steps, self._front, self._traffic = [], [], []
+        self._steps = []
+        self._front = []
+        self._traffic = []
         self._sampler_s = None
         return passes
 
@@ -221,7 +223,8 @@ class VllmBench(ServerBench):
 
     def _try(self, point: GridPoint) -> None:
         """Run a point that need not succeed."""
-        self._took_s, self._passes = 0.0, []
+        self._took_s = 0.0
+        self._passes = []
         with contextlib.suppress(Unmeasurable):
             self._measure(point)
         if not self._server.running:
@@ -297,8 +300,10 @@ class VllmBench(ServerBench):
         self, point: GridPoint, requests: list[Sample], names: list[str], start_s: float
     ) -> list[Sample]:
         """Send prompts, one at a time or at once, while the first N of the requests decode."""
-        count, send = point.batch_size, self._endpoint.at_times
-        rows, prompts = requests[:count], requests[count:]
+        count = point.batch_size
+        send = self._endpoint.at_times
+        rows = requests[:count]
+        prompts = requests[count:]
         apart_s = APART * (self._pace.steps_s(count) if self._pace else self._step_s)
         decoding = asyncio.create_task(send(rows, start_s, names=names[:count]))
         try:
@@ -385,7 +390,9 @@ class VllmBench(ServerBench):
         """
         if self._pace is None or not self._pace.step_s:
             raise Unmeasurable("how long its passes take is not known")
-        rng, pace, rows = self._rng, self._pace, point.batch_size
+        rng = self._rng
+        pace = self._pace
+        rows = point.batch_size
         around = (point.length // 2 + 1, 2 * point.length)
         outputs = (LOAD_OUTPUTS[0], min(LOAD_OUTPUTS[1], self._longest))
         prompts_s = pace.token_s * log_uniform_mean(*around)
@@ -427,7 +434,8 @@ def pace_of(
     (few, few_s, few_passes), (many, many_s, many_passes) = chunks
     token_s = max(many_s - few_s * many_passes / few_passes, 0.0) / max(many - few, 1)
     chunk_s = max(few_s - token_s * few, 0.0) / few_passes
-    steps_s, besides_s = [], []
+    steps_s = []
+    besides_s = []
     for point in (several[0], several[-1]):
         took_s, passes = run(point)
         steps = [one.seconds + (one.host_s or 0.0) for one in passes if not one.shape.prefills]

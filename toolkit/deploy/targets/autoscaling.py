@@ -17,12 +17,14 @@ from toolkit.deploy.order import SECONDS, ExplainedValue, Order, Sourced, explai
 from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets.objects import Object
 
-POLL_S, SCRAPE_S = 15, 15  # KEDA asks Prometheus, and Prometheus the pods
+POLL_S = 15  # how often KEDA asks Prometheus
+SCRAPE_S = 15  # how often Prometheus asks the pods
 SPEED = "[2m]"  # of the queue's growth: eight scrapes
 STEADY_S = 30  # for which a queue must call for more replicas: one burst does not
 IDLE_S = 300  # for which it must call for fewer: Kubernetes' default
 # The longest that HPAScalingRules of autoscaling/v2 allow.
-MAX_PERIOD_S, MAX_WINDOW_S = 1800, 3600
+MAX_PERIOD_S = 1800
+MAX_WINDOW_S = 3600
 FAILURES = 3  # of KEDA's question in a row
 FALLBACK = "currentReplicasIfHigher"  # of KEDA 2.17
 

@@ -270,7 +270,8 @@ def render(order: Order) -> Rendered:
         ),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated, scaled = monitors(order, threshold) | routes(order), []
+    operated = monitors(order, threshold) | routes(order)
+    scaled = []
     grace_s = reckon.grace_s(reckon.drain_s(order), reckon.PROPAGATION_S).value
     scaling = Autoscaling(order, reckon.load_s(order), threshold, pods.value, grace_s)
     if scaling.threshold.value is not None:

@@ -155,7 +155,8 @@ def pod_spec(
 
     Pods with the labels `spread` go to different nodes, as far as there are.
     """
-    options, devices = order.options, GPU in container["resources"]["limits"]
+    options = order.options
+    devices = GPU in container["resources"]["limits"]
     fields = {
         "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
         "priorityClassName": options.priority_class or None,

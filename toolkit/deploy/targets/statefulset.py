@@ -199,7 +199,8 @@ def _front(replicas: Replication) -> Object:
         account=order.name,
         spread=common.selector(order)["matchLabels"],
     )
-    rolling, pods = common.rolling(1, 0), order.options.fronts
+    rolling = common.rolling(1, 0)
+    pods = order.options.fronts
     return common.deployment(order, spec, rolling, replicas.startup.value, pods)
 
 

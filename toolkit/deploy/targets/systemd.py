@@ -243,7 +243,8 @@ def _explain_folder(order: Order) -> ExplainedValue:
 
 
 def _start(order: Order, name: str, kind: str, templates: Sequence[str] = ()) -> str:
-    prefix, folder = order.options.prefix, _folder(order)
+    prefix = order.options.prefix
+    folder = _folder(order)
     here = shlex.quote(folder) if prefix else '"$PWD"'
     place = here if prefix else "."
     serve = " ".join(["llmctl serve", place, "--target systemd", *order.allowances])
