@@ -168,7 +168,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("toolkit", "recipes", "profiles", "templates"):
+    for name in ("toolkit", "recipes", "profiles", "templates", "docs"):
         skipped = shutil.ignore_patterns("_compiled", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=skipped)
     path = folder / "toolkit" / "compiled.py"

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GPU_RECIPE = "llama-3.1-8b-h200"
-OTHER_GPU_RECIPE = "llama-3.1-8b-a100-80gb"
+OTHER_GPU_RECIPE = "llama-3.1-8b-a100-80gb-rebatch"
 TIMEOUT_S = 300
 # What pages leave to their readers.
 WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy"}
