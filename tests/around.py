@@ -7,7 +7,9 @@ from toolkit.sched.protocols import LengthHistory, Oracle, Ranks, Reorders, Resc
 
 class Around:
     def __init__(self, policy):
-        self._policy, self.name, self.continuous = policy, policy.name, policy.continuous
+        self._policy = policy
+        self.name = policy.name
+        self.continuous = policy.continuous
         if isinstance(policy, Ranks):
             self.standings = policy.standings
 

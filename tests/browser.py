@@ -73,7 +73,8 @@ def chromium() -> Iterator:
 def page_of(browser, url: str, **options) -> Iterator:
     """A page that shows `url`, and what it has done."""
     context = browser.new_context(**options)
-    page, seen = context.new_page(), Seen()
+    page = context.new_page()
+    seen = Seen()
     page.on(
         "console",
         lambda message: seen.complaints.append(message.text) if message.type != "log" else None,

@@ -14,7 +14,8 @@ needs_openssl = pytest.mark.skipif(
 
 def self_signed(folder: Path, name: str, host: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     """A certificate, which is its own authority, and its key."""
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    certificate = folder / f"{name}.pem"
+    key = folder / f"{name}.key"
     command = [
         "openssl",
         "req",

@@ -100,7 +100,9 @@ class AsyncScheduler(Scheduler):
 
     def schedule(self, throttle_prefills=False) -> SchedulerOutput:
         self.current_step += 1
-        output, budget, preempted = SchedulerOutput(), self.budget, False
+        output = SchedulerOutput()
+        budget = self.budget
+        preempted = False
         for request in list(self.running):
             while request in self.running and budget:
                 new = self._new_tokens(request, budget)
@@ -191,7 +193,8 @@ class AsyncScheduler(Scheduler):
 
     def held(self, requests) -> int:
         """The blocks that requests with so many computed tokens hold."""
-        shared, own = set(), 0
+        shared = set()
+        own = 0
         for request, computed in requests:
             known = request.block_hashes[: computed // self.block_size]
             shared.update(known)
@@ -222,7 +225,8 @@ def run(scheduler, requests, *, ahead=0, most=5000) -> dict[str, int]:
     """Steps until all have ended, so many of them under way at once; what each has generated. They
     arrive by steps.
     """
-    arriving, flying = deque(sorted(requests, key=lambda request: request.arrival_time)), deque()
+    arriving = deque(sorted(requests, key=lambda request: request.arrival_time))
+    flying = deque()
     for number in range(most):
         while arriving and arriving[0].arrival_time <= number:
             scheduler.add_request(arriving.popleft())

@@ -52,7 +52,9 @@ class Row:
     """A request that waits or runs."""
 
     def __init__(self, name: str, prompt: int, limit: int) -> None:
-        self.name, self.prompt, self.limit = name, prompt, limit
+        self.name = name
+        self.prompt = prompt
+        self.limit = limit
         self.computed = self.generated = 0  # computed: also what was found in the cache
         self.planned = 0  # tokens that were generated or are under way, where passes overlap
         self.tokens: asyncio.Queue[bool] = asyncio.Queue()
@@ -71,7 +73,8 @@ class Engine:
         self.kept: set[tuple[int, ...]] = set()  # beginnings of whole blocks
         self.rows: list[Row] = []
         self.news = asyncio.Event()
-        self.hangs, self.generated = False, 0
+        self.hangs = False
+        self.generated = 0
         path = os.environ.get("LLMCTL_VLLM_ITERATIONS")
         self.log = open(path, "wb", buffering=0) if path else None  # noqa: SIM115
         if self.log:
@@ -122,7 +125,9 @@ class Engine:
             while not self.rows or self.hangs:
                 self.news.clear()
                 await self.news.wait()
-            start_s, budget, part = time.monotonic(), self.budget, []
+            start_s = time.monotonic()
+            budget = self.budget
+            part = []
             for row in self.rows[: self.slots]:
                 new = min(row.prompt + row.generated - row.computed, budget)
                 if new:
@@ -196,7 +201,8 @@ class OverlappingEngine(Engine):
     def _plan(self) -> list[tuple]:
         from toolkit.sched.iterations import LoggedRow as Logged
 
-        budget, part = self.budget, []
+        budget = self.budget
+        part = []
         for row in self.rows[: self.slots]:
             new = min(row.prompt + row.planned - row.computed, budget)
             if row.planned < row.limit and new > 0:
@@ -209,7 +215,8 @@ class OverlappingEngine(Engine):
     def _settle(self, part: list[tuple], start_s: float, launched_s: float) -> None:
         from toolkit.sched.iterations import LoggedPass, to_line
 
-        ready_s, ended = time.monotonic(), []
+        ready_s = time.monotonic()
+        ended = []
         for row, one in part:
             if one.computed + one.new >= row.prompt:
                 row.generated += 1
@@ -242,8 +249,11 @@ class Front:
 
     def __init__(self, flags: dict[str, str], model: str) -> None:
         kind = OverlappingEngine if "overlaps" in model else Engine
-        self.engine, self.model, self.name = kind(flags), model, flags["--served-model-name"]
-        self.flags, self.count = flags, 0
+        self.engine = kind(flags)
+        self.model = model
+        self.name = flags["--served-model-name"]
+        self.flags = flags
+        self.count = 0
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()

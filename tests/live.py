@@ -45,7 +45,9 @@ class ThreadWorkers(HandWorkers):
         self.stopping = [threading.Event() for _ in range(size)]
         self.scheduler: Scheduler | None = None
         self.tasks: set[asyncio.Task] = set()
-        self.troubles, self.ran_out, self.crowded = troubles, 0, 0
+        self.troubles = troubles
+        self.ran_out = 0
+        self.crowded = 0
 
     def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
         if isinstance(batch, RunSlice):
@@ -133,14 +135,16 @@ class Trouble:
     """
 
     def __init__(self, workers: ThreadWorkers, worker: int, rows: int) -> None:
-        self.workers, self.ledger = workers, workers.engines[worker].ledger
+        self.workers = workers
+        self.ledger = workers.engines[worker].ledger
         workers.crowded += rows > 1
         self.after = 1 + workers.crowded // 2 % 3
         self.armed = rows > 1 and workers.ran_out < workers.troubles and workers.crowded % 2 == 1
 
     def __enter__(self) -> None:
         if self.armed:
-            take, self.ledger.take = self.ledger.take, self.fail
+            take = self.ledger.take
+            self.ledger.take = self.fail
             self.take = take
 
     def __exit__(self, *error: object) -> None:

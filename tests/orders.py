@@ -33,7 +33,8 @@ def plan(
     """A plan of the samples' recipe with these changes, tuned as far as it can be said without
     tuning.
     """
-    recipe, fit = samples.recipe(**changes), fit or samples.fit()
+    recipe = samples.recipe(**changes)
+    fit = fit or samples.fit()
     its = {
         "engine": recipe.engine.name,
         "dtype": recipe.model.dtype,

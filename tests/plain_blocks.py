@@ -32,7 +32,8 @@ class PlainScheduler:
     """One workload of `benchmarks.engines.vllm_passes`; `run` returns its passes."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        self.case, self.size = case, case["block_tokens"]
+        self.case = case
+        self.size = case["block_tokens"]
         self.queue = [Block() for _ in range(case["blocks"])]  # free, the first is given out first
         self.known: dict[tuple[int, ...], list[Block]] = {}
         self.waiting: list[Row] = []
@@ -42,7 +43,9 @@ class PlainScheduler:
         self.passes: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
-        case, arrivals, prompts = self.case, Arrivals(self.case), tokens_of(self.case)
+        case = self.case
+        arrivals = Arrivals(self.case)
+        prompts = tokens_of(self.case)
         while True:
             for number in arrivals.due(len(self.passes)):
                 limit = case["requests"][number][3] + len(prompts[number])
@@ -60,8 +63,11 @@ class PlainScheduler:
 
     def schedule(self) -> bool:
         """Plan a pass; False where it computes nothing."""
-        case, planned, preempted = self.case, {}, []
-        budget, counts = case["max_num_batched_tokens"], [0, 0, 0, 0]
+        case = self.case
+        planned = {}
+        preempted = []
+        budget = case["max_num_batched_tokens"]
+        counts = [0, 0, 0, 0]
         k = 0
         while k < len(self.running):
             row = self.running[k]
@@ -72,7 +78,9 @@ class PlainScheduler:
             while not self.allocate(row, new):
                 victim = self.running.pop()
                 self.release(victim)
-                victim.computed, victim.under_way, victim.preempted = 0, [], True
+                victim.computed = 0
+                victim.under_way = []
+                victim.preempted = True
                 self.waiting.insert(0, victim)
                 preempted.append(victim)
                 if victim is row:
@@ -104,7 +112,8 @@ class PlainScheduler:
                 if not block.rows:
                     self.queue.remove(block)
                 block.rows += 1
-            row.blocks, row.computed = hits, found
+            row.blocks = hits
+            row.computed = found
             assert self.allocate(row, new)
             self.running.append(self.waiting.pop(0))
             planned[row] = (found, new)
@@ -185,7 +194,8 @@ class PlainScheduler:
                 self.known.setdefault(block.key, []).append(block)
 
     def release(self, row: Row) -> None:
-        first, last = [], []
+        first = []
+        last = []
         for block in reversed(row.blocks):
             block.rows -= 1
             if not block.rows:

@@ -18,7 +18,10 @@ from toolkit.errors import InputError
 from toolkit.routing.replicas import RequestOutlook
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
-MOST_WEIGHED, SHARPNESS, RING_POINTS, HISTORY = 12, 16, 160, 1000
+MOST_WEIGHED = 12
+SHARPNESS = 16
+RING_POINTS = 160
+HISTORY = 1000
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -38,7 +41,8 @@ class Sent:
 
 class Replica:
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
-        self.index, self.traits = index, traits
+        self.index = index
+        self.traits = traits
         self.is_up = True
         self.sent: dict[str, Sent] = {}
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
@@ -122,7 +126,8 @@ class Replica:
 
 class PrefixIndex:
     def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
-        self._capacities, self._ttl_s = [capacity] * replicas, ttl_s
+        self._capacities = [capacity] * replicas
+        self._ttl_s = ttl_s
         self._holders: dict[int, int] = {}  # block to the set of replicas, as bits
         self._used: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(replicas)]
 
@@ -135,7 +140,8 @@ class PrefixIndex:
         if self._ttl_s:
             for index in range(len(used)):
                 self._expire(index, now_s)
-        found, holders = [0] * len(used), self._holders
+        found = [0] * len(used)
+        holders = self._holders
         if not blocks:
             return found
         left = holders.get(blocks[0], 0)  # of the others nothing is found
@@ -156,7 +162,9 @@ class PrefixIndex:
         return found
 
     def add(self, index: int, blocks: Sequence[int], now_s: float) -> None:
-        used, holders, bit = self._used[index], self._holders, 1 << index
+        used = self._used[index]
+        holders = self._holders
+        bit = 1 << index
         for block in reversed(blocks):  # so that a prompt's last blocks are forgotten first
             if block in used:
                 used.move_to_end(block)
@@ -235,7 +243,8 @@ def least_tokens(router: Any, request: RoutedRequest, view: RouterView) -> int:
 
 
 def future_memory(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    size, expected = view.block_tokens, view.expected_tokens
+    size = view.block_tokens
+    expected = view.expected_tokens
     costs = []
     for replica in view.replicas:
         new = request.prompt_tokens - view.cached_tokens(request, replica)
@@ -271,7 +280,8 @@ def prefix(router: Any, request: RoutedRequest, view: RouterView) -> int:
 
 def llm_d(router: Any, request: RoutedRequest, view: RouterView) -> int:
     queues = [replica.waiting for replica in view.replicas]
-    low, high = min(queues), max(queues)
+    low = min(queues)
+    high = max(queues)
     costs = []
     for replica, waiting in zip(view.replicas, queues, strict=True):
         queue = (high - waiting) / (high - low) if high > low else 1.0
@@ -281,7 +291,8 @@ def llm_d(router: Any, request: RoutedRequest, view: RouterView) -> int:
 
 
 def dynamo(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    size, costs = view.block_tokens, []
+    size = view.block_tokens
+    costs = []
     for replica in view.replicas:
         matched = view.matched[replica.index]
         active = (replica.prefill_tokens + request.prompt_tokens) / size
@@ -292,7 +303,8 @@ def dynamo(router: Any, request: RoutedRequest, view: RouterView) -> int:
 
 def sglang(router: Any, request: RoutedRequest, view: RouterView) -> int:
     loads = [replica.requests for replica in view.replicas]
-    low, high = min(loads), max(loads)
+    low = min(loads)
+    high = max(loads)
     if high - low > router.abs_load and high > router.rel_load * low:
         return view.least(loads)
     best = max(view.share(request, replica) for replica in view.replicas)
@@ -342,7 +354,8 @@ def by_law(router: Any, request: RoutedRequest, view: RouterView) -> int:
 def weighed(
     router: Any, request: RoutedRequest, replica: Replica, view: RouterView
 ) -> tuple[float, RequestOutlook]:
-    traits, expected = replica.traits, max(view.expected_tokens, 1.0)
+    traits = replica.traits
+    expected = max(view.expected_tokens, 1.0)
     law = traits.law
     assert law is not None
     prompt = request.prompt_tokens
@@ -377,7 +390,8 @@ def weighed(
     first_s = left + own_s + plain_s
     first_s += _memory_wait_s(replica, new, context, plain_s, expected)
     lost_s = own_s * decodes + expected * slower_s * decodes
-    late, stalls = 0.0, False
+    late = 0.0
+    stalls = False
     if router.ttft_s:
         late = _chance(first_s, router.ttft_s)
     if router.gap_s:
@@ -416,13 +430,15 @@ def _point(text: str) -> int:
 
 
 def _likely(view: RouterView) -> Sequence[Replica]:
-    replicas, matched = view.replicas, view.matched
+    replicas = view.replicas
+    matched = view.matched
     if len(replicas) <= MOST_WEIGHED:
         return replicas
     kinds: dict[str, list[Replica]] = {}
     for replica in replicas:
         kinds.setdefault(replica.traits.kind, []).append(replica)
-    part, few = max(MOST_WEIGHED // 3 // len(kinds), 1), max(2 // len(kinds), 1)
+    part = max(MOST_WEIGHED // 3 // len(kinds), 1)
+    few = max(2 // len(kinds), 1)
     found: set[int] = set()
     for kind in kinds.values():
         for count, keys in (  # `heapq.nsmallest` with a key takes twice as long for 64
@@ -478,7 +494,8 @@ PLAIN = {
 
 class PlainBalancer:
     def __init__(self, router: Any, traits: Sequence[ReplicaTraits], block_tokens: int) -> None:
-        self.router, self.choose = router, PLAIN[router.name]
+        self.router = router
+        self.choose = PLAIN[router.name]
         self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
         self.index = PrefixIndex(0, ttl_s=router.index_ttl_s)
         for each in traits:
@@ -492,11 +509,13 @@ class PlainBalancer:
     def route(
         self, request: RoutedRequest, now_s: float, excluded: Sequence[int] = ()
     ) -> int | None:
-        view, up = self.view, [replica for replica in self.replicas if replica.is_up]
+        view = self.view
+        up = [replica for replica in self.replicas if replica.is_up]
         if not up:
             return None
         view.replicas = [replica for replica in up if replica.index not in excluded] or up
-        view.now_s, view.outlook = now_s, None
+        view.now_s = now_s
+        view.outlook = None
         view.matched = self.index.matched(request.blocks, now_s)
         index = self.choose(self.router, request, view)
         view.routed += 1

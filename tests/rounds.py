@@ -24,7 +24,11 @@ from toolkit.engines.rebatch_engine import RebatchEngine
 
 GREEDY = SamplingParams()
 FREE = SamplingParams(ignore_eos=True)
-WAITS, RUNS, PAUSED, SWAPPED, DONE = "waits", "runs", "paused", "swapped", "done"
+WAITS = "waits"
+RUNS = "runs"
+PAUSED = "paused"
+SWAPPED = "swapped"
+DONE = "done"
 
 
 def rebatch_engine(
@@ -40,7 +44,8 @@ def step_logits(engine: RebatchEngine, lengths: Sequence[int], steps: int = 3) -
     """Logits [steps, N, V] of decode steps over random caches of these lengths and fixed tokens,
     the same for every engine of a model.
     """
-    batch, generator = engine._batch, torch.Generator().manual_seed(3)
+    batch = engine._batch
+    generator = torch.Generator().manual_seed(3)
     shapes = engine._kv_shapes
     caches = [
         [
@@ -81,7 +86,8 @@ class FailingAllocations(TorchDispatchMode):
     def __init__(self, engine: RebatchEngine, fails_at: int = 0, *, lasting: bool = False) -> None:
         super().__init__()
         self._ledgers = engine.ledger, engine.host_ledger
-        self._fails_at, self._lasting = fails_at, lasting
+        self._fails_at = fails_at
+        self._lasting = lasting
         self.count = 0
         self.failures = 0
 
@@ -254,7 +260,8 @@ class RoundDriver:
         )
 
     def as_row(self, number: int) -> Row:
-        row, got = self.rows[number], self.got[number]
+        row = self.rows[number]
+        got = self.got[number]
         return msgspec.structs.replace(row, tokens=(*row.tokens, *got), generated=len(got))
 
     def _some(self, rng: random.Random, numbers: list[int], share: float) -> list[int]:

@@ -23,7 +23,8 @@ __all__ = [
 
 def write_fit(recipe: Path) -> None:
     """profile.json without points and, made from it, fit.json, beside the recipe."""
-    profile, fitted = recipe.with_name("profile.json"), fit(engine="transformers")
+    profile = recipe.with_name("profile.json")
+    fitted = fit(engine="transformers")
     about: dict[str, Any] = {
         "recipe_name": "test",
         "workers": 2,

@@ -96,7 +96,8 @@ def sse_server(
     answer: Answer = serve_request, models: object = MODELS, tls: ssl.SSLContext | None = None
 ) -> Iterator[Server]:
     """A server in a thread of its own, gone when the block ends."""
-    server, started = Server(), threading.Event()
+    server = Server()
+    started = threading.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
@@ -129,7 +130,8 @@ def sse_server(
 
     async def main() -> None:
         nonlocal loop, stop
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
         listening = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
         server.url = (
             f"{'https' if tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"

@@ -159,7 +159,8 @@ def make_rounds(
             for _ in range(int(rng.integers(0, 3)))
         ]
         rows = sum(count for count, _ in groups) + int(rng.integers(1, 17))
-        cached, steps = int(rng.integers(64, 256)), int(rng.integers(1, 33))
+        cached = int(rng.integers(64, 256))
+        steps = int(rng.integers(1, 33))
         left = int(rng.integers(0, 3))
         seconds = sum(law.prefill_s(*group) + join(*group) for group in groups)
         seconds += law.decode_s(rows, cached, steps)

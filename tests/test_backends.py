@@ -171,7 +171,8 @@ def test_an_unknown_engine_names_the_nearest():
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_has_a_backend(name: str):
-    backend, traits = backend_of(name), traits_of(name)
+    backend = backend_of(name)
+    traits = traits_of(name)
     assert callable(backend.timed)
     assert isinstance(backend, Serves) == (traits.server and traits.started)
     assert bool(traits.load) != traits.server
@@ -244,7 +245,8 @@ def test_a_probe_finds_an_engine_that_hangs(
     def line(text: str) -> str:
         return text.split("\n")[0]
 
-    note, killed = tmp_path / "note", []
+    note = tmp_path / "note"
+    killed = []
     if known is not None:
         note.write_text(line(known))
     engine = type("Served", (Engine,), {"pages": list(pages), "gives": gives, "asked": []})

@@ -161,7 +161,8 @@ def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
 
 
 def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
-    path, out = tmp_path / "trace.jsonl", tmp_path / "bench.json"
+    path = tmp_path / "trace.jsonl"
+    out = tmp_path / "bench.json"
     write_lines([TraceLine(0, 20, 3), TraceLine(50, 21, 3), TraceLine(10**8, 22, 3)], path)
 
     def answer(body):
@@ -213,7 +214,9 @@ def test_the_prediction_uses_the_limits_of_the_requests(capsys, tmp_path):
     output.
     """
     recipe = samples.recipe(policy={"name": "conservative"}, workers=1)
-    plan, path, found = tmp_path / "plan.json", tmp_path / "trace.jsonl", {}
+    plan = tmp_path / "plan.json"
+    path = tmp_path / "trace.jsonl"
+    found = {}
     write_file(make_plan(recipe, samples.fit(capacity_tokens=512, workers=1), None, {}), plan)
     write_lines([TraceLine(0, 20, 8)] * 24, path)
     for name, answer in {"hidden": serve_request, "given": without_end_after}.items():

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.bench.predict import ServerConditions, predicted, seen_by_clients
+from toolkit.bench.predict import predicted, seen_by_clients
 from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.wire import Sample
 from toolkit.files.plan import Plan
 from toolkit.metrics import Served
+from toolkit.sim.conditions import ServerConditions
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
@@ -51,7 +52,8 @@ def test_failed_requests_show_nothing():
     trace = busy()
     seen = as_seen(trace, predicted(plan(), trace).served)
     for sample in seen[::3]:
-        sample.failure, sample.last_token_s = "the connection was lost", sample.last_token_s + 9.0
+        sample.failure = "the connection was lost"
+        sample.last_token_s = sample.last_token_s + 9.0
     assert seen_by_clients(plan(), trace, seen, ()).slowdown == pytest.approx(1.0, rel=0.03)
 
 

@@ -70,7 +70,8 @@ def test_failures_are_counted_by_reason_and_stay_in_the_requests():
 
 
 def test_an_interrupted_replay_reports_what_was_answered_and_compares_nothing():
-    cut_off, unsent = Sample(2.0, 10, 5, 2.0, failure=INTERRUPTED), Sample(9.0, 10, 5)
+    cut_off = Sample(2.0, 10, 5, 2.0, failure=INTERRUPTED)
+    unsent = Sample(9.0, 10, 5)
     result = report_on(*GOOD, cut_off, unsent, interrupted=True, predicted={"throughput_rps": 1.0})
     assert (result.requests, result.answered, result.failures) == (4, 2, {})
     assert result.measured["throughput_rps"] == 0.5
@@ -87,10 +88,8 @@ def test_outputs_of_another_length_are_counted():
 
 
 def test_the_error_is_the_prediction_s():
-    measured, fitted = (
-        {"throughput_rps": 2.0, "e2e_mean_s": 4.0},
-        {"throughput_rps": 3.0, "e2e_mean_s": 4.0},
-    )
+    measured = {"throughput_rps": 2.0, "e2e_mean_s": 4.0}
+    fitted = {"throughput_rps": 3.0, "e2e_mean_s": 4.0}
     rows = compare(measured, {"throughput_rps": 1.0, "e2e_mean_s": 5.0}, fitted)
     assert [tuple(row.model_dump().values()) for row in rows] == [
         ("throughput_rps", 2.0, 1.0, -50.0, 3.0, 50.0),

@@ -226,7 +226,8 @@ def test_a_session_does_not_wait_for_another():
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as listening:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-            target, load = Target(url, "", "tiny", None, own=True), LoadSpec("given", 64, 50)
+            target = Target(url, "", "tiny", None, own=True)
+            load = LoadSpec("given", 64, 50)
             trace = trace_of([10, 6, 30], sessions=sessions)
             result = await replay(target, trace, load, lambda: None)
         return [one.failure for one in result.samples]

@@ -240,7 +240,8 @@ def test_ctrl_c_keeps_the_windows_that_were_replayed(
     plan: Path, windows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """In a prediction, between two replays."""
-    real, calls = session.predicted, []
+    real = session.predicted
+    calls = []
 
     def predicted(*args: object) -> object:
         calls.append(1)

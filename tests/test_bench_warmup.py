@@ -92,13 +92,15 @@ def test_the_first_requests_settle_the_server_and_are_not_timed():
 
 def test_without_batches_the_warm_up_shows_nothing():
     with sse_server() as server:
-        target, one = find_target(server.url), other_requests(trace(), 0.0, 1)
+        target = find_target(server.url)
+        one = other_requests(trace(), 0.0, 1)
         assert warm_up(target, one, LOAD, lambda: None) is None
 
 
 def test_prompts_are_not_those_of_the_replay():
     with sse_server() as server:
-        target, short = find_target(server.url), other_requests(trace(), 0.0, 1)
+        target = find_target(server.url)
+        short = other_requests(trace(), 0.0, 1)
         warm_up(target, short, LOAD, lambda: None)
         warm_up(target, short, LoadSpec("hidden", 128, 256, seed=1), lambda: None)
     first, second = server.bodies
@@ -175,7 +177,8 @@ def test_the_fronts_delay_is_unknown_where_a_request_failed():
 
 def test_refused_requests_do_not_count_for_the_fronts_delay():
     refused = seen_by_clients(5, 0.5, 2.0)
-    refused[2].failure, refused[2].refused = "HTTP 503: too many requests wait", True
+    refused[2].failure = "HTTP 503: too many requests wait"
+    refused[2].refused = True
     times = times_between(counters(0, 0.0, 0.0), counters(4, 0.375, 1.75), refused)
     assert times.front == Front(first_s=0.125, last_s=0.25)
 
@@ -196,7 +199,8 @@ def crowded(
     """Requests arrive during the first half of the slices alone."""
     found = []
     for k in range(count):
-        expected_s, arrived = 0.5 + 0.01 * (k % 7), 300 + 10 * (k % 5) if 2 * k < count else 0
+        expected_s = 0.5 + 0.01 * (k % 7)
+        arrived = 300 + 10 * (k % 5) if 2 * k < count else 0
         wrong_s = noise_s if k % 2 else -noise_s
         found.append((slowdown * expected_s + cost_s * arrived + wrong_s, expected_s, arrived))
     return slices(found)
@@ -252,7 +256,8 @@ def test_the_command_prints_and_predicts_the_cost_of_arrivals(capsys, tmp_path):
 
     ran: list[dict] = []
     times_s: list[tuple[float, float, int]] = []
-    lines, plan = tmp_path / "trace.jsonl", tmp_path / "plan.json"
+    lines = tmp_path / "trace.jsonl"
+    plan = tmp_path / "plan.json"
     write_lines([TraceLine(2 * k, 20 + k, 3 + k % 9) for k in range(80)], lines)
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
     options = ["--trace", lines, "--plan", plan, "--warmup", 0.5, "--json"]
@@ -359,7 +364,8 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
         server.batch_s = (server.batch_s[0] + 1.25, server.batch_s[1] + 1.0)
         return serve_request(body)
 
-    lines, plan = tmp_path / "trace.jsonl", tmp_path / "plan.json"
+    lines = tmp_path / "trace.jsonl"
+    plan = tmp_path / "plan.json"
     write_lines([TraceLine(10 * k, 20 + k, 3 + k) for k in range(5)], lines)
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
     options = ["--trace", lines, "--plan", plan, "--duration", 0.025, "--warmup", 0.2, "--json"]

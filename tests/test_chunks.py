@@ -101,7 +101,8 @@ class Both:
         self.results: list[RoundResult] = []
 
     def run(self, batch: Batch, now_s: float) -> float:
-        self.batch, self.interrupted_s = batch, float("inf")
+        self.batch = batch
+        self.interrupted_s = float("inf")
         self.plan = self.kept.begin(batch, self.lives.__getitem__)
         moves = batch.moves
         self.clock.now_s = now_s
@@ -186,7 +187,9 @@ def serve(
     )
     lines: list[bytes] = []
     scheduler = Checked(policy, [worker(slab)], lambda event: lines.append(to_line(event)))
-    both.scheduler, both.cancels, scheduler.both = scheduler, dict(cancels), both
+    both.scheduler = scheduler
+    both.cancels = dict(cancels)
+    scheduler.both = both
     assert run(scheduler, requests, [both]) == []
     assert list(replay(from_lines(lines), Scheduler(policy, [worker(slab)]))) == []
     return ledger, both
@@ -238,7 +241,8 @@ def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
         serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15)
     )
     step_s = LAW.decode_s(2, 120 + LIMIT, 1)
-    shorter_s, longer_s = chunked.outcomes[0].max_gap_s, whole.outcomes[0].max_gap_s
+    shorter_s = chunked.outcomes[0].max_gap_s
+    longer_s = whole.outcomes[0].max_gap_s
     assert shorter_s <= LAW.pass_s(1, 105, 120) + step_s
     assert longer_s > LAW.prefill_s(1, 120) + LAW.decode_s(1, 4, 1) > shorter_s
     assert chunked.outcomes[1].first_token_s > whole.outcomes[1].first_token_s
@@ -269,7 +273,8 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         )  # type: ignore[arg-type]
         for name, prompt in zip(names, prompts + later, strict=True)
     }
-    kept, running = ResidentRows(), LawfulEngine(Clock())
+    kept = ResidentRows()
+    running = LawfulEngine(Clock())
     jobs = scheduler._accepted.by_id()
 
     def submit(some):

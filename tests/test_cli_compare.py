@@ -47,7 +47,8 @@ def test_a_run_is_what_simulate_gives(stage, capsys):
     assert llmctl(*stage, *words) == 0
     found = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert found["past-future"]["parameters"]["reserve"] == 0.2
-    fit, trace = samples.fit(), read_trace(stage[2])[0]
+    fit = samples.fit()
+    trace = read_trace(stage[2])[0]
     for name, run in found.items():
         policy = policy_for(fit, name, {"reserve": 0.2} if name == "past-future" else {})
         assert run["metrics"] == simulate(trace, policy, make_world(fit, {})).metrics(

@@ -28,7 +28,9 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
 ):
     monkeypatch.setattr(demo, "REPLAY_S", 0.5)
     monkeypatch.setattr(demo, "WARMUP_S", 0.2)
-    recipe, trace, out = tmp_path / "small.yaml", tmp_path / "trace.jsonl", tmp_path / "out"
+    recipe = tmp_path / "small.yaml"
+    trace = tmp_path / "trace.jsonl"
+    out = tmp_path / "out"
     recipe.write_text(RECIPE, encoding="utf-8")
     write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 20) for k in range(240)], trace)
     assert llmctl("demo", recipe, "--trace", trace, "--out", out, "--json") == 0

@@ -227,7 +227,8 @@ def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
 
 @pytest.mark.parametrize("beside", ["", "0.32.0", "0.1.0"])
 def test_the_program_that_a_recipe_names_is_not_run(beside: str, tmp_path: Path) -> None:
-    program, ran = tmp_path / "bin" / "python", tmp_path / "ran"
+    program = tmp_path / "bin" / "python"
+    ran = tmp_path / "ran"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch {ran}\necho 0.32.0\n")
     program.chmod(0o755)

@@ -141,7 +141,8 @@ def test_text_wraps_before_a_column_moves_below(capsys: pytest.CaptureFixture[st
 def test_a_long_name_breaks_at_its_dot_where_the_table_is_too_wide(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name, path = "a-kind-of-some-hardware.a_flag_with_a_long_name", "folder/" + 40 * "x" + ".json"
+    name = "a-kind-of-some-hardware.a_flag_with_a_long_name"
+    path = "folder/" + 40 * "x" + ".json"
     rows = [(name, 1.5), (path, 2), ("short.flag", 3)]
     table(["name", "value"], rows)
     assert f" {name} " in capsys.readouterr().out  # there is room

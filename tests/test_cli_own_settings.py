@@ -49,7 +49,8 @@ def run(capsys: pytest.CaptureFixture[str], command: str, *words: object) -> dic
 
 def judged(path: str, rate_rps: float, *others: Any) -> dict[str, float]:
     """What `tune` finds for the recipe's own settings on the whole trace at this rate."""
-    recipe, fit = load_recipe(Path(path)), read_file(Fit, path.replace(".yaml", ".fit.json"))
+    recipe = load_recipe(Path(path))
+    fit = read_file(Fit, path.replace(".yaml", ".fit.json"))
     trace = scale_rate(prepare(read_trace(Path("trace.jsonl"))[0], recipe), rate_rps)
     setup = EvaluationSetup(make_world(recipe, fit, others), [trace], recipe.sla)
     return Task(setup, recipe.policy.name, recipe.policy.parameters).simulate(0).metrics

@@ -220,7 +220,8 @@ def test_a_secret_in_a_plan_is_refused_and_not_repeated(
         inner = inner[key]
     inner[where[-1]] = value
     if where[-1] == "url":
-        inner["name"], data["recipe"]["workers"] = "openai", 1
+        inner["name"] = "openai"
+        data["recipe"]["workers"] = 1
     Path("plan.json").write_text(json.dumps(data))
     assert render("--target", "local") == 2
     out, err = capsys.readouterr()

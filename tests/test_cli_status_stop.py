@@ -304,7 +304,8 @@ def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
     said: str,
 ) -> None:
     """A fake systemctl that cannot start, and a fake journalctl."""
-    unit, programs = "llmctl-test.service", rendered / "bin"
+    unit = "llmctl-test.service"
+    programs = rendered / "bin"
     programs.mkdir()
     for name, script in (
         (

@@ -73,7 +73,8 @@ def test_a_fleet_is_simulated_exactly_as_it_was_tuned(
 
 
 def test_options_replace_what_was_tuned(tuned: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
-    best, short = tuned.recommended, tuned.recommended.kind_parameters["short"]
+    best = tuned.recommended
+    short = tuned.recommended.kind_parameters["short"]
     found = simulated(
         capsys, *SERVERS, "--set", f"{TOKENS}=300", "--seed", "8", "--sla", "e2e_p99_s=9"
     )

@@ -130,7 +130,8 @@ def test_a_fit_of_another_recipe_is_named_as_such(
 def test_the_shipped_fit_is_offered_instead_of_another_recipes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    one, other = shipped_fits()[0], shipped_fits()[-1]
+    one = shipped_fits()[0]
+    other = shipped_fits()[-1]
     assert llmctl("tune", one, "--fit", other) == 2
     error, hint = lines_of(capsys)
     assert error == f"error: fit.json is of recipe '{other}', not '{one}'"
@@ -158,7 +159,8 @@ def test_without_a_fit_those_that_ship_are_named(
 def test_a_report_needs_its_folder(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, page = tmp_path / "there", tmp_path / "report.html"
+    folder = tmp_path / "there"
+    page = tmp_path / "report.html"
     if kind == "file":
         folder.write_text("")
     assert llmctl("report", shipped_names()[0], "--folder", folder, "--out", page) == 2

@@ -300,7 +300,8 @@ def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
 
 
 def test_an_actor_that_cannot_load_sends_the_reason() -> None:
-    actor, recipe = WorkerActor(), tiny.recipe(fake(no_such_key=1), tiny.engine_spec("fake"))
+    actor = WorkerActor()
+    recipe = tiny.recipe(fake(no_such_key=1), tiny.engine_spec("fake"))
     with ThreadPoolExecutor() as threads:
         exit_code = threads.submit(actor.serve)
         *_, refused = answers(actor, 0, Start(recipe.model_dump_json()))
@@ -352,7 +353,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
-    servers, said = RayServers(placed(2), 60.0, ""), list[str]()
+    servers = RayServers(placed(2), 60.0, "")
+    said = list[str]()
     try:
         first, second = (servers.start(number, sleeper([]), said.append) for number in (0, 1))
         assert first.running, "it has not ended"
@@ -392,7 +394,8 @@ def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
     try:
         hardware = tiny.CPU.model_copy(update={"device": "cuda"})
         recipe = tiny.recipe(fake(), tiny.engine_spec("fake", threads=1), hardware)
-        servers, said = RayServers([WorkerPlacement(recipe, labels)] * 2, 60.0, ""), list[str]()
+        servers = RayServers([WorkerPlacement(recipe, labels)] * 2, 60.0, "")
+        said = list[str]()
         found = [servers.start(number, sleeper(["gpus"]), said.append) for number in (0, 1)]
         for each in found:
             each.wait_until_ready()

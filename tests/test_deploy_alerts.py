@@ -245,7 +245,8 @@ needs_promtool = pytest.mark.skipif(
 @needs_promtool
 def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla={"ttft_p99_s": 2.0})
-    ours, other = "default/llmctl-test", "default/llmctl-test-b"
+    ours = "default/llmctl-test"
+    other = "default/llmctl-test-b"
     assert fired(tmp_path, order, one_server(ours) | one_server(other, **BAD)) == set()
     every = {rule.alert for rule in rendered("kubernetes", order)}
     assert fired(tmp_path, order, one_server(ours, **BAD)) == every - {

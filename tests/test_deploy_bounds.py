@@ -111,7 +111,8 @@ def swapping(made: Plan) -> Order:
 
 
 def test_the_limit_has_room_for_swapped_caches_and_explains_itself(gpu: Plan) -> None:
-    plain, order = orders.order(gpu), swapping(gpu)
+    plain = orders.order(gpu)
+    order = swapping(gpu)
     assert memory_limit_mib(plain).value == 2 * memory_mib(plain).value
     limit = memory_limit_mib(order)
     assert limit.value == 2 * memory_mib(order).value + gpu.workers * 300

@@ -32,7 +32,8 @@ fleet:
   - {recipe: llama-3.1-8b-h200, fit: llama-3.1-8b-h200, workers: 1}
   - {recipe: llama-3.1-8b-a100-80gb, fit: llama-3.1-8b-a100-80gb, workers: 2}
 """
-FAST, SLOW = "llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb"
+FAST = "llama-3.1-8b-h200"
+SLOW = "llama-3.1-8b-a100-80gb"
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,8 @@ def test_systemd_finds_nothing_in_a_fleet_s_units(order: Order, tmp_path: Path) 
 
 
 def test_compose_gives_each_replica_its_kind_s_flags_and_gpu(order: Order, fleet: Plan) -> None:
-    found, (fast, slow) = services(order), labels(order)
+    found = services(order)
+    (fast, slow) = labels(order)
     names = [f"{fast}-0", f"{slow}-0", f"{slow}-1"]
     assert sorted(found) == sorted(["llmctl", "models", *names])
     for name, number, device in zip(names, (0, 1, 1), "012", strict=True):
@@ -165,7 +167,8 @@ def test_a_fleet_s_compose_is_as_the_specification_says(order: Order, tmp_path: 
 
 
 def test_kubernetes_takes_every_object_of_a_fleet(order: Order) -> None:
-    kinds, named = [], []
+    kinds = []
+    named = []
     for data in objects(order).values():
         kinds.append(data["kind"])
         if data["kind"] != "Kustomization":

@@ -464,7 +464,8 @@ def stand_in(path: Path, body: str) -> None:
 def test_a_worker_waits_while_an_actor_runs() -> None:
     titles = ["raylet", "ray::WorkerActor.serve", "ray::WorkerActor", "ray::IDLE", "python"]
     assert actors([*titles, "ray::ServerActor.ended"]) == 3
-    left, slept = iter([True, True, False]), []
+    left = iter([True, True, False])
+    slept = []
     wait(lambda: next(left), slept.append)
     assert len(slept) == 2
 

@@ -55,7 +55,8 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
 
     found = probes(target, tmp_path)
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
-    ready, alive = found["readinessProbe"], found["livenessProbe"]
+    ready = found["readinessProbe"]
+    alive = found["livenessProbe"]
     fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
     options = "--served-model-name toy --workers 1 --policy slice --set slice_tokens=16"
     with Server(tmp_path / "plan.json", *options.split()) as server:

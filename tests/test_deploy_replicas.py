@@ -162,7 +162,8 @@ def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, ship
 
 def test_the_front_stops_before_its_replicas_and_all_with_the_target(order: Order) -> None:
     files = render_target("systemd", order)
-    front, target = files[f"{NAME}.service"], files[f"{NAME}.target"]
+    front = files[f"{NAME}.service"]
+    target = files[f"{NAME}.target"]
     for number in range(3):
         assert f"{NAME}-replica@{number}.service" in front.partition("After=")[2].splitlines()[0]
         assert f"{NAME}-replica@{number}.service" in target.partition("Wants=")[2].splitlines()[0]

@@ -33,10 +33,8 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> Order:
 
 def scripts(order: Order) -> dict[str, str]:
     """All scripts of all targets that take the plan, by target and name."""
-    random, server = (
-        order.plan.recipe.model.source == "random",
-        order.plan.recipe.engine.name == "openai",
-    )
+    random = order.plan.recipe.model.source == "random"
+    server = order.plan.recipe.engine.name == "openai"
     left_out = (
         {"vllm", "sglang"} if random else TARGETS.keys() - {"vllm", "sglang"} if server else set()
     )

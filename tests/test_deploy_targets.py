@@ -108,7 +108,8 @@ def test_a_pod_has_no_more_than_it_needs(gpu: Plan) -> None:
     spec = yaml_files(render_target("kubernetes", orders.order(gpu)))["core/deployment.yaml"][
         "spec"
     ]
-    pod, container = spec["template"]["spec"], spec["template"]["spec"]["containers"][0]
+    pod = spec["template"]["spec"]
+    container = spec["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": "2"}.items()
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,

@@ -7,7 +7,8 @@ from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
-IN_S, OUT_S = 0.003, 0.002
+IN_S = 0.003
+OUT_S = 0.002
 PASS_S = 0.02
 
 

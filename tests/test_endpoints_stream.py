@@ -34,7 +34,8 @@ def call_with(
     times = iter([0.5, *(at for at, _ in pieces)])
 
     async def feed() -> tuple[Sample, StreamCall, Transport]:
-        sample, transport = Sample(0.25, 10, 3), Transport()
+        sample = Sample(0.25, 10, 3)
+        transport = Transport()
         call = StreamCall(b"POST ...", sample, lambda: next(times))
         call.connection_made(transport)
         for _, data in pieces:

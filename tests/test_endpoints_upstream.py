@@ -182,7 +182,8 @@ def test_a_large_answer_is_held_in_part_and_comes_whole():
         answer = await upstream.send("GET", b"/x", [], b"")
         total = 0
         async for piece in answer.body():
-            most, total = max(most, len(piece)), total + len(piece)
+            most = max(most, len(piece))
+            total = total + len(piece)
             for _ in range(20):
                 await asyncio.sleep(0)
         assert total == size

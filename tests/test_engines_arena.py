@@ -48,7 +48,8 @@ def go_on(_: StepOutput) -> bool:
 def test_tokens_are_those_of_steps_that_keep_their_own_shapes(
     kind: str, sampling: SamplingParams
 ) -> None:
-    fixed, plain = fixed_engine(kind), plain_engine(kind)
+    fixed = fixed_engine(kind)
+    plain = plain_engine(kind)
     rows = random_rows(7, 18, sampling)
     for size, steps in ((1, 30), (5, 12), (18, 30), (3, 1)):
         batch = rows[:size]
@@ -66,7 +67,8 @@ def test_rows_that_have_ended_may_pass_the_model_s_last_position() -> None:
 
 def test_slices_lie_in_memory_that_is_taken_once() -> None:
     engine = fixed_engine(budget_mib=1.0)
-    arena, ledger = arena_of(engine), engine.ledger
+    arena = arena_of(engine)
+    ledger = engine.ledger
     held = (arena.tokens + 1) * engine.facts.kv_bytes_per_token
     assert ledger.used_bytes == held
     pointers = [each.data_ptr() for pair in arena.flat() for each in pair]
@@ -145,7 +147,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[FixedShape]:
     class Replay:
         def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
             shapes.append(shape)
-            self.steps, self.shape = steps, shape
+            self.steps = steps
+            self.shape = shape
 
         def replay(self) -> None:
             self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
@@ -158,7 +161,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[FixedShape]:
 def test_what_one_slice_captured_serves_the_next_of_another_length(
     captured: list[FixedShape],
 ) -> None:
-    engine, plain = fixed_engine(), plain_engine()
+    engine = fixed_engine()
+    plain = plain_engine()
     steps = engine._fixed
     assert steps is not None
     steps.captures = True

@@ -45,7 +45,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Shapes:
 def test_rows_attend_to_their_own_tokens_wherever_these_are() -> None:
     """All other places hold what is no number."""
     generator = torch.Generator().manual_seed(1)
-    firsts, lengths = [30, 2, 21, 9], [4, 19, 1, 12]
+    firsts = [30, 2, 21, 9]
+    lengths = [4, 19, 1, 12]
     keys, values = (torch.full((40, 2, 16), torch.nan) for _ in range(2))
     for first, length in zip(firsts, lengths, strict=True):
         for each in (keys, values):
@@ -75,7 +76,8 @@ def test_a_step_of_fixed_shape_reads_the_bound_of_its_rows_and_not_the_whole_cac
     assert engine._batch.cache.columns > bound
     read.clear()
     driver.run(10)
-    layers, dim = 2, 8
+    layers = 2
+    dim = 8
     assert len(read) == 10 * layers
     for query, keys, mask in read:
         assert query == (3, 2, 2, dim)
@@ -161,7 +163,8 @@ def test_the_device_decides_how_rows_attend() -> None:
 def test_queries_that_share_a_key_need_no_repeated_keys(queries: int, masked: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     module = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 4, False
+    module.num_key_value_groups = 4
+    module.is_causal = False
     query = torch.randn(3, 8, queries, 16, generator=generator)
     key, value = (torch.randn(3, 2, 40, 16, generator=generator) for _ in range(2))
     visible = torch.arange(40)[None, :] >= torch.tensor([[0], [7], [30]])
@@ -173,7 +176,8 @@ def test_queries_that_share_a_key_need_no_repeated_keys(queries: int, masked: bo
 
 
 def test_tokens_stay_the_same_with_packed_queries() -> None:
-    packed, plain = rebatch_engine("qwen3"), rebatch_engine("qwen3")
+    packed = rebatch_engine("qwen3")
+    plain = rebatch_engine("qwen3")
     use_our_attention(packed._model)
     assert packed._model.config._attn_implementation == OUR_ATTENTION
     rows = random_rows(2, 10)

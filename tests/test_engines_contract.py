@@ -100,11 +100,13 @@ def extended(row: Row, new: Sequence[int]) -> Row:
 def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str, tuple[int, ...]]:
     """Serve all rows to their ends in slices of random lengths, in batches of random rows."""
     rng = random.Random(seed)
-    waiting, done = list(rows), {}
+    waiting = list(rows)
+    done = {}
     while waiting:
         rng.shuffle(waiting)
         size = rng.randint(1, 5)
-        batch, waiting = waiting[:size], waiting[size:]
+        batch = waiting[:size]
+        waiting = waiting[size:]
         output = engine.run_slice(batch, rng.randint(1, 9), go_on)
         for row, tokens, finish in zip(batch, output.tokens, output.finish, strict=True):
             after = extended(row, tokens)

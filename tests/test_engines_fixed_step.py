@@ -35,7 +35,8 @@ class Replay:
     """A stand-in for a graph: the same step on the same tensors, into the same output."""
 
     def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
-        self.steps, self.shape = steps, shape
+        self.steps = steps
+        self.shape = shape
         self.pointers = self.now()
         self.replays = 0
 

@@ -99,10 +99,8 @@ class Rounds(RuleBasedStateMachine):
 
     def run(self, rng: random.Random) -> None:
         """A round of any moves."""
-        driver, moves = (
-            self.driver,
-            {move: [] for move in ("evict", "pause", "swap_out", "swap_in", "resume")},
-        )
+        driver = self.driver
+        moves = {move: [] for move in ("evict", "pause", "swap_out", "swap_in", "resume")}
         for state, ways in WAYS.items():
             for number in driver.having(state):
                 for move in rng.choice(ways):
@@ -121,7 +119,8 @@ class Rounds(RuleBasedStateMachine):
         self.check()
 
     def check(self) -> None:
-        engine, driver = self.engine, self.driver
+        engine = self.engine
+        driver = self.driver
         assert engine.ledger.peak_bytes <= engine.facts.kv_budget_bytes
         assert bool(engine.ledger.used_bytes) >= bool(driver.whole and driver.having(RUNS, PAUSED))
         if not driver.having(RUNS, PAUSED):

@@ -220,7 +220,8 @@ def test_newcomers_of_similar_length_are_prefilled_together() -> None:
 
 def test_memory_is_freed_as_rows_leave() -> None:
     engine = rebatch_engine()
-    long, short = [free_row(80, 10, first=k) for k in range(12)], [free_row(4, 90)]
+    long = [free_row(80, 10, first=k) for k in range(12)]
+    short = [free_row(4, 90)]
     driver = RoundDriver(engine, [*short, *long])
     driver.run(1, enter=range(13))
     full = engine.ledger.used_bytes

@@ -76,7 +76,8 @@ def check(cache: RebatchCache, expected: list[RowKV], ledger_bytes: int) -> None
 @settings(max_examples=30, deadline=None)
 def test_rows_keep_their_values_through_any_moves(seed: int) -> None:
     rng = random.Random(seed)
-    cache, expected = make_cache(), []
+    cache = make_cache()
+    expected = []
     for _ in range(40):
         move = rng.random()
         if move < 0.2:
@@ -128,7 +129,8 @@ def test_an_overflow_stays_in_its_row() -> None:
     ]
     put(cache, [random_row(3), poisoned])
     cache.leave([1])
-    short, long = random_row(2), random_row(25)
+    short = random_row(2)
+    long = random_row(25)
     put(cache, [short])
     put(cache, [long])
     kept = cache.read(0)

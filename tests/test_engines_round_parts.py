@@ -40,7 +40,8 @@ def test_timing_parts_changes_no_tokens():
     row = rounds.free_row(12, 6)
     texts = []
     for timed in (False, True):
-        engine, tokens = rounds.rebatch_engine(), []
+        engine = rounds.rebatch_engine()
+        tokens = []
         if timed:
             engine.time_part("swap_in", 2, 20, 3, time.perf_counter)
         engine.run_round(

@@ -36,7 +36,8 @@ class Both:
         self.moved: Counter[str] = Counter()
 
     def run(self, batch: Batch, now_s: float) -> float:
-        self.batch, self.interrupted = batch, False
+        self.batch = batch
+        self.interrupted = False
         return self.simulated.run(batch, now_s)
 
     def interrupt(self, now_s: float) -> float:
@@ -44,7 +45,8 @@ class Both:
         return self.simulated.interrupt(now_s)
 
     def finish(self) -> RoundResult:
-        batch, result = self.batch, self.simulated.finish()
+        batch = self.batch
+        result = self.simulated.finish()
         # Time decides when a round is interrupted, so the engine gets the simulated number of
         # steps.
         steps = result.steps if self.interrupted else batch.steps

@@ -71,7 +71,9 @@ class FailingPasses:
     """
 
     def __init__(self, engine: RebatchEngine, failures: int = 0, *, most_rows: int = 0) -> None:
-        self.engine, self.failures, self.most_rows = engine, failures, most_rows
+        self.engine = engine
+        self.failures = failures
+        self.most_rows = most_rows
         self.network = engine._network
         self.rows: list[int] = []  # of each pass
         self.columns: list[int] = []

@@ -184,7 +184,8 @@ def test_the_budget_of_a_gpu_leaves_room_for_what_is_not_counted(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * gib, 140 * gib))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 16 * gib)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
-    spec, device = tiny.engine_spec("rebatch"), torch.device("cuda")
+    spec = tiny.engine_spec("rebatch")
+    device = torch.device("cuda")
     whole = spec.model_copy(update={"kv_cache_memory_mib": None, "gpu_memory_utilization": 0.5})
     assert kv_budget_bytes(whole, device) == 53 * gib
     small = whole.model_copy(update={"kv_cache_memory_mib": 2048.0})

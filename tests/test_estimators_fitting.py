@@ -26,7 +26,8 @@ def test_the_fit_of_exact_times_has_the_true_coefficients():
     fit = fit_profile(make_profile()).prefill.fit
     assert fit.form == "bilinear"
     assert fit.error.worst_percent < 1e-6
-    [found], [true] = fit.segments, LAW.prefill
+    [found] = fit.segments
+    [true] = LAW.prefill
     assert [found.nl, found.n, found.l, found.const] == pytest.approx(
         [true.nl, true.n, true.l, true.const]
     )
@@ -87,7 +88,8 @@ def launches(size: int, length: int) -> float:
 
 
 def test_a_step_that_is_flat_and_then_linear_has_a_form():
-    sizes, lengths = (1, 4, 16, 64, 128, 256), (128, 512, 1024, 2048, 4096)
+    sizes = (1, 4, 16, 64, 128, 256)
+    lengths = (128, 512, 1024, 2048, 4096)
     made = make_profile(decode=launches, sizes=sizes, lengths=lengths, noise=0.02)
     fit = fit_profile(made).decode.fit
     assert fit.form == "flat, then linear"
@@ -113,7 +115,8 @@ def test_a_fit_of_a_flat_step_is_resampled_in_its_form():
     for drawn in resampled_fits(made, fit, 3, seed=0):
         assert drawn.decode.segments[0].flat == pytest.approx(0.014, rel=0.05)
     (scaled,) = scaled_fits(fit, 1, seed=0)
-    old, new = fit.decode.segments[0], scaled.decode.segments[0]
+    old = fit.decode.segments[0]
+    new = scaled.decode.segments[0]
     assert new.flat / old.flat == pytest.approx(new.nl / old.nl)
 
 
@@ -127,7 +130,8 @@ def test_the_simplest_form_is_chosen_when_bends_gain_nothing():
 def test_a_better_form_must_be_better_by_more_than_luck():
     rng = np.random.default_rng(0)
     plain = rng.uniform(0.05, 0.15, 40)
-    better, measured = plain - 0.04, np.ones(40)
+    better = plain - 0.04
+    measured = np.ones(40)
     forms = 1.0 + np.stack([plain, plain + rng.normal(-0.002, 0.03, 40)])
     assert choose(forms, measured) == 0
     forms = 1.0 + np.stack([plain, better, better + rng.normal(-0.002, 0.03, 40)])

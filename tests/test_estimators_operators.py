@@ -12,9 +12,15 @@ from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
 
 LAYERS = 4
 # in seconds, of one layer or of the whole model
-LINEAR_S, LINEAR_TOKEN_S, LINEAR_LATE_S = 2e-4, 1e-6, 3e-6
-HEAD_S, HEAD_ROW_S = 1e-3, 2e-6
-CACHED_S, BESIDE_S, ATTENDED_S, BEHIND_S = 1e-8, 2e-8, 1e-9, 5e-8
+LINEAR_S = 2e-4
+LINEAR_TOKEN_S = 1e-6
+LINEAR_LATE_S = 3e-6
+HEAD_S = 1e-3
+HEAD_ROW_S = 2e-6
+CACHED_S = 1e-8
+BESIDE_S = 2e-8
+ATTENDED_S = 1e-9
+BEHIND_S = 5e-8
 
 
 def linear_s(tokens: int) -> float:

@@ -74,7 +74,8 @@ def test_scaled_laws_have_the_held_out_error():
 
 def test_a_law_is_scaled_as_a_whole():
     fit = samples.fit()
-    before, after = fit.decode.segments[0], scaled_fits(fit, 1, 0)[0].decode.segments[0]
+    before = fit.decode.segments[0]
+    after = scaled_fits(fit, 1, 0)[0].decode.segments[0]
     assert after.nl / before.nl == pytest.approx(after.const / before.const)
 
 

@@ -27,7 +27,9 @@ def close(value: float):
 
 def test_fitted_parts_equal_the_true_ones_and_absent_terms_are_zero():
     rounds = fitted().rounds
-    join, leave, grow = rounds.join, rounds.leave, rounds.grow
+    join = rounds.join
+    leave = rounds.leave
+    grow = rounds.grow
     assert (join.flat_s, join.row_s, join.token_s) == (0.0, close(2e-4), close(1e-6))
     assert (leave.flat_s, leave.row_s, leave.token_s) == (0.0, close(3e-4), 0.0)
     assert (grow.flat_s, grow.row_s, grow.token_s) == (0.0, 0.0, close(2e-8))

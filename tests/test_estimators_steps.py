@@ -57,7 +57,8 @@ def test_chunks_attend_to_as_much_as_the_whole_prompt():
 
 
 def test_tokens_of_both_kinds_share_the_knots():
-    alone, mixed = StepShape(0, 0, prefill_tokens=20), StepShape(6, 0, prefill_tokens=14)
+    alone = StepShape(0, 0, prefill_tokens=20)
+    mixed = StepShape(6, 0, prefill_tokens=14)
     assert features(alone, (0, 16))[-2:] == features(mixed, (0, 16))[-2:] == (16.0, 4.0)
 
 

@@ -63,7 +63,8 @@ def test_reading_the_cache_before_a_chunk_is_told_from_computing_the_chunk():
     profile = measured()
     points = [point for point in profile.points if not point.prefills]
     for _ in range(100):
-        new, cached = int(rng.integers(8, 400)), int(rng.integers(0, 3000))
+        new = int(rng.integers(8, 400))
+        cached = int(rng.integers(0, 3000))
         shape = StepShape(0, 0, 1, new, new * (cached + new / 2), cached)
         points.append(
             StepPoint(

@@ -56,7 +56,8 @@ def test_cpus_differ_by_their_names():
 
 
 def test_a_cpu_without_a_known_name_equals_any_cpu():
-    unnamed, gpu = identity(changed(device="cpu")), identity(HERE)
+    unnamed = identity(changed(device="cpu"))
+    gpu = identity(HERE)
     assert differences(unnamed, identity(changed(device="cpu", processor="Xeon"))) == []
     assert differences(unnamed, gpu) == ["device CPU (here NVIDIA H100)"]
 

@@ -81,7 +81,8 @@ def test_every_float_survives_the_file(tmp_path: Path, seconds: list[float]) -> 
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    first = tmp_path / "a.json"
+    second = tmp_path / "b.json"
     write_file(samples.fit(), first)
     write_file(read_file(Fit, first), second)
     assert first.read_bytes() == second.read_bytes()

@@ -8,7 +8,7 @@ import pytest
 import samples
 from commands import llmctl
 
-from toolkit.bench.predict import ServerConditions, predicted
+from toolkit.bench.predict import predicted
 from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
@@ -19,6 +19,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.shipped import load_recipe
 from toolkit.serve.assemble import make_scheduler
+from toolkit.sim.conditions import ServerConditions
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
 
@@ -274,7 +275,8 @@ def test_a_simulated_fleet_of_servers_is_shown_by_kind(servers, monkeypatch, cap
     words += ["--set", "replica_router=by-law"]
     assert llmctl(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    fast, slow = found["kinds"]["fast"], found["kinds"]["slow"]
+    fast = found["kinds"]["fast"]
+    slow = found["kinds"]["slow"]
     assert (fast["workers"], slow["workers"]) == (1.0, 2.0)
     assert fast["requests"] + slow["requests"] == found["requests"]
     assert fast["requests"] > slow["requests"]

@@ -39,10 +39,8 @@ def planned(joining: Joining | None = None) -> list[Worker]:
     """A worker that holds much and is fast, and one that holds little and takes three times as
     long.
     """
-    swap, laws = (
-        LinearSwap(0.001, 1e5, 1e5),
-        (WithOverhead(LAW, 0.0, 1.0), WithOverhead(LAW, 0.0, 3.0)),
-    )
+    swap = LinearSwap(0.001, 1e5, 1e5)
+    laws = (WithOverhead(LAW, 0.0, 1.0), WithOverhead(LAW, 0.0, 3.0))
     return [
         Worker(index, law, ZetaMemory(tokens), swap=swap, host_tokens=150, joining=joining)
         for index, (law, tokens) in enumerate(zip(laws, CAPACITIES, strict=True))
@@ -71,7 +69,8 @@ def test_a_live_run_of_unequal_workers_replays_exactly(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, name, parameters = CASES[case]
-    policy, joining = make_policy(name, parameters), None if kind == "transformers" else kind
+    policy = make_policy(name, parameters)
+    joining = None if kind == "transformers" else kind
     monkeypatch.setattr(test_serve_replay, "planned", planned)
     workers = UnequalWorkers("rebatch", joining=joining) if joining else UnequalWorkers("llama")
     lines: list[bytes] = []

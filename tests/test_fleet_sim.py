@@ -34,7 +34,8 @@ from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, fleet
 from toolkit.traces.types import Trace
 
-SMALL, LARGE = 180, 400  # tokens; a request has up to 180
+SMALL = 180
+LARGE = 400  # tokens; a request has up to 180
 SLOWER = 4.0
 requests = st.lists(
     st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(1, 80)),
@@ -44,7 +45,8 @@ requests = st.lists(
 
 
 def world(workers: int, capacity: int = LARGE, slowdown: float = 1.0, joining=None) -> World:
-    law, link = WithOverhead(LAW, 0.0, slowdown), LinearSwap(2e-3, 4e4, 8e4)
+    law = WithOverhead(LAW, 0.0, slowdown)
+    link = LinearSwap(2e-3, 4e4, 8e4)
     return World(
         law, ZetaMemory(capacity), workers, 80, swap=link, host_tokens=HOST_TOKENS, joining=joining
     )
@@ -69,12 +71,11 @@ def crowd(count: int = 120, longest: int = 60, seconds: float = 1.0) -> Trace:
 @pytest.mark.parametrize("joining", [None, "embed"])
 def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
     name, parameters = CASES[case]
-    policy, plain = (
-        make_policy(name, parameters),
-        replace(world(3, joining=joining), future_memory=True),
-    )
+    policy = make_policy(name, parameters)
+    plain = replace(world(3, joining=joining), future_memory=True)
     written = fleet([replace(plain, workers=1), replace(plain, workers=2)])
-    expected, actual = simulate(crowd(), policy, plain), simulate(crowd(), policy, written)
+    expected = simulate(crowd(), policy, plain)
+    actual = simulate(crowd(), policy, written)
     assert actual.metrics({}) == pytest.approx(expected.metrics({}), rel=1e-12)
     assert np.array_equal(actual.served.finish_s, expected.served.finish_s)
 
@@ -90,7 +91,8 @@ class Watch(Around):
             assert longest <= worker.longest
             ends = min(batch.input_length + batch.steps, longest)
             assert batch.size == 1 or batch.size * ends <= worker.capacity_tokens
-            law, steps = worker.latency, batch.steps - worker.latency.prefill_emits_token
+            law = worker.latency
+            steps = batch.steps - worker.latency.prefill_emits_token
             by_own = law.prefill_s(batch.size, batch.input_length) + law.decode_s(
                 batch.size, batch.input_length, steps
             )
@@ -129,7 +131,8 @@ class Counting(Watch):
 
     def __init__(self, policy):
         super().__init__(policy)
-        self.continuous, self.rows = policy.continuous, {}
+        self.continuous = policy.continuous
+        self.rows = {}
 
     def plan(self, view, now_s):
         decision = self._policy.plan(view, now_s)
@@ -193,7 +196,8 @@ def scheduler(policy: str = "slice", **parameters) -> Scheduler:
     return Scheduler(make_policy(policy, parameters), unequal(1, 1).scheduled())
 
 
-LONG, SHORT = Request("long", 0.0, 300, 20), Request("short", 0.0, 30, 20)
+LONG = Request("long", 0.0, 300, 20)
+SHORT = Request("short", 0.0, 30, 20)
 
 
 def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
@@ -272,7 +276,8 @@ def test_a_request_that_is_cancelled_while_its_kind_is_lost_is_removed():
 
 
 def test_a_view_groups_the_living_by_kind_the_larger_last():
-    history, rng = LengthHistory(1), np.random.default_rng(0)
+    history = LengthHistory(1)
+    rng = np.random.default_rng(0)
     view = View([], unequal(2, 1).scheduled(), 0.0, history, rng)
     for worker, longest in zip(view.workers, (LARGE, LARGE, SMALL), strict=True):
         worker.longest = longest
@@ -283,7 +288,8 @@ def test_a_view_groups_the_living_by_kind_the_larger_last():
 
 
 def test_an_idle_slow_worker_is_not_given_what_a_fast_one_will_have_done_sooner():
-    fast, slow = WithOverhead(LAW, 0.0, 1.0), WithOverhead(LAW, 0.0, 50.0)
+    fast = WithOverhead(LAW, 0.0, 1.0)
+    slow = WithOverhead(LAW, 0.0, 50.0)
     workers = [Worker(0, fast, ZetaMemory(LARGE)), Worker(1, slow, ZetaMemory(LARGE))]
     tested = Scheduler(make_policy("slice", {"min_interval_s": 0.001}), workers)
     for k in range(4):
@@ -318,7 +324,8 @@ def test_a_fleet_of_servers_of_one_kind_is_its_replicas(name, shares):
     routing = Routing.of_front(make_router(name, {}))
     plain = replace(servers((3, 1.0, 30)), routing=routing, token_gaps=True)
     parted = replace(servers((1, 1.0, 30), (2, 1.0, 30)), routing=routing, token_gaps=True)
-    expected, actual = simulate(trace, SERVED, plain), simulate(trace, SERVED, parted)
+    expected = simulate(trace, SERVED, plain)
+    actual = simulate(trace, SERVED, parted)
     for column in ("first_token_s", "finish_s", "max_gap_s", "ok"):
         assert np.array_equal(getattr(actual.served, column), getattr(expected.served, column))
     assert actual.metrics({}) == pytest.approx(expected.metrics({}), rel=1e-12)

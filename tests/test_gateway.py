@@ -58,12 +58,15 @@ class Front:
     """A gateway under test."""
 
     def __init__(self, http: httpx.AsyncClient, gateway: Gateway) -> None:
-        self.http, self.gateway, self.pool = http, gateway, gateway.pool
+        self.http = http
+        self.gateway = gateway
+        self.pool = gateway.pool
         self.shown: list[Plan] = []  # of `own_replicas`
 
     async def stream(self, body: dict[str, Any], *, chat: bool = False, on: Any = None) -> "Told":
         """Send a streamed request; `on` is called with each event's number."""
-        told, path = Told(), "/v1/chat/completions" if chat else "/v1/completions"
+        told = Told()
+        path = "/v1/chat/completions" if chat else "/v1/completions"
         async with self.http.stream("POST", path, json=body | {"stream": True}) as response:
             told.status = response.status_code
             async for line in response.aiter_lines():
@@ -82,7 +85,8 @@ class Told:
     """What a client was told in a stream."""
 
     def __init__(self) -> None:
-        self.status, self.done = 0, False
+        self.status = 0
+        self.done = False
         self.events: list[dict[str, Any]] = []
 
     def add(self, data: str) -> None:
@@ -300,7 +304,8 @@ def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
     body = {"messages": [], "stream": True, "stop": ["xx", "yyyy"], "max_tokens": 20}
     body |= {"temperature": 0} if greedy else {}
     passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
-    text, asked = "", {}
+    text = ""
+    asked = {}
     passing.request(Attempted(speaks_ids=True))
     for (tokens, ids), mode in zip(attempts, modes, strict=True):
         passed = passing.feed(events_of(tokens, ids=ids, hold=3))
@@ -431,7 +436,8 @@ def test_another_model_context_or_version_is_named_and_left_out():
         assert "serves 'other'" in front.pool.refused.message
 
     others = [StandIn(model="other"), StandIn(max_model_len=100), StandIn(version="0.31.0")]
-    run_needs, kinds = ReplicaNeeds(MODEL, 4096), [LiveKind(ReplicaTraits(100_000), "0.32.0")]
+    run_needs = ReplicaNeeds(MODEL, 4096)
+    kinds = [LiveKind(ReplicaTraits(100_000), "0.32.0")]
 
     async def first(front: Front, servers: list[StandIn]) -> None:
         await test(front, servers)
@@ -740,7 +746,9 @@ class OwnStandIn:
     """A server that the gateway starts: a stand-in; its process goes on when it hangs."""
 
     def __init__(self, servers: "list[OwnStandIn]", standin: StandIn) -> None:
-        self.standin, self.stopped, self.running = standin, False, True
+        self.standin = standin
+        self.stopped = False
+        self.running = True
         self.url = standin.url
         servers.append(self)
 
@@ -748,7 +756,8 @@ class OwnStandIn:
         pass
 
     def stop(self) -> None:
-        self.stopped, self.running = True, False
+        self.stopped = True
+        self.running = False
 
 
 def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[str]) -> OwnReplicas:
@@ -843,10 +852,12 @@ def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():
     class Loads:
         """Never ready: its wait ends with it, as that of a server of a cluster without room."""
 
-        url, running = "", True
+        url = ""
+        running = True
 
         def __init__(self, number: int) -> None:
-            self.number, self.ended = number, threading.Event()
+            self.number = number
+            self.ended = threading.Event()
 
         def wait_until_ready(self) -> None:
             self.ended.wait()

@@ -36,7 +36,8 @@ def test_an_answer_may_end_at_many_places(dialect: Dialect, name: str):
 
 def texts(ids: list[int], stops: list[str], *, sends_stop: bool) -> tuple[list[str], str]:
     """The new text after each id until a stop string, and the stop string."""
-    made, told = Detokenizer(stops, sends_stop=sends_stop), list[str]()
+    made = Detokenizer(stops, sends_stop=sends_stop)
+    told = list[str]()
     for number, token in enumerate(ids):
         made.add(token)
         finished = bool(made.stopped) or number == len(ids) - 1
@@ -107,7 +108,8 @@ def test_the_detokenizer_gives_the_texts_of_vllms():
         stops = [text[at : at + rng.randrange(1, 5)], "zzz"]
         for sends_stop in (False, True):
             wanted = params(stop=stops, include_stop_str_in_output=sends_stop)
-            theirs, told = Theirs(type("Request", (), {"sampling_params": wanted})()), []
+            theirs = Theirs(type("Request", (), {"sampling_params": wanted})())
+            told = []
             stopped = None
             for number, token in enumerate(ids):
                 stopped = theirs.update([token], False)

@@ -12,7 +12,9 @@ from toolkit.serve.access import ApiKey, Keyring
 
 SHA = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
 HEADERS = {"authorization": "Bearer secret"}
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
 
 
 def keyed(**limits: Any) -> Keyring:
@@ -54,7 +56,8 @@ SHAPES: list[tuple[str, str, dict[str, Any]]] = [
 def test_no_shape_costs_a_key_less_than_it_used(server: str):
     async def test(front: Front, servers: list[StandIn]) -> None:
         for name, path, fields in SHAPES:
-            before, used = await paid(front), servers[0].used
+            before = await paid(front)
+            used = servers[0].used
             content = json.dumps(fields)
             if name == "a field twice":
                 content = '{"max_tokens": 1, ' + content[1:]

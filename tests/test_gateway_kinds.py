@@ -119,7 +119,8 @@ def test_an_error_after_a_hung_replica_is_no_second_answer(status: int):
 
     async def test(front: Front, servers: list[StandIn]) -> None:
         hangs, fails = servers
-        hangs.hung, fails.status = True, status
+        hangs.hung = True
+        fails.status = status
         front.pool.drain(next(one for one in front.pool.replicas if one.url == fails.url))
         while front.gateway.budget.take():  # no answer may be asked for again because it was 500
             pass
@@ -177,7 +178,8 @@ def test_where_all_replicas_hang_in_turn_requests_get_503_at_once_until_one_is_b
 def test_a_plan_for_another_front_is_refused_when_it_is_read_again(
     tmp_path: Path, changes: dict[str, object], named: str
 ):
-    plan, file = fake_plan_of(samples.paged_fit()), tmp_path / "plan.json"
+    plan = fake_plan_of(samples.paged_fit())
+    file = tmp_path / "plan.json"
     recipe = {key: value for key, value in changes.items() if key in ("serve", "sla")}
     if recipe:
         changes = {"recipe": samples.recipe(**recipe)}
@@ -188,7 +190,8 @@ def test_a_plan_for_another_front_is_refused_when_it_is_read_again(
 
 
 def test_the_command_line_outranks_the_plan_that_is_read_again(tmp_path: Path):
-    plan, file = fake_plan_of(samples.paged_fit()), tmp_path / "plan.json"
+    plan = fake_plan_of(samples.paged_fit())
+    file = tmp_path / "plan.json"
     policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 4})
     changes = {"replica_router": RouterSpec(name="least-tokens"), "policy": policy}
     write_file(plan.model_copy(update=changes), file)

@@ -28,7 +28,9 @@ pytestmark = [needed, pytest.mark.slow]
 
 def stream(url: str, body: dict[str, Any], kill_at: int = 0) -> tuple[str, dict[str, int]]:
     """The text and the usage of a streamed answer; the server that gives it is killed then."""
-    text, usage, count = "", {}, 0
+    text = ""
+    usage = {}
+    count = 0
     asked = body | {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as answer:
         for line in answer.iter_lines():

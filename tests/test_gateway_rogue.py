@@ -18,7 +18,8 @@ from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.gateway import replicas as pools
 from toolkit.routing.balancer import BalancerEvent, Routed
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 HUGE = 10**400
 DEEP = b'{"data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
@@ -111,7 +112,8 @@ def test_a_usage_that_cannot_be_reaches_no_other_request(stream: bool, count: An
 
 def test_a_prompt_of_spaces_changes_no_others_estimate():
     async def test(front: Front, servers: list[StandIn]) -> None:
-        gauge, prompt = front.gateway.gauge, [b"word " * 1000]
+        gauge = front.gateway.gauge
+        prompt = [b"word " * 1000]
         before = gauge.tokens(prompt)
         servers[0].token_bytes = 400  # so long a token has this prompt
         await front.http.post(

@@ -32,7 +32,8 @@ BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 30, "ignore_eos": True}
 @contextmanager
 def standins(*servers: StandIn) -> Iterator[asyncio.AbstractEventLoop]:
     """Stand-in replicas on a thread of their own."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
 
     async def begin() -> None:
         for server in servers:
@@ -64,7 +65,8 @@ def plan_for(folder: Path, workers: int = 1) -> Path:
 
 
 def test_a_front_before_servers_that_run_already(tmp_path: Path):
-    first, second = StandIn(token_s=0.02), StandIn(token_s=0.02)
+    first = StandIn(token_s=0.02)
+    second = StandIn(token_s=0.02)
     with standins(first, second) as loop:
         listed = tmp_path / "replicas.txt"
         listed.write_text(f"{first.url}\n{second.url}  # the second\n")
@@ -76,7 +78,8 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
             ready = json.loads(server.stdout.readline())
             answer = httpx.post(f"{ready['url']}/v1/completions", json=BODY).json()
             assert answer["choices"][0]["text"] == answer_of(BODY)
-            text, killed = "", False
+            text = ""
+            killed = False
             with httpx.stream(
                 "POST", f"{ready['url']}/v1/completions", json=BODY | {"stream": True}
             ) as response:
@@ -159,7 +162,8 @@ def fleet_for(folder: Path, **engine: object) -> Path:
 
 
 def test_the_servers_of_two_kinds_start_with_their_own_flags(tmp_path: Path):
-    path, log = fleet_for(tmp_path), tmp_path / "events.jsonl"
+    path = fleet_for(tmp_path)
+    log = tmp_path / "events.jsonl"
     words = ["--served-model-name", MODEL, "--event-log", str(log)]
     with test_serve_vllm.start(path, *words) as server:
         assert server.stdout is not None
@@ -194,7 +198,8 @@ def test_a_kind_for_another_machine_is_named_and_its_servers_may_run_there(tmp_p
     line = " ".join(said.split())
     assert "kind 'slow' is for another machine: the fit was made with another device" in line
     assert "start its servers there, and serve them here: --replica slow=URL" in line
-    here, there = StandIn(), StandIn()
+    here = StandIn()
+    there = StandIn()
     with standins(here, there):
         words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
         with test_serve_vllm.start(path, *words, "--served-model-name", MODEL) as server:
@@ -259,7 +264,8 @@ def test_wrong_input_is_named(
 
 
 def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
-    first, second = StandIn(), StandIn()
+    first = StandIn()
+    second = StandIn()
     with standins(first, second) as loop, chromium() as browser:
         words = ["--replica", first.url, "--replica", second.url, "--router", "llm-d"]
         words += ["--served-model-name", MODEL]
@@ -298,7 +304,8 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
 
 def test_the_status_page_shows_the_flags_of_each_kind_of_servers(tmp_path: Path):
     plan = read_file(Plan, fleet_for(tmp_path))
-    here, there = StandIn(), StandIn()
+    here = StandIn()
+    there = StandIn()
     with standins(here, there), chromium() as browser:
         words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
         words += ["--served-model-name", MODEL]

@@ -121,7 +121,9 @@ class ApiServer:
     """A stand-in API server: answers each request with the next of its scripted answers."""
 
     def __init__(self, *answers: tuple[int, list[bytes]]) -> None:
-        self.answers, self.asked, self.tokens = list(answers), list[str](), set[str]()
+        self.answers = list(answers)
+        self.asked = list[str]()
+        self.tokens = set[str]()
         self.url = ""
 
     async def __aenter__(self) -> "ApiServer":
@@ -166,8 +168,10 @@ def test_endpoints_are_watched_and_listed_again_only_where_the_version_is_gone(
 ):
     (tmp_path / "token").write_text("secret\n")
     monkeypatch.setattr(sources, "PAUSE_S", 0.001)
-    one, two = ("10.0.0.1", True, False), ("10.0.0.2", True, False)
-    ends, ended = ("10.0.0.1", True, True), ("10.0.0.1", False, True)
+    one = ("10.0.0.1", True, False)
+    two = ("10.0.0.2", True, False)
+    ends = ("10.0.0.1", True, True)
+    ended = ("10.0.0.1", False, True)
     changed = event("MODIFIED", slice_of(12, one, two))
     answers = [
         (500, [b"no"]),
@@ -222,7 +226,8 @@ def test_several_lists_have_kinds_and_one_that_changes_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
-    fast, mixed = tmp_path / "fast.txt", tmp_path / "mixed.txt"
+    fast = tmp_path / "fast.txt"
+    mixed = tmp_path / "mixed.txt"
     fast.write_text("http://a:1\n")
     mixed.write_text("slow=http://b:2/\nhttp://c:3\n")
     source = replica_source([f"fast={fast}", str(mixed)])
@@ -260,7 +265,8 @@ def test_several_lists_have_kinds_and_one_that_changes_is_seen(
 def test_an_odd_change_ends_no_watch(line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sources, "PAUSE_S", 0.001)
     monkeypatch.setattr(sources, "PAUSE_MAX_S", 0.002)
-    one, two = ("10.0.0.1", True, False), ("10.0.0.2", True, False)
+    one = ("10.0.0.1", True, False)
+    two = ("10.0.0.2", True, False)
     answers = [listed(10, one), (200, [line, b"cut"]), (410, [b""]), listed(11, one, two)]
     applied: list[list[str]] = []
 

@@ -52,7 +52,10 @@ def served(law: PipelineLaw, *, stamps: bool = True) -> list[tuple[LoggedPass, F
     """The log of an engine that follows the law, with the pass behind each as it ends."""
     apart = law.graphs.apart
     shapes = [shape_of_rows(rows) for rows in passes()]
-    starts, launched, ended, done = [0.0], [], [], []
+    starts = [0.0]
+    launched = []
+    ended = []
+    done = []
     for number, shape in enumerate(shapes):
         begins_s = max(starts[number], launched[-1] if launched and apart else 0.0)
         launched.append(begins_s + law.launch_s(shape))

@@ -70,7 +70,9 @@ class Client:
         return [(one.token_ids, one.finish_reason, one.text) for one in choices]
 
     async def streamed(self, k: int):
-        tokens, text, reason = [], "", None
+        tokens = []
+        text = ""
+        reason = None
         async for chunk in await self.ask(k, stream=True):
             for one in chunk.choices:
                 tokens += one.token_ids

@@ -42,7 +42,8 @@ def fitted(tmp_path_factory):
 
 @pytest.fixture
 def make(monkeypatch, fitted):
-    scheduler_class, all_made = fake_vllm.imported(NAME).LlmctlScheduler, []
+    scheduler_class = fake_vllm.imported(NAME).LlmctlScheduler
+    all_made = []
 
     def made(policy="past-future", log="", **shape):
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
@@ -206,7 +207,8 @@ def alike(count=6, limit=12, length=12, shared=8):
 
 def submitted(scheduler):
     """The prompts' tokens as the policy's scheduler gets them, by request, in a dict to come."""
-    found, submit = {}, scheduler.steps.submit
+    found = {}
+    submit = scheduler.steps.submit
 
     def recorded(request, now_s):
         found[request.request_id] = request.prompt_tokens
@@ -225,7 +227,8 @@ def test_blocks_that_requests_share_are_counted_once(make, policy, ahead):
     most = {}
     for shared in (0, 8):
         scheduler = make(policy, blocks=26, slots=8, budget=80, ahead=bool(ahead))
-        requests, running = alike(count=10, shared=shared), []
+        requests = alike(count=10, shared=shared)
+        running = []
         schedule = scheduler.schedule
 
         def counted(schedule=schedule, scheduler=scheduler, running=running):
@@ -260,7 +263,8 @@ def test_the_tokens_that_the_policy_counts_are_those_that_vllm_holds(make, ahead
         )
         for n in range(24)
     ]
-    schedule, seen = scheduler.schedule, []
+    schedule = scheduler.schedule
+    seen = []
 
     def counted():
         output = schedule()
@@ -274,7 +278,8 @@ def test_the_tokens_that_the_policy_counts_are_those_that_vllm_holds(make, ahead
         seen.append(scheduler._counted.uncounted)
         return output
 
-    sizes, scheduler.schedule = submitted(scheduler), counted
+    sizes = submitted(scheduler)
+    scheduler.schedule = counted
     assert run(scheduler, requests, ahead=ahead) == truth(requests)
     assert max(seen) > 0
     assert scheduler._counted.uncounted == 0
@@ -344,7 +349,8 @@ def test_mlfq_pauses_a_request_after_its_quantum_and_keeps_its_cache(make):
 
 def test_a_paused_request_keeps_its_row(make):
     scheduler = make(MLFQ, blocks=1000, slots=3)
-    schedule, rows = scheduler.schedule, []
+    schedule = scheduler.schedule
+    rows = []
 
     def scheduled():
         output = schedule()
@@ -361,7 +367,8 @@ def test_a_paused_request_keeps_its_row(make):
 def test_vllm_may_drop_every_cache_between_any_two_steps(make, tmp_path, policy, ahead):
     log = tmp_path / "events.jsonl"
     scheduler = make(policy, log=str(log), ahead=bool(ahead))
-    update, steps = scheduler.update_from_output, []
+    update = scheduler.update_from_output
+    steps = []
 
     def updated(*args):
         outputs = update(*args)

@@ -136,7 +136,8 @@ class PressingPolicy:
 
 
 def test_a_simulation_ends_between_two_events() -> None:
-    policy, trace = PressingPolicy(), read_trace(trace_path("bursty-small"))[0]
+    policy = PressingPolicy()
+    trace = read_trace(trace_path("bursty-small"))[0]
     world = make_world(None, {}, workers=1, max_new_tokens=0, seed=0)
     with pytest.raises(KeyboardInterrupt):
         simulate(trace, policy, world)
@@ -165,7 +166,8 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(
     def count(_: object) -> None:
         looked.append(1)
 
-    real, looked = api.requests_of, list[int]()
+    real = api.requests_of
+    looked = list[int]()
     monkeypatch.setattr(api, "requests_of", requests_of)
     assert llmctl("simulate", "--trace", "bursty-small", *words) == 0
     assert len(looked) > 3  # one is after `requests_of`, one at the end

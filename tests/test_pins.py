@@ -94,7 +94,8 @@ def test_the_revision_is_what_every_server_loads(tmp_path: Path) -> None:
 
 
 def test_an_image_by_tag_is_said_to_be_not_pinned(tmp_path: Path) -> None:
-    made, digest = orders.plan(tmp_path), "sha256:" + "0" * 64
+    made = orders.plan(tmp_path)
+    digest = "sha256:" + "0" * 64
     by_tag = llmctl_image(orders.order(made, image="registry.example.com/llmctl:0.1.0"))
     assert by_tag.source.startswith("--image; NOT PINNED: a tag may be moved")
     by_digest = llmctl_image(

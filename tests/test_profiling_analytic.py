@@ -78,11 +78,9 @@ def test_the_efficiency_is_recovered_from_predicted_times():
 def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    source, profile, fit = (
-        tmp_path / "recipe.json",
-        tmp_path / "profile.json",
-        tmp_path / "fit.json",
-    )
+    source = tmp_path / "recipe.json"
+    profile = tmp_path / "profile.json"
+    fit = tmp_path / "fit.json"
     write_file(recipe(), source)
     for words in (
         ["profile", str(source), "--analytic", "--out", str(profile)],

@@ -158,7 +158,8 @@ def test_each_prompt_is_sent_twice_to_see_what_a_prefix_cache_saves():
     seen: list[object] = []
 
     def keeps_prompts(body: dict) -> bytes:
-        prompt, count = body["prompt"], body["max_tokens"]
+        prompt = body["prompt"]
+        count = body["max_tokens"]
         cached = len(prompt) - 1 if prompt in seen else 0
         seen.append(prompt)
         usage = {

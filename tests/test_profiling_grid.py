@@ -68,7 +68,8 @@ def test_visits_to_a_point_are_numbered_from_zero():
 def test_each_round_has_its_own_reproducible_order():
     points, _ = grid(SPEC, FACTS)
     visits = list(in_rounds(points, SPEC))
-    first, second = visits[: len(visits) // 4], visits[len(visits) // 4 : len(visits) // 2]
+    first = visits[: len(visits) // 4]
+    second = visits[len(visits) // 4 : len(visits) // 2]
     assert [point for _, point in first] != [point for _, point in second]
     assert list(in_rounds(points, SPEC)) == visits
 

@@ -74,7 +74,8 @@ def test_prompts_lie_around_the_sizes_of_graphs_and_decodes_go_beyond_them():
 def test_all_points_fit_the_engine_and_are_enough_for_the_laws(
     context: int, rows: int | None, capacity: int, budget: int, largest: int
 ):
-    engine, limits = facts(context, rows, capacity), steps(budget, largest)
+    engine = facts(context, rows, capacity)
+    limits = steps(budget, largest)
     points = grid(engine, limits)
     for kind in ("prefill", "decode"):
         its = [point for point in points if point.kind == kind]
@@ -132,7 +133,8 @@ def test_the_pace_follows_from_four_runs():
         passes = [TimedPass(shape, 0.0, 0.01 + 1e-4 * tokens, 0.0, True, None)]
         if point.kind == "decode":
             for _ in range(3):
-                start_s, step_s = passes[-1].end_s, 0.005 + 1e-3 * point.batch_size
+                start_s = passes[-1].end_s
+                step_s = 0.005 + 1e-3 * point.batch_size
                 shape = StepShape(point.batch_size, 0)
                 passes.append(TimedPass(shape, start_s, start_s + step_s, None, False, None))
         return passes[-1].end_s + 0.02 + 1e-3 * point.batch_size, passes

@@ -26,11 +26,9 @@ RANGES = Ranges(SPEC, FACTS, tokens_max=4000.0)
 
 def drive(number: int, engine: FakeEngine | None = None):
     """A whole sequence on a fake engine, and the largest rows x longest at the end of a round."""
-    rows, engine, padded = (
-        RowsOfSequence(RANGES, number, 0, ()),
-        engine or FakeEngine(FACTS),
-        0,
-    )
+    rows = RowsOfSequence(RANGES, number, 0, ())
+    engine = engine or FakeEngine(FACTS)
+    padded = 0
     for _ in range(ROUNDS):
         plan = rows.plan()
         output = engine.run_round(plan, lambda _: True)

@@ -129,11 +129,13 @@ class InMemory:
     def run(self, worker, batch):
         assert worker not in self._busy
         self._busy.add(worker)
-        batch_id, end_soon = batch.batch_id, asyncio.get_running_loop().call_soon
+        batch_id = batch.batch_id
+        end_soon = asyncio.get_running_loop().call_soon
         if isinstance(batch, RunRound):
             end_soon(self._end_round, worker, batch_id, batch.plan)
             return
-        rows, steps = batch.rows, batch.steps
+        rows = batch.rows
+        steps = batch.steps
         self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
         end_soon(self._end, worker, batch_id, rows, steps)
 
@@ -206,7 +208,8 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
 
 @pytest.mark.slow
 def test_an_interrupted_profile_resumes_and_measures_nothing_twice(source):
-    first, second = Watching(until=30), Watching()
+    first = Watching(until=30)
+    second = Watching()
     with pytest.raises(KeyboardInterrupt):
         run(source, first)
     found = run(source, second)

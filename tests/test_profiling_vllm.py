@@ -140,7 +140,8 @@ def test_a_pass_is_described_by_its_sums():
 
 
 def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
-    a, b = [LoggedRow("a", 20, 1, 16)], [LoggedRow("b", 20, 1, 16)]
+    a = [LoggedRow("a", 20, 1, 16)]
+    b = [LoggedRow("b", 20, 1, 16)]
     found = timed(
         [
             one(0.0, 1.0, a),
@@ -171,7 +172,8 @@ def test_a_stretch_of_decodes_is_one_point_and_each_chunked_pass_another():
 def test_a_decode_step_is_tried_again_where_its_requests_came_apart(
     monkeypatch, late: int, tried: int
 ):
-    bench, runs = object.__new__(VllmBench), []
+    bench = object.__new__(VllmBench)
+    runs = []
 
     def measured(point: GridPoint) -> float:
         runs.append(point)

@@ -42,14 +42,16 @@ def values(knob: Knob, default: Value) -> st.SearchStrategy[Value]:
         return st.sampled_from(list(knob.choices))
     if isinstance(default, bool):
         return st.booleans()
-    low, high = knob.low, min(knob.high, knob.low + 64)
+    low = knob.low
+    high = min(knob.high, knob.low + 64)
     drawn = st.integers(int(low), int(high)) if isinstance(default, int) else st.floats(low, high)
     return st.just(default) | drawn
 
 
 def some(policy: str) -> st.SearchStrategy[dict[str, Value]]:
     """Values for some of the parameters of `policy`."""
-    known, of_code = knobs(KNOWN[policy]), defaults(KNOWN[policy])
+    known = knobs(KNOWN[policy])
+    of_code = defaults(KNOWN[policy])
     drawn = st.fixed_dictionaries(
         {}, optional={name: values(knob, of_code[name]) for name, knob in known.items()}
     )
@@ -121,7 +123,8 @@ def test_a_recipe_sets_what_it_names(policy: str, data: st.DataObject) -> None:
 @QUICK
 @given(data=st.data())
 def test_set_wins_over_the_recipe(policy: str, data: st.DataObject) -> None:
-    own, by_hand = data.draw(some(policy)), data.draw(some(policy))
+    own = data.draw(some(policy))
+    by_hand = data.draw(some(policy))
     plan = plan_of(recipe_of(policy, own), chosen=PlannedPolicy(name=policy, parameters=by_hand))
     assert plan.explained["policy"].source == "set by --policy"
     for name, value in plan.policy.parameters.items():
@@ -140,7 +143,8 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
     """The trials begin with the recipe's settings; the search moves some parameters, and may come
     back to a value.
     """
-    own, moved = data.draw(some(policy)), data.draw(some(policy))
+    own = data.draw(some(policy))
+    moved = data.draw(some(policy))
     recipe = recipe_of(policy, own)
     start = defaults(KNOWN[policy]) | own
     tried = within(policy, start | moved)
@@ -200,7 +204,8 @@ def test_a_recipe_without_a_policy_is_not_named_as_its_source() -> None:
 def test_settings_of_serve_are_named_as_such_and_have_no_prediction(
     policy: str, data: st.DataObject
 ) -> None:
-    own, by_hand = data.draw(some(policy)), data.draw(some(policy))
+    own = data.draw(some(policy))
+    by_hand = data.draw(some(policy))
     recipe = recipe_of(policy, own)
     start = defaults(KNOWN[policy]) | own
     plan = plan_of(recipe, tuned_to(recipe, policy, [dict(start)], keep=True))

@@ -22,12 +22,22 @@ from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
-GPU, MODEL, LAYERS = "GPU", "Tiny", 2
-BLOCKS, ROWS, TOKENS = 40, 8, 64
+GPU = "GPU"
+MODEL = "Tiny"
+LAYERS = 2
+BLOCKS = 40
+ROWS = 8
+TOKENS = 64
 US = 1e-6
 # of one layer or of the head, in microseconds
-LINEAR, LINEAR_TOKEN, HEAD, HEAD_ROW = 50.0, 2.0, 100.0, 5.0
-CACHED, BESIDE, ATTENDED, BEHIND = 0.5, 1.0, 0.01, 0.25
+LINEAR = 50.0
+LINEAR_TOKEN = 2.0
+HEAD = 100.0
+HEAD_ROW = 5.0
+CACHED = 0.5
+BESIDE = 1.0
+ATTENDED = 0.01
+BEHIND = 0.25
 LAW = StepLaw(
     base_s=US * (LAYERS * LINEAR + HEAD),
     row_s=US * HEAD_ROW,

@@ -53,7 +53,8 @@ ROW = {
 
 def checkout(folder: Path, rows: list[dict[str, str]]) -> Path:
     """A folder with these rows, as aiconfigurator has them."""
-    systems, configs = folder / CORE / "systems", folder / CORE / "model_configs"
+    systems = folder / CORE / "systems"
+    configs = folder / CORE / "model_configs"
     systems.mkdir(parents=True)
     configs.mkdir()
     with (systems / "silicon_sample.csv").open("w", encoding="utf-8", newline="") as file:

@@ -105,7 +105,8 @@ def make_tuning(folder: Path, usage: dict[str, float], **changes: object) -> Non
     """Another tuning of the folder's fit, and the plan that comes of it."""
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
     best = Outcome(policy="slice", parameters=defaults(KNOWN["slice"]), metrics=METRICS)
-    recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, paths["fit"])
+    recipe = read_file(Plan, folder / "plan.json").recipe
+    fit = read_file(Fit, paths["fit"])
     trial = Trial(number=0, outcome=best, feasible=all(share <= 1 for share in usage.values()))
     shares = [(one, usage.get(one.name, 0.0)) for one in recipe_limits(recipe)]
     limits = [one.judged(share * one.limit, kept=share <= 1) for one, share in shares]
@@ -301,7 +302,8 @@ def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
 
 
 def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
-    recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, folder / "fit.json")
+    recipe = read_file(Plan, folder / "plan.json").recipe
+    fit = read_file(Fit, folder / "fit.json")
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
     write_file(make_plan(recipe, fit, None, paths), folder / "plan.json")
     (folder / "tuning.json").unlink()
@@ -319,7 +321,8 @@ def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
 
 def test_a_plan_with_other_settings_has_no_prediction_of_the_tuning(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
-    recipe, fit = read_file(Plan, folder / "plan.json").recipe, read_file(Fit, folder / "fit.json")
+    recipe = read_file(Plan, folder / "plan.json").recipe
+    fit = read_file(Fit, folder / "fit.json")
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit", "tuning")}
     given = PlannedPolicy(name="sequence", parameters={})
     write_file(make_plan(recipe, fit, None, paths, given), folder / "plan.json")
@@ -461,7 +464,8 @@ def test_a_browser_shows_it_without_errors_or_requests(folder: Path, width, sche
 
 
 def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
-    found, few = gather(str(folder / "plan.json")), synthetic_profiles.probe_all(1.0, steps=16)
+    found = gather(str(folder / "plan.json"))
+    few = synthetic_profiles.probe_all(1.0, steps=16)
     edges = [
         fit_section(
             replace(found, profile=synthetic_profiles.make_profile(noise=0.05, memory=probes))

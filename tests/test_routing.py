@@ -70,7 +70,8 @@ def test_an_index_with_a_time_to_live_forgets_unused_blocks():
 
 def test_an_index_agrees_with_a_plain_walk():
     rng = random.Random(0)
-    index, plain = index_of(5), [set() for _ in range(5)]
+    index = index_of(5)
+    plain = [set() for _ in range(5)]
     for _ in range(300):
         blocks = tuple(rng.randrange(6) + 10 * depth for depth in range(rng.randrange(1, 6)))
         expected = []
@@ -191,7 +192,10 @@ def test_a_router_of_others_in_plain_python_reads_what_ours_read():
     class Foreign:
         """The fewest rows, blocks and reported requests, less what is cached."""
 
-        name, reads_reports, index_blocks, index_ttl_s = "foreign", True, 0, 0.0
+        name = "foreign"
+        reads_reports = True
+        index_blocks = 0
+        index_ttl_s = 0.0
 
         def choose(self, request, view):
             seen.append(list(view.matched))
@@ -224,8 +228,10 @@ def test_unknown_routers_and_parameters_are_named():
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_log_replays_and_counts_return_to_nothing(name):
-    rng, log = random.Random(1), list[BalancerEvent]()
-    front, alive = balancer(name, 4, log.append), list[str]()
+    rng = random.Random(1)
+    log = list[BalancerEvent]()
+    front = balancer(name, 4, log.append)
+    alive = list[str]()
     for k in range(300):
         now_s = k / 10
         blocks = tuple(rng.randrange(4) + 10 * depth for depth in range(rng.randrange(6)))
@@ -303,7 +309,8 @@ def test_admission_learns_what_the_law_leaves_out():
     """Each first token comes 60 ms later than forecast, so fewer prompts fit before a target."""
 
     def admitted(extra_s: float) -> int:
-        front, now_s = balancer("round-robin", 1, limits=LatencyLimits(ttft_s=0.4)), 0.0
+        front = balancer("round-robin", 1, limits=LatencyLimits(ttft_s=0.4))
+        now_s = 0.0
         for k in range(64):
             now_s = 10.0 * k
             assert front.offer(request(f"a{k}", 600), now_s) == 0

@@ -53,8 +53,11 @@ CASES = [
 
 def crowd(front, replicas: int, seed: int, requests: int = 400):
     """The choices of random traffic: tokens and ends in any order, reports, outages, bars."""
-    rng, alive, chosen = random.Random(seed), [], []
-    now_s, most = 0.0, 6 * replicas
+    rng = random.Random(seed)
+    alive = []
+    chosen = []
+    now_s = 0.0
+    most = 6 * replicas
     for k in range(requests):
         now_s += rng.choice((0.0, 0.01, 0.4)) + (150.0 if rng.random() < 0.003 else 0.0)
         blocks = tuple(rng.randrange(3) + 10 * depth for depth in range(rng.randrange(9)))
@@ -88,7 +91,8 @@ def test_choices_are_those_of_the_plain_formula(
 ) -> None:
     monkeypatch.setattr(routers, "RING_POINTS", 8)
     monkeypatch.setattr(plain_routers, "RING_POINTS", 8)
-    traits, router = kinds(replicas), make_router(name, parameters)
+    traits = kinds(replicas)
+    router = make_router(name, parameters)
     found = crowd(Balancer(router, traits, block_tokens=10), replicas, replicas)
     plain = crowd(PlainBalancer(router, traits, 10), replicas, replicas)
     assert found == plain
@@ -103,8 +107,10 @@ def test_every_router_has_its_plain_formula() -> None:
 @pytest.mark.parametrize("capacity", [0, 9])
 @pytest.mark.parametrize("replicas", [2, 70])
 def test_what_was_used_longest_ago_is_forgotten_as_block_by_block(ttl_s, capacity, replicas):
-    rng, now_s = random.Random(3), 0.0
-    index, plain = PrefixIndex(ttl_s), plain_routers.PrefixIndex(0, ttl_s=ttl_s)
+    rng = random.Random(3)
+    now_s = 0.0
+    index = PrefixIndex(ttl_s)
+    plain = plain_routers.PrefixIndex(0, ttl_s=ttl_s)
     for _ in range(replicas):
         index.add_replica(capacity)
         plain.add_replica(capacity)

@@ -26,9 +26,11 @@ def test_the_least_figure_equals_that_of_computing_all(seed, count):
         own = rows[worker.index]
         return sum(max(expected - done, 1) for done in own), len(own)
 
-    figure, able = WorkerFigure(workers(count), amount), np.arange(count)
+    figure = WorkerFigure(workers(count), amount)
+    able = np.arange(count)
     for _ in range(12):
-        expected, index = rng.randint(1, 40), rng.randrange(count)
+        expected = rng.randint(1, 40)
+        index = rng.randrange(count)
         rows[index] = [rng.randint(0, 30) for _ in range(rng.randint(0, 4))]
         figure.forget(index)
         exact = [amount(worker, expected)[0] for worker in workers(count)]
@@ -45,7 +47,8 @@ def test_only_stale_figures_are_computed_again():
         computed.append(worker.index)
         return worker.index, 0
 
-    figure, able = WorkerFigure(workers(50), amount), np.arange(50)
+    figure = WorkerFigure(workers(50), amount)
+    able = np.arange(50)
     assert figure.least(able, 1) == 0
     computed.clear()
     figure.forget(7)
@@ -65,14 +68,13 @@ def test_the_bounds_of_all_workers_are_kept_between_requests():
 
 @pytest.mark.parametrize("count", [3, FEW_WORKERS + 20])
 def test_the_least_loaded_come_first(count):
-    rng, found = random.Random(count), workers(count)
+    rng = random.Random(count)
+    found = workers(count)
     loads = Loads(found)
     for step in range(300):
         worker = rng.choice(found)
-        worker.load_s, worker.assigned = (
-            float(rng.randint(0, 3)),
-            worker.assigned + rng.randint(0, 1),
-        )
+        worker.load_s = float(rng.randint(0, 3))
+        worker.assigned = worker.assigned + rng.randint(0, 1)
         loads.note(worker)
         if step % 40 == 0:
             worker.alive = not worker.alive

@@ -46,14 +46,18 @@ class Audit:
     continuous = True
 
     def __init__(self, policy):
-        self._policy, self.workers, self.audits = policy, [], 0
-        self.name, self.route = policy.name, policy.route
+        self._policy = policy
+        self.workers = []
+        self.audits = 0
+        self.name = policy.name
+        self.route = policy.route
         if hasattr(policy, "standings"):
             self.standings = policy.standings
 
     def plan(self, view, now_s):
         for worker in view.free:
-            simulated, store = self.workers[worker.index], self.workers[worker.index]._swap_store
+            simulated = self.workers[worker.index]
+            store = self.workers[worker.index]._swap_store
             assert footprint_of(worker).taken == simulated.used
             assert (worker.held.tokens, worker.swapped.tokens) == (
                 store.device_tokens,
@@ -83,7 +87,8 @@ def test_the_scheduler_counts_what_the_simulated_worker_holds(
         law(emits), ZetaMemory(CAPACITY), 2, 80, swap=link, host_tokens=host_tokens, joining=joining
     )
     requests, outputs = requests_of(Trace(np.array(arrival), *lengths), 80)
-    policy, ledger = Audit(make_policy(name, POLICIES[name])), Ledger(list(arrival), outputs, 2)
+    policy = Audit(make_policy(name, POLICIES[name]))
+    ledger = Ledger(list(arrival), outputs, 2)
     policy.workers = virtual_workers(policy, world, ledger, requests)
     run(Scheduler(policy, world.scheduled()), requests, policy.workers)
     assert all(each.ok for each in ledger.outcomes)
@@ -106,7 +111,8 @@ def held_by(residents, steps=3):
 
 def plainly(worker, footprint, entering, steps):
     """The most tokens that rows `footprint` and rows `entering` take until `steps` are done."""
-    emits, n = worker.emits, len(footprint) + len(entering)
+    emits = worker.emits
+    n = len(footprint) + len(entering)
     shaped = worker.joining == "shape" and footprint and entering
     now = footprint + [length + (0 if shaped else emits) for length in entering]
     if not worker.padded:
@@ -125,7 +131,8 @@ def test_a_footprint_equals_the_plain_sum_over_rows(
     residents, back, entering, length, joining, emits
 ):
     worker = worker_with(residents, joining, emits)
-    footprint, held = footprint_of(worker), held_by(residents) + back
+    footprint = footprint_of(worker)
+    held = held_by(residents) + back
     for one in back:
         footprint.join(one)
     for one in entering:
@@ -174,7 +181,8 @@ def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     )
 )
 def test_the_longest_resident_is_right_after_any_joins_and_leaves(moves):
-    residents, jobs = Worker(0, law(True), ZetaMemory(CAPACITY)).residents, []
+    residents = Worker(0, law(True), ZetaMemory(CAPACITY)).residents
+    jobs = []
     for move, number in moves:
         if move == "join":
             jobs.append(job(number, limit=2 * number % 37))

@@ -26,7 +26,8 @@ def admitted_of(
     table: np.ndarray, new: np.ndarray, past: np.ndarray, limit: float, samples: int, seed: int
 ) -> int:
     """`admit_past_future` of residents and newcomers [3, n], at step 0."""
-    rows, waiting = np.ascontiguousarray(table.T), np.ascontiguousarray(new.T)
+    rows = np.ascontiguousarray(table.T)
+    waiting = np.ascontiguousarray(new.T)
     return admit_past_future(rows, len(rows), 0, waiting, len(waiting), past, limit, samples, seed)
 
 
@@ -81,7 +82,8 @@ def test_with_a_history_of_one_length_sampling_is_deterministic(rows, waiting, l
 )
 def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history, generated, seed):
     """The sampled end of the only resident, in [generated, 60], decides about the newcomer."""
-    table, past = columns([(100, generated, 60)], 3), np.sort(np.array(history, dtype=np.int64))
+    table = columns([(100, generated, 60)], 3)
+    past = np.sort(np.array(history, dtype=np.int64))
     new = columns([(1, 0, 60)], 3)
     assert admitted_of(table, new, past, 100.0 + 1, 1, seed) == 0  # they hold 101 now
     assert admitted_of(table, new, past, 100 + 60 - generated + 61.0 + 60, 1, seed) == 1
@@ -89,7 +91,8 @@ def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history
 
 def test_sampled_lengths_follow_the_points():
     """Points 10, 20, 40, 60 after 10 generated tokens: uniform over the three stretches between."""
-    table, past = columns([(0, 10, 60)], 3), np.array([5, 20, 40], dtype=np.int64)
+    table = columns([(0, 10, 60)], 3)
+    past = np.array([5, 20, 40], dtype=np.int64)
     # The newcomer ends after one step: the peak is the resident's end, or both after a step.
     new = columns([(1, 59, 60)], 3)
     below = [

@@ -35,7 +35,8 @@ class Script:
         return [0 if view.workers[0].alive else 1 for _ in view.pool]
 
     def plan(self, view, now_s):
-        batch, self.next = self.next, None
+        batch = self.next
+        self.next = None
         return Decision([batch] if batch else [])
 
 
@@ -43,7 +44,8 @@ class Bench:
     """One scheduler with a script, and a simulated worker that runs what it starts."""
 
     def __init__(self, *names, output=100):
-        self.policy, self.log = Script(), []
+        self.policy = Script()
+        self.log = []
         workers = [
             Worker(k, unit_step(), ZetaMemory(200), swap=LINK, host_tokens=100) for k in range(2)
         ]
@@ -52,7 +54,8 @@ class Bench:
         )
         self.ledger = Ledger([0.0] * len(names), [output] * len(names), 2)
         self.engine = RoundWorker(0, self.ledger, RoundSetup(unit_step(), swap=LINK))
-        self.worker, self.now_s = workers[0], 0.0
+        self.worker = workers[0]
+        self.now_s = 0.0
         for number, name in enumerate(names):
             self.scheduler.submit(Request(name, 0.0, PROMPT, output), 0.0, number)
         self.scheduler.tick(0.0)

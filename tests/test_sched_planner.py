@@ -38,7 +38,8 @@ def events(policy, trace, world):
 @pytest.mark.parametrize("joining", [None, "embed"])
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_rounds_are_the_same_one_by_one_and_as_a_decision(name, joining):
-    trace, world = trace_of(40, rate_rps(1.3, 3)), world_of(3, joining=joining)
+    trace = trace_of(40, rate_rps(1.3, 3))
+    world = world_of(3, joining=joining)
     policy = make_policy(name, {})
     assert isinstance(policy, PlansRounds)
     assert not isinstance(Around(policy), PlansRounds)
@@ -78,7 +79,8 @@ class Idle(ShortFirst):
 
 
 def test_a_policy_of_a_third_party_overrides_what_it_needs():
-    trace, world = trace_of(30, rate_rps(1.0, 2)), world_of(2)
+    trace = trace_of(30, rate_rps(1.0, 2))
+    world = world_of(2)
     wide = events(ShortFirst(rows=8), trace, world)
     narrow = events(ShortFirst(rows=1), trace, world)
     assert wide != narrow
@@ -98,7 +100,8 @@ def test_past_future_takes_less_than_its_share(capacity, most):
 
 
 def test_a_simulation_makes_no_cycles_and_collects_none():
-    trace, world = trace_of(60, rate_rps(1.3, 2)), world_of(2)
+    trace = trace_of(60, rate_rps(1.3, 2))
+    world = world_of(2)
     policy = make_policy("mlfq", {})
     simulate(trace, policy, world)
     gc.collect()

@@ -50,7 +50,8 @@ def ids(jobs) -> list[str]:
     )
 )
 def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]):
-    inbox, tokens = Inbox(), 0
+    inbox = Inbox()
+    tokens = 0
     for ticket, (priority, step) in enumerate(steps):
         if step == "defer" and inbox:
             inbox.defer(inbox[len(inbox) // 2])

@@ -13,7 +13,8 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
 
-NOW_S, PATIENCE_S = 10.0, 4.0
+NOW_S = 10.0
+PATIENCE_S = 4.0
 jobs_that_wait = st.lists(
     st.tuples(
         st.integers(0, 3),
@@ -31,7 +32,8 @@ def standing(job: Job, generated: int) -> float:
 
 
 def filled(rows) -> tuple[RankedInbox, list[Job]]:
-    inbox, left = RankedInbox(standing), []
+    inbox = RankedInbox(standing)
+    left = []
     jobs = [
         Job(Request(str(k), 0.0, length, 10, queue), k, length, k % 2, waiting_since_s=since_s)
         for k, (queue, length, since_s, _) in enumerate(rows)

@@ -53,7 +53,8 @@ def waits_s(batches: Sequence[Batch]) -> float:
 @settings(deadline=None, max_examples=40)
 def test_every_job_is_in_one_batch_on_a_worker_that_holds_it(lengths: list[int]) -> None:
     kinds = three_kinds()
-    jobs, workers = pool(lengths), {one.index: one for kind in kinds for one in kind}
+    jobs = pool(lengths)
+    workers = {one.index: one for kind in kinds for one in kind}
     batches = share_out(jobs, kinds, POLICY.batch, offload_max_min, 0.0)
     assert sorted(job.ticket for batch in batches for job in batch.jobs) == list(range(len(jobs)))
     assert all(workers[batch.worker].holds(job) for batch in batches for job in batch.jobs)
@@ -62,7 +63,8 @@ def test_every_job_is_in_one_batch_on_a_worker_that_holds_it(lengths: list[int])
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=30))
 @settings(deadline=None, max_examples=40)
 def test_no_kind_alone_would_give_a_shorter_total_wait(lengths: list[int]) -> None:
-    kinds, jobs = three_kinds()[1:], pool(lengths)
+    kinds = three_kinds()[1:]
+    jobs = pool(lengths)
     shared = waits_s(share_out(jobs, kinds, POLICY.batch, offload_max_min, 0.0))
     for kind in kinds:
         alone = POLICY.batch(jobs, kind[0])

@@ -44,7 +44,9 @@ def agree(blocks, entries):
 
 @pytest.mark.parametrize("coming", ["anywhere", "last", "first"])
 def test_entries_come_and_go_in_order(coming):
-    rng, blocks, entries = random.Random(coming), SortedBlocks(), []
+    rng = random.Random(coming)
+    blocks = SortedBlocks()
+    entries = []
     numbers = {
         "anywhere": rng.sample(range(4000), 4000),
         "last": list(range(4000)),
@@ -89,7 +91,9 @@ def test_an_entry_costs_comparisons_by_the_logarithm(size):
 
 
 def test_the_least_length_is_that_of_the_jobs_that_are_left():
-    rng, counts, lengths = random.Random(1), LengthCounts(), []
+    rng = random.Random(1)
+    counts = LengthCounts()
+    lengths = []
     for _ in range(3000):
         if lengths and rng.random() < 0.49:
             length = lengths.pop(rng.randrange(len(lengths)))

@@ -72,7 +72,8 @@ def test_plans_that_no_server_can_run_are_refused_by_name(policy: str, reason: s
 
 def test_the_warm_up_runs_the_kernel_that_batches_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading it takes 0.3 s, in which the first requests of a server would wait."""
-    kernel, pools = slice_policy.split_by_serving_time, []
+    kernel = slice_policy.split_by_serving_time
+    pools = []
 
     def counted(*arguments: object) -> object:
         pools.append(len(arguments[0]))  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from toolkit.errors import InputError
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import MAX_DEPTH, parse_json
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
 

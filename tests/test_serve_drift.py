@@ -44,8 +44,12 @@ class TimedWorkers:
     """Workers with a simulated clock: each batch takes `slow` times the expected time."""
 
     def __init__(self, check, slow=1.0, size=2, failure=""):
-        self.check, self.slow, self.size, self.failure = check, slow, size, failure
-        self.now_s, self.shapes = 0.0, []
+        self.check = check
+        self.slow = slow
+        self.size = size
+        self.failure = failure
+        self.now_s = 0.0
+        self.shapes = []
 
     async def start(self, on_event):
         self.on_event = on_event
@@ -78,7 +82,8 @@ class TimedWorkers:
 
 def measured(check, **how):
     """Run a check: the result, the workers, and the events that reached the driver."""
-    found, events = [], []
+    found = []
+    events = []
     workers = TimedWorkers(check, **how)
     checked = CheckedWorkers(workers, [check], found.extend, clock=lambda: workers.now_s)
 
@@ -96,7 +101,8 @@ def measured(check, **how):
 def test_points_are_of_the_grid_and_fit_into_memory_and_time(policy):
     planned = plan(policy)
     check = checks_of(planned, 5.0)[0]
-    spec, fit = planned.recipe.profile, planned.fit
+    spec = planned.recipe.profile
+    fit = planned.fit
     assert len(check.points) > 1
     assert {point.rows for point in check.points} <= set(spec.batch_sizes)
     assert {point.length for point in check.points} <= set(spec.input_lengths)

@@ -45,13 +45,15 @@ class Desk:
         elif scope["path"] in ("/stream", "/wait"):
             await self._wait(scope, receive, send)
         else:
-            body, more = b"", True
+            body = b""
+            more = True
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     self.ended.append("gone")
                     return
-                body, more = body + message["body"], message["more_body"]
+                body = body + message["body"]
+                more = message["more_body"]
             self.bodies.append(body)
             self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
             await self._answer(
@@ -73,7 +75,8 @@ class Desk:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        gone, go = asyncio.create_task(watch()), asyncio.create_task(self.go.wait())
+        gone = asyncio.create_task(watch())
+        go = asyncio.create_task(self.go.wait())
         await asyncio.wait((gone, go), return_when=asyncio.FIRST_COMPLETED)
         self.ended.append("gone" if gone.done() else "answered")
         if streams:
@@ -90,7 +93,10 @@ class Wire:
     def __init__(
         self, server: HttpServer, port: int, clock: list[float], desk: Desk, shares: list[str]
     ) -> None:
-        self.server, self.port, self.clock, self.desk = server, port, clock, desk
+        self.server = server
+        self.port = port
+        self.clock = clock
+        self.desk = desk
         self.shares = shares  # the kinds of shares that clients exceeded
         self.peers: list[Peer] = []
 
@@ -125,7 +131,8 @@ class Peer:
     """The client's end of a connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     async def rest(self) -> bytes:
         with suppress(ConnectionResetError):
@@ -154,7 +161,9 @@ def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) ->
     """Run a test with a server to which each local address is a client of its own."""
 
     async def run() -> None:
-        clock, desk, shares = [0.0], Desk(), list[str]()
+        clock = [0.0]
+        desk = Desk()
+        shares = list[str]()
         raised: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
         options = {"client_of": lambda address: address, "on_share": shares.append}

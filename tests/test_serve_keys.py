@@ -19,7 +19,8 @@ from toolkit.errors import InputError
 from toolkit.serve.access import MAX_KEYS, ApiKey, Bucket, read_keys
 from toolkit.serve.driver import Driver
 
-ANA, BEN = "sk-ana-canary", "sk-ben-canary"
+ANA = "sk-ana-canary"
+BEN = "sk-ben-canary"
 
 
 def key(name: str, secret: str, **limits: int) -> ApiKey:
@@ -255,7 +256,9 @@ def test_metrics_show_names_but_no_keys():
     asked=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 1000)), max_size=40),
 )
 def test_a_key_gets_at_most_twice_its_limit_in_a_minute(per_minute, asked):
-    bucket, now_s, taken = Bucket(per_minute), 0.0, []
+    bucket = Bucket(per_minute)
+    now_s = 0.0
+    taken = []
     for pause_s, amount in asked:
         now_s += pause_s
         wait_s = bucket.wait_s(amount, now_s)

@@ -161,7 +161,8 @@ def test_the_helper_reads_a_large_body(server: Server):
 
 def test_a_killed_worker_fails_no_request(server: Server, client: openai.OpenAI):
     """Kill every worker with SIGKILL while four streams run: their text does not change."""
-    prompts, long = ["first", "second", "third", "fourth"], GREEDY | {"max_tokens": 200}
+    prompts = ["first", "second", "third", "fourth"]
+    long = GREEDY | {"max_tokens": 200}
     expected = [choice.text for choice in client.completions.create(prompt=prompts, **long).choices]
     streams = [client.completions.create(prompt=prompt, stream=True, **long) for prompt in prompts]
     texts = [next(iter(stream)).choices[0].text for stream in streams]
@@ -196,7 +197,8 @@ def test_a_disconnect_frees_the_worker(server: Server, client: openai.OpenAI):
 def test_a_log_of_a_live_server_replays_to_the_same_decisions(
     folder: Path, plan: Plan, policy: str
 ):
-    log, trace = folder / f"{policy}-events.jsonl", folder / f"{policy}-requests.jsonl"
+    log = folder / f"{policy}-events.jsonl"
+    trace = folder / f"{policy}-requests.jsonl"
     logs = ["--event-log", str(log), "--request-log", str(trace)]
     with Server(folder / "plan.json", "--policy", policy, *logs) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

@@ -44,7 +44,8 @@ def send(url: str, count: int) -> list[Sample]:
 def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_one_another(
     tmp_path: Path,
 ):
-    asked, log = recipe(), tmp_path / "passes.jsonl"
+    asked = recipe()
+    log = tmp_path / "passes.jsonl"
     flags = ["--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler"]
     flags += ["--async-scheduling", "--no-enable-prefix-caching"]
     command = VllmCommand(
@@ -57,7 +58,8 @@ def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_on
     with vllm_server(command, quiet=True) as server:
         send(server.url, 10)
     first, *lines = log.read_bytes().splitlines(keepends=True)
-    header, passes = header_of(first), passes_of(lines)
+    header = header_of(first)
+    passes = passes_of(lines)
     assert (header.blocks, header.block_tokens, header.kv_bytes_per_token) == (
         12,
         32,

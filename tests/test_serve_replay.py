@@ -93,7 +93,8 @@ class Said:
 
 
 def planned(joining: Joining | None = None) -> list[Worker]:
-    swap, memory = LinearSwap(0.001, 1e5, 1e5), ZetaMemory(CAPACITY)
+    swap = LinearSwap(0.001, 1e5, 1e5)
+    memory = ZetaMemory(CAPACITY)
     return [
         Worker(index, LAW, memory, swap=swap, host_tokens=150, joining=joining)
         for index in range(2)

@@ -17,7 +17,9 @@ from toolkit.serve import server as process
 from toolkit.serve.access import ApiKey, read_keys
 from toolkit.serve.server import Followed, WatchedFiles, follow
 
-ANA, BEN, NEW = "sk-ana-canary", "sk-ben-canary", "sk-new-canary"
+ANA = "sk-ana-canary"
+BEN = "sk-ben-canary"
+NEW = "sk-new-canary"
 
 
 def key(name: str, secret: str, **limits: int) -> ApiKey:
@@ -160,7 +162,9 @@ def test_a_request_of_a_revoked_key_still_gets_its_answer():
 
 def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process, "CHECK_EVERY_S", 0.001)
-    file, said, taken = tmp_path / "number", asyncio.Queue[str](), []
+    file = tmp_path / "number"
+    said = asyncio.Queue[str]()
+    taken = []
 
     def number() -> int:
         if not file.read_text().isdecimal():
@@ -194,7 +198,8 @@ def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("several", [True, False])
 def test_a_running_server_applies_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)
-    file, option = tmp_path / "keys", "--api-keys" if several else "--api-key-file"
+    file = tmp_path / "keys"
+    option = "--api-keys" if several else "--api-key-file"
     file.write_text(keys_text(ana=ANA) if several else ANA)
     with Server(tmp_path / "plan.json", option, str(file)) as server:
         status = models_status(server, ANA)

@@ -69,7 +69,8 @@ async def client(
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000"
     ) as http:
-        http.driver, http.status = driver, status
+        http.driver = driver
+        http.status = status
         yield http
     await driver.stop()
 
@@ -200,7 +201,8 @@ def test_workers_are_shown_separately():
 
 
 def test_the_ratio_of_each_worker_is_of_the_last_minute():
-    stats, clock = Stats(), iter(range(10**6))
+    stats = Stats()
+    clock = iter(range(10**6))
     history = MetricHistory(
         stats, lambda: gauges(make_driver(HandWorkers(2))), lambda: 2.0 * next(clock)
     )
@@ -210,7 +212,8 @@ def test_the_ratio_of_each_worker_is_of_the_last_minute():
         return json.loads(bytes(history.points[-1]))[COLUMNS.index("worker_batch_ratios")]
 
     assert last() == [None, None]
-    stats.compared[1].took_s, stats.compared[1].predicted_s = 3.0, 2.0
+    stats.compared[1].took_s = 3.0
+    stats.compared[1].predicted_s = 2.0
     assert last() == [None, 1.5]
     for _ in range(WINDOW_POINTS):
         history.sample()
@@ -240,7 +243,8 @@ def test_a_page_gets_only_new_points():
 
 @pytest.mark.slow
 def test_history_and_answer_are_bounded():
-    stats, clock = Stats(), iter(range(10**6))
+    stats = Stats()
+    clock = iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
     for _ in range(3 * POINTS_MAX):
         stats.count_tokens(1, 0.0, float("nan"), 0.5)
@@ -255,7 +259,8 @@ def test_history_and_answer_are_bounded():
 
 
 def test_percentiles_cover_only_the_window():
-    stats, clock = Stats(), iter(range(10**6))
+    stats = Stats()
+    clock = iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
     stats.count_tokens(1, 0.0, float("nan"), 9.0)
     history.sample()
@@ -283,7 +288,8 @@ def test_a_percentile_is_accurate_to_a_tenth(values, share):
 
 @given(values=st.lists(st.floats(0, 200)))
 def test_prometheus_sees_the_same_buckets_as_before(values):
-    fine, coarse = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)), Histogram(TOKEN_BUCKETS)
+    fine = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS))
+    coarse = Histogram(TOKEN_BUCKETS)
     for value in values:
         fine.observe(value)
         coarse.observe(value)
@@ -359,7 +365,9 @@ class LiveServer:
     """A server in a thread of this process, which keeps its port when it is started again."""
 
     def __init__(self, facts: Facts = FACTS) -> None:
-        self.port, self.driver, self.facts = 0, None, facts
+        self.port = 0
+        self.driver = None
+        self.facts = facts
 
     @contextmanager
     def running(self) -> Iterator[Driver]:
@@ -372,9 +380,11 @@ class LiveServer:
             driver = make_driver(ToyWorkers())
             driver.stats.sla = SLA
             await driver.start()
-            self.driver, self.status = driver, Status(driver, self.facts)
+            self.driver = driver
+            self.status = Status(driver, self.facts)
             server = HttpServer(app_of(driver, status=self.status))
-            self.ending, self.loop = asyncio.Event(), asyncio.get_running_loop()
+            self.ending = asyncio.Event()
+            self.loop = asyncio.get_running_loop()
             with listen("127.0.0.1", self.port) as listener:
                 self.port = listener.getsockname()[1]
                 await server.start(listener)
@@ -551,7 +561,8 @@ def test_charts_work_with_the_keyboard(browser):
 
 def test_an_hour_is_kept_and_the_memory_for_it_is_small():
     assert POINTS_MAX * SAMPLE_S == 3600
-    stats, clock = Stats(), iter(range(10**6))
+    stats = Stats()
+    clock = iter(range(10**6))
     history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
     for _ in range(POINTS_MAX):
         history.sample()
@@ -604,7 +615,8 @@ def live_for(server: LiveServer, seconds: float) -> None:
     """Make the server this old, with a request every half minute."""
     driver = server.driver
     driver._start_s -= seconds
-    stats, clock = Stats(), [0.0]
+    stats = Stats()
+    clock = [0.0]
     server.status.history = history = MetricHistory(stats, lambda: gauges(driver), lambda: clock[0])
     while clock[0] + SAMPLE_S < driver.now_s:
         clock[0] += SAMPLE_S

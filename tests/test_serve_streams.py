@@ -99,7 +99,8 @@ def test_a_disconnect_frees_the_row_with_its_batch(stream: bool):
 
 def test_a_disconnect_does_not_affect_other_streams():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        leaves, stays = Client(stream=True, max_tokens=100), Client(stream=True, max_tokens=30)
+        leaves = Client(stream=True, max_tokens=100)
+        stays = Client(stream=True, max_tokens=30)
         answering = [client.start(app) for client in (leaves, stays)]
         await turns(6)
         leaves.gone.set()
@@ -135,7 +136,8 @@ def test_output_between_two_reads_is_one_event():
 
 def test_a_client_that_stops_reading_stalls_no_other():
     async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        stuck, fine = Client(stream=True, max_tokens=100), Client(stream=True, max_tokens=100)
+        stuck = Client(stream=True, max_tokens=100)
+        fine = Client(stream=True, max_tokens=100)
         stuck.reading.clear()
         answering = [client.start(app) for client in (fine, stuck)]
         await answering[0]

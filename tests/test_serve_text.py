@@ -91,10 +91,8 @@ class Halves:
 
     def feed(self, tokens) -> str:
         self.held += tokens
-        whole, self.held = (
-            self.held[: len(self.held) // 2 * 2],
-            self.held[len(self.held) // 2 * 2 :],
-        )
+        whole = self.held[: len(self.held) // 2 * 2]
+        self.held = self.held[len(self.held) // 2 * 2 :]
         return bytes(whole[::2]).decode()
 
     def flush(self) -> str:

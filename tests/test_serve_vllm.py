@@ -95,7 +95,8 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
 
 
 def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(tmp_path: Path):
-    path, log = plan_for(tmp_path, "vllm"), tmp_path / "passes.jsonl"
+    path = plan_for(tmp_path, "vllm")
+    log = tmp_path / "passes.jsonl"
     plan = read_file(Plan, path)
     fit = plan.fit.model_copy(update={"steps": samples.paged_fit().steps})
     write_file(plan.model_copy(update={"fit": fit}), path)
@@ -282,7 +283,9 @@ class Child:
     """Stands for vLLM's process, which does not end by itself. It is healthy `healthy` times."""
 
     def __init__(self, healthy: float) -> None:
-        self.asked, self.killed, self._healthy = 0, False, healthy
+        self.asked = 0
+        self.killed = False
+        self._healthy = healthy
 
     def wait(self, timeout_s: float) -> None:
         time.sleep(0.001)
@@ -303,7 +306,9 @@ def order_for(hang_s: float, beats: list[int]) -> ServerOrder:
 
 def test_a_server_that_answers_no_health_check_ends_llmctl_with_an_error(monkeypatch):
     monkeypatch.setattr(backend, "ASK_EVERY_S", 0.0)
-    server, order, beats = Child(healthy=2), order_for(0.01, found := []), found
+    server = Child(healthy=2)
+    order = order_for(0.01, found := [])
+    beats = found
     watch = backend.EngineWatch(order, "http://h")  # not started
     with pytest.raises(EngineError, match=r"did not answer /health for 0\.01 s"):
         backend._serve(server, order, backend._Signals(), watch)  # type: ignore[arg-type]
@@ -325,7 +330,8 @@ def test_an_engine_hangs_if_its_figures_stand_still_and_no_token_comes(
     monkeypatch: pytest.MonkeyPatch, pages: str, tokens: list[bool], asked: int, hangs: str
 ) -> None:
     watch = backend.EngineWatch(order_for(1.5, []), "http://h")  # not started
-    found, given = iter(pages.replace(" ", "")), iter(tokens)
+    found = iter(pages.replace(" ", ""))
+    given = iter(tokens)
 
     def figures(url: str) -> str:
         page = next(found, "")

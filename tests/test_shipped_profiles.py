@@ -34,7 +34,8 @@ def run(given: list[str]) -> object:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_profile_and_fit_are_of_the_recipe_as_it_is(name: str) -> None:
-    folder, recipe = shipped_profiles() / name, recipe_path(name)
+    folder = shipped_profiles() / name
+    recipe = recipe_path(name)
     assert read_file(Profile, folder / "profile.json", {"recipe": recipe}).recipe_name == name
     assert read_file(
         Fit, folder / "fit.json", {"recipe": recipe, "profile": folder / "profile.json"}
@@ -66,7 +67,8 @@ def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped_recipes().glob("*.yaml")))
 @pytest.mark.parametrize("trace", ["chat-small", "bursty-small"])
 def test_shipped_traces_have_windows_for_every_recipe_at_any_rate(name: str, trace: str) -> None:
-    spec, whole = load_recipe(recipe_path(name)).tune, read_trace(trace_path(trace))[0]
+    spec = load_recipe(recipe_path(name)).tune
+    whole = read_trace(trace_path(trace))[0]
     for rate in (0.5, 5.0, 50.0, 500.0):
         found = fit_windows(
             scale_rate(whole, rate), spec.window_s, spec.windows, spec.held_out_windows

@@ -68,15 +68,22 @@ class Plain:
         headroom_steps,
         max_prefill_tokens,
     ):
-        self.law, self.emits, self.decoupled = law, int(law.prefill_emits_token), decoupled
-        self.most, self.headroom, self.max_prefill = (
-            max_batch_size,
-            headroom_steps,
-            max_prefill_tokens,
-        )
-        self.limit, self.host_tokens = int(memory_threshold * CAPACITY), host_tokens
-        self.coming, self.waiting, self.running, self.host = deque(rows), deque(), [], []
-        self.now_s, self.held, self.evicted, self.swaps = 0.0, [], 0, 0
+        self.law = law
+        self.emits = int(law.prefill_emits_token)
+        self.decoupled = decoupled
+        self.most = max_batch_size
+        self.headroom = headroom_steps
+        self.max_prefill = max_prefill_tokens
+        self.limit = int(memory_threshold * CAPACITY)
+        self.host_tokens = host_tokens
+        self.coming = deque(rows)
+        self.waiting = deque()
+        self.running = []
+        self.host = []
+        self.now_s = 0.0
+        self.held = []
+        self.evicted = 0
+        self.swaps = 0
 
     def arrive(self):
         before = len(self.waiting)
@@ -160,7 +167,8 @@ class Plain:
 
     def prefill(self, entering):
         """Prefill the rows; whether the pass was also a decode step."""
-        lengths, there = [row.length for row in entering], len(self.running)
+        lengths = [row.length for row in entering]
+        there = len(self.running)
         shaped = there > 0 and not self.decoupled
         self.running += entering
         if shaped:
@@ -228,7 +236,8 @@ def test_the_closed_form_equals_single_steps(
     work, emits, padded, host_tokens, decoupled, **parameters
 ):
     rows, loop, result = both(work, emits, padded, host_tokens, decoupled, parameters)
-    served, counters = result.served, result.counters
+    served = result.served
+    counters = result.counters
     equal = list if padded else (lambda values: pytest.approx(list(values), rel=1e-9))
     assert served.first_token_s.tolist() == equal(row.times[0] for row in rows)
     assert served.finish_s.tolist() == equal(row.times[-1] for row in rows)
@@ -277,7 +286,8 @@ def test_every_prompt_is_in_one_group(lengths):
     groups = groups_alike(lengths)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
-        low, high = min(lengths[index] for index in group), max(lengths[index] for index in group)
+        low = min(lengths[index] for index in group)
+        high = max(lengths[index] for index in group)
         assert high - low <= max(32, high / 4)
 
 

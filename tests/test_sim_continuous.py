@@ -74,8 +74,12 @@ def law(emits: bool, padded: bool) -> SegmentedLaw:
 def plain(rows: list[Row], law: SegmentedLaw, admits, interval: int, max_prefill: int) -> None:
     """One worker, one step at a time. Fills in the times of each row's tokens."""
     emits = law.prefill_emits_token
-    coming, waiting, running = deque(rows), deque(), []
-    now_s, steps, fresh = 0.0, 0, True
+    coming = deque(rows)
+    waiting = deque()
+    running = []
+    now_s = 0.0
+    steps = 0
+    fresh = True
     across = max if law.padded else (lambda lengths: sum(lengths) / len(lengths))
     while coming or waiting or running:
         if not running and not waiting:

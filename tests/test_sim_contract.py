@@ -127,7 +127,8 @@ def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
 
 
 def world(workers: int, runs_out=None, host_tokens: int = HOST_TOKENS, joining=None) -> World:
-    memory, link = ZetaMemory(CAPACITY), LinearSwap(2e-3, 4e4, 8e4)
+    memory = ZetaMemory(CAPACITY)
+    link = LinearSwap(2e-3, 4e4, 8e4)
     failing = {"runs_out": runs_out, "round_runs_out": runs_out}
     return World(
         LAW, memory, workers, 80, **failing, swap=link, host_tokens=host_tokens, joining=joining
@@ -164,10 +165,8 @@ class Watch(Around):
             assert batch.steps >= 1
             assert batch.input_length == max([job.length for job in batch.jobs], default=0)
             if self.continuous:
-                overfill, preempts = (
-                    getattr(self._policy, "overfill", False),
-                    self.name in PREEMPTIVE,
-                )
+                overfill = getattr(self._policy, "overfill", False)
+                preempts = self.name in PREEMPTIVE
                 check_round(batch, view.workers[batch.worker], overfill, preempts)
             else:
                 assert batch.jobs
@@ -214,7 +213,8 @@ def check_slab(batch, worker, running, aside):
     """Checks the memory of a padded engine: rows x the longest row, and the other caches. A pass
     that joins rows by shaping is a step.
     """
-    rows, entering = [held(job, worker) for job in running], [job.length for job in batch.jobs]
+    rows = [held(job, worker) for job in running]
+    entering = [job.length for job in batch.jobs]
     shaped = worker.joining == "shape" and rows
     capacity = worker.memory.usable_tokens - aside
     emitted = worker.latency.prefill_emits_token and not shaped
@@ -403,8 +403,10 @@ def step_by_step(law, lengths, remaining, steps):
     """A batch of padded rows, one token at a time: the times of each row's tokens, and the end of
     the batch.
     """
-    n, width = len(lengths), max(lengths)
-    now_s, ran = law.prefill_s(n, width), 0
+    n = len(lengths)
+    width = max(lengths)
+    now_s = law.prefill_s(n, width)
+    ran = 0
     times: list[list[float]] = [[] for _ in lengths]
     while ran < steps and any(len(t) < r for t, r in zip(times, remaining, strict=True)):
         if ran or not law.prefill_emits_token:

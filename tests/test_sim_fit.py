@@ -14,7 +14,8 @@ from toolkit.traces.types import Trace
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_request_is_refused_in_a_fitted_world(policy: str) -> None:
     rng = np.random.default_rng(0)
-    prompts, outputs = rng.integers(1, 300, 200), rng.integers(1, 128, 200)
+    prompts = rng.integers(1, 300, 200)
+    outputs = rng.integers(1, 128, 200)
     burst = Trace(np.zeros(200), prompts, outputs, np.zeros(200, np.int64))
     world = world_from_fit(samples.fit(zeta_std=0.05), workers=2, max_new_tokens=128)
     result = simulate(burst, make_policy(policy, {}), world)
@@ -63,7 +64,8 @@ def test_clients_of_a_server_elsewhere_wait_for_http_but_decoding_rows_do_not():
     world = world_from_fit(served, workers=1, max_new_tokens=64).under(
         make_policy("aggressive", {})
     )
-    law, step_s = laws_from_fit(served).engine, laws_from_fit(served).engine.decode_s(1, 0.0, 1)
+    law = laws_from_fit(served).engine
+    step_s = laws_from_fit(served).engine.decode_s(1, 0.0, 1)
     assert (
         world.front.first_s == world.front.last_s == pytest.approx(law.prefill_s(1, 0.0) - step_s)
     )

@@ -73,7 +73,8 @@ def test_a_crowd_makes_slices_longer_while_it_arrives_and_not_later():
     cost once, later slices pay nothing.
     """
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
-    trace, policy = crowd(400), make_policy("slice", {"slice_tokens": 8})
+    trace = crowd(400)
+    policy = make_policy("slice", {"slice_tokens": 8})
     free, costly = (
         simulate(trace, policy, replace(world, arrival_cost_s=cost_s)).served
         for cost_s in (0.0, 0.002)

@@ -21,7 +21,8 @@ from toolkit.sim.loop import run
 from toolkit.traces.types import Trace
 
 pytestmark = pytest.mark.skipif(running().compiled, reason="lines of compiled code are not counted")
-FEW, MANY = 3, 36  # workers
+FEW = 3
+MANY = 36  # workers
 PER_WORKER = 8  # requests
 BACKLOGS = (100, 600)  # requests that come almost at once, for two workers
 MOST = {  # times the lines with a longer backlog, where it is more than 1.2
@@ -34,7 +35,8 @@ CASES += [(policy, router) for policy in ROUTED for router in ROUTERS[:-1]]
 
 def lines_per_request(policy: str, router: str, trace: Trace, workers: int) -> float:
     """Lines that the loop runs for each request."""
-    world, parameters = world_of(workers), {"router": router} if router else {}
+    world = world_of(workers)
+    parameters = {"router": router} if router else {}
     # Compiles what is compiled, and fills the process's cache of feedback queues for this trace:
     # else the count would depend on the tests before.
     simulate(trace, make_policy(policy, parameters), world)

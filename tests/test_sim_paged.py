@@ -183,10 +183,8 @@ def test_a_prompt_takes_as_many_passes_as_its_tokens_need() -> None:
 
 def test_chunks_leave_room_for_decodes() -> None:
     """The first decodes while the second is prefilled in 31 + 31 + 8 tokens."""
-    rows, policy = (
-        [(0, 32, 9, 0), (1, 70, 2, 0)],
-        VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4),
-    )
+    rows = [(0, 32, 9, 0), (1, 70, 2, 0)]
+    policy = VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4)
     found = served(rows, PagedEngine(FLAT, 50, 16), policy)
     assert found.first_token_s.tolist() == [1.0, 4.0]
     assert found.finish_s.tolist() == [9.0, 5.0]
@@ -295,7 +293,8 @@ def test_more_sequences_than_a_pass_has_tokens_are_refused_as_by_vllm() -> None:
 
 @pytest.mark.parametrize("name", ["vllm", "slice"])
 def test_a_fit_without_usable_memory_is_one_clear_line(name: str) -> None:
-    engine, memory = PagedEngine(LAW, 0, 4), ZetaMemory(1, zeta=0.1)
+    engine = PagedEngine(LAW, 0, 4)
+    memory = ZetaMemory(1, zeta=0.1)
     there = World(unit_step(), memory, 1, 100, paged=engine)
     policy = make_any(name, {})
     with pytest.raises(InputError, match="0 tokens of KV cache are usable"):

@@ -52,7 +52,8 @@ def run(trace: Trace, blocks: int = 50, policy: VllmPolicy | None = None, **more
 
 def free_blocks(pool: SharedPool) -> list[int]:
     """The registered free blocks, by their places in their requests, in the order of eviction."""
-    found, run = [], pool._queue.after
+    found = []
+    run = pool._queue.after
     while run is not pool._queue:
         found += range(run.stop - 1, run.first - 1, -1)
         run = run.after
@@ -63,7 +64,8 @@ def free_blocks(pool: SharedPool) -> list[int]:
 @pytest.mark.parametrize("first", range(0, 300, 60))
 def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass, what it finds, and the order in which free blocks will be given out."""
-    step, queues = bench._step, []
+    step = bench._step
+    queues = []
 
     def recorded(scheduler: PagedScheduler, *, counts: bool):
         found = step(scheduler, counts=counts)
@@ -138,7 +140,8 @@ def test_prompts_that_share_nothing_are_served_as_without_blocks() -> None:
     )
     for ahead in (False, True):
         there = world(PagedEngine(LAW, 25, 4, ahead))
-        first, second = simulate(alone, policy, there), simulate(own, policy, there)
+        first = simulate(alone, policy, there)
+        second = simulate(own, policy, there)
         assert first.counters["evicted_percent"] > 0
         assert second.counters["hit_tokens"] == 0
         assert first.served.finish_s.tolist() == second.served.finish_s.tolist()
@@ -227,7 +230,8 @@ def test_blocks_that_running_rows_hold_cost_a_request_nothing() -> None:
     """Two prompts of 40 tokens with 36 in common, in 14 blocks: both run at once only if the
     blocks in common count once.
     """
-    rows, ids = [(0, 40, 8), (1, 40, 8)], [[*range(9), 20], [*range(9), 30]]
+    rows = [(0, 40, 8), (1, 40, 8)]
+    ids = [[*range(9), 20], [*range(9), 30]]
     shared = run(trace_of(rows, ids=ids), blocks=14)
     alone = run(trace_of(rows), blocks=14)
     assert shared.served.first_token_s.tolist() == [1.0, 2.0]
@@ -262,9 +266,11 @@ def test_a_session_goes_on_after_a_turn_that_was_refused() -> None:
 
 
 def test_the_turns_of_a_session_go_to_one_engine() -> None:
-    rows, before = [(0, 16, 2), (0, 16, 2), (0, 24, 2), (0, 24, 2)], [-1, -1, 0, 1]
+    rows = [(0, 16, 2), (0, 16, 2), (0, 24, 2), (0, 24, 2)]
+    before = [-1, -1, 0, 1]
     trace = trace_of(rows, previous=before)
-    one, two = run(trace), run(trace, workers=2)
+    one = run(trace)
+    two = run(trace, workers=2)
     assert one.counters["hit_tokens"] == two.counters["hit_tokens"] == 32
     assert run(replace(trace, sessions=None), workers=2).counters.get("hit_tokens") is None
 

@@ -31,9 +31,11 @@ def made_up(seed: int, requests: int = 120, *, groups: int = 5, gap_s: float = 0
     arrival = np.cumsum(rng.exponential(gap_s, requests))
     prompt = rng.integers(5, 60, requests)
     output = rng.integers(1, 25, requests)
-    ids, fresh = [], 1_000
+    ids = []
+    fresh = 1_000
     for length in prompt.tolist():
-        count, common = -(-length // 4), int(rng.integers(0, 12))
+        count = -(-length // 4)
+        common = int(rng.integers(0, 12))
         group = int(rng.integers(groups))
         own = [group * 100 + k for k in range(min(common, length // 4))]
         while len(own) < count:
@@ -74,7 +76,9 @@ def test_without_drain_it_stops_when_the_last_request_is_admitted(ahead: bool) -
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_sessions_in_a_closed_loop_too(ahead: bool) -> None:
-    rows, previous, prompt = [], [], 0
+    rows = []
+    previous = []
+    prompt = 0
     for k in range(40):
         prompt = 12 if k % 4 == 0 else prompt + 15
         rows.append((0.1 * (k - k % 4), prompt, 7))
@@ -92,7 +96,8 @@ def test_every_router_serves_all_and_twice_the_same(name: str) -> None:
     trace = made_up(1, gap_s=0.01)
     routing = Routing(make_router(name, {}))
     there = replace(world(PagedEngine(LAW, 60, 4), 4), routing=routing)
-    one, other = simulate(trace, POLICY, there), simulate(trace, POLICY, there)
+    one = simulate(trace, POLICY, there)
+    other = simulate(trace, POLICY, there)
     same(one, other)
     assert one.served.ok.all()
 
@@ -316,7 +321,8 @@ def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt()
 
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])
 def test_a_front_that_refuses_by_its_forecast_has_more_goodput_in_an_overload(name: str) -> None:
-    sla, there = {"ttft_p99_s": 0.4}, world(PagedEngine(LAW, 60, 4), 3)
+    sla = {"ttft_p99_s": 0.4}
+    there = world(PagedEngine(LAW, 60, 4), 3)
     found = {}
     for gap_s in (0.05, 0.001):
         for limits in (LatencyLimits(), LatencyLimits.of(sla)):
@@ -325,7 +331,8 @@ def test_a_front_that_refuses_by_its_forecast_has_more_goodput_in_an_overload(na
             found[gap_s, limits.ttft_s] = result.metrics(sla)
     assert found[0.05, 0.4]["goodput_rps"] == found[0.05, np.inf]["goodput_rps"]
     assert found[0.05, 0.4]["refused"] == 0
-    without, refusing = found[0.001, np.inf], found[0.001, 0.4]
+    without = found[0.001, np.inf]
+    refusing = found[0.001, 0.4]
     assert refusing["refused"] > 50
     assert refusing["goodput_rps"] > 1.25 * without["goodput_rps"]
     assert refusing["ttft_p99_s"] < without["ttft_p99_s"]

@@ -69,7 +69,8 @@ FIT = samples.fit().model_copy(
 
 def test_the_law_of_rounds_is_the_parts_stretched():
     laws = laws_from_fit(FIT)
-    engine, rounds = laws.engine, laws.rounds
+    engine = laws.engine
+    rounds = laws.rounds
     assert rounds.prefill_s(3, 50) == pytest.approx(
         2 * (engine.prefill_s(3, 50) + 1e-3 + 3 * 2e-3 + 150 * 3e-6)
     )
@@ -83,7 +84,8 @@ def test_the_law_of_rounds_is_the_parts_stretched():
 def test_rounds_have_laws_and_memory_of_their_own_and_batches_keep_theirs():
     world = world_from_fit(FIT, workers=1, max_new_tokens=64)
     laws = laws_from_fit(FIT)
-    rounds, batches = world.under(make_policy("fcfs", {})), world.under(make_policy("slice", {}))
+    rounds = world.under(make_policy("fcfs", {}))
+    batches = world.under(make_policy("slice", {}))
     assert (rounds.latency, rounds.memory.usable_tokens) == (laws.rounds, int(0.75 * 8192))
     assert (batches.latency, batches.memory) == (laws.latency, laws.memory)
 

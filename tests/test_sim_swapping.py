@@ -18,7 +18,9 @@ from toolkit.sim.loop import run
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
-CAPACITY, HOST_TOKENS, LIMIT = 160, 120, 40
+CAPACITY = 160
+HOST_TOKENS = 120
+LIMIT = 40
 LINK = LinearSwap(latency_s=2**-7, out_tokens_per_s=2.0**11, in_tokens_per_s=2.0**12)
 
 
@@ -39,7 +41,9 @@ class PlainWorker:
     """Runs rounds one token at a time, and checks its memory at every step."""
 
     def __init__(self, law, caches, link):
-        self.law, self.caches, self.link = law, caches, link
+        self.law = law
+        self.caches = caches
+        self.link = link
         self.steps = self.swaps = self.evictions = 0
         self.swap_wait_s = 0.0
 
@@ -51,7 +55,8 @@ class PlainWorker:
             self.caches[job.request_id].place = place
 
     def run(self, batch, now_s):
-        self.batch, moves = batch, batch.moves
+        self.batch = batch
+        moves = batch.moves
         self.evictions += len(batch.evict)
         self.put(batch.evict, "none")
         begin_s = self.moved_s = now_s
@@ -143,7 +148,8 @@ def both(work, policy, swap, emits, overlaps=True):
     )
     trace = Trace(*[np.array(column) for column in columns])
     name, parameters = POLICIES[policy]
-    chosen, one = make_policy(name, parameters | {"swap": swap}), law(emits, padded=True)
+    chosen = make_policy(name, parameters | {"swap": swap})
+    one = law(emits, padded=True)
     link = replace(LINK, overlaps=overlaps)
     world = World(one, ZetaMemory(CAPACITY), 1, LIMIT, swap=link, host_tokens=HOST_TOKENS)
     requests, outputs = requests_of(trace, LIMIT)

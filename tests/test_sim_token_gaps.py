@@ -24,11 +24,13 @@ from toolkit.sim.world import World
     )
 )
 def test_percentiles_are_those_of_the_gaps_one_by_one(stretches):
-    kept, singly = TokenGaps(), []
+    kept = TokenGaps()
+    singly = []
     for count, first_s, factor in stretches:
         kept.add(count, first_s, first_s * factor)
         singly += np.linspace(first_s, first_s * factor, count).tolist()
-    found, gaps = kept.summary(), np.sort(singly)
+    found = kept.summary()
+    gaps = np.sort(singly)
     assert found["itl_mean_s"] == pytest.approx(gaps.mean())
     for q in (50, 95, 99):
         near = np.searchsorted(

@@ -15,7 +15,8 @@ PLANS = [plan for group in GROUPS for plan in group]
 
 
 class _Plain:
-    compiled, reason = False, "a test"
+    compiled = False
+    reason = "a test"
 
 
 def _faked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, float, int]]:
@@ -37,7 +38,8 @@ def test_a_second_piece_measures_only_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = _faked(monkeypatch)
-    path, begun = tmp_path / "rows.json", scale.Measured(False, 1e7, None)
+    path = tmp_path / "rows.json"
+    begun = scale.Measured(False, 1e7, None)
     clock = iter(range(100))
     monkeypatch.setattr(scale, "monotonic", lambda: next(clock))
     left = scale.measure(begun, ["fcfs"], GROUPS, 1, budget_s=2.0, path=path)

@@ -51,7 +51,8 @@ def test_the_server_speaks_tls_and_takes_a_renewed_certificate(
 ):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fake_plan(tmp_path)
-    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    certificate = tmp_path / "tls.crt"
+    key = tmp_path / "tls.key"
     options = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
     for file, text in zip((certificate, key), map(Path.read_text, ours), strict=True):
         file.write_text(text)
@@ -102,7 +103,8 @@ def test_a_certificate_without_its_key_keeps_the_old_one(tmp_path: Path, ours, o
 
 def test_what_is_no_certificate_is_one_line(tmp_path: Path, ours, other, capsys):
     fake_plan(tmp_path)
-    locked, empty = tmp_path / "locked.key", tmp_path / "empty"
+    locked = tmp_path / "locked.key"
+    empty = tmp_path / "empty"
     empty.write_text("")
     command = [
         "openssl",

@@ -148,7 +148,8 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
 def test_a_large_request_is_read_beside_the_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, processes: int
 ):
-    asked, read_here = body(stream=True, prompt="word " * words), []
+    asked = body(stream=True, prompt="word " * words)
+    read_here = []
     monkeypatch.setattr(
         large, "read_request", lambda text: read_here.append(text) or read_request(text)
     )
@@ -256,7 +257,9 @@ def test_a_stream_that_breaks_off_breaks_off_for_the_client_too(tmp_path: Path):
 
 async def ask(app: TraceRecorder, content: dict, leaves_after: int = 1 << 30) -> list[dict]:
     """Call the application as a server does; a client that leaves after so many messages."""
-    gone, sent, bodies = asyncio.Event(), [], [json.dumps(content).encode()]
+    gone = asyncio.Event()
+    sent = []
+    bodies = [json.dumps(content).encode()]
 
     async def receive() -> dict:
         if bodies:
@@ -351,7 +354,8 @@ EVENTS = st.lists(
 def test_however_it_is_cut_only_the_usage_is_left_out(before, after, cuts):
     stream = b"".join([*before, usage_event(3), *after])
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    reader, plain = StreamReader(strip=True), StreamReader(strip=False)
+    reader = StreamReader(strip=True)
+    plain = StreamReader(strip=False)
     pieces = [stream[start:end] for start, end in itertools.pairwise(edges)]
     passed = b"".join(map(reader.feed, pieces)) + reader.end()
     assert passed == b"".join([*before, *after])
@@ -638,7 +642,8 @@ def test_a_usage_that_cannot_be_is_no_work(stream: bool, count: object, tmp_path
         return chunked(tokens_event("x"), event({"choices": [], "usage": usage}), DONE)
 
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
-        app._block_tokens, app._blocks = 16, PromptBlocks(16, app._requests.ask)
+        app._block_tokens = 16
+        app._blocks = PromptBlocks(16, app._requests.ask)
         body = {"prompt": "some text", "stream": stream}
         for _ in range(2):
             assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -670,7 +675,8 @@ def test_an_odd_body_passes_as_it_is(body: bytes, tmp_path: Path):
 
     async def run(url: str) -> None:
         async with recorder(url, tmp_path / "t.jsonl") as (client, app):
-            app._block_tokens, app._blocks = 16, PromptBlocks(16, app._requests.ask)
+            app._block_tokens = 16
+            app._blocks = PromptBlocks(16, app._requests.ask)
             headers = {"content-type": "application/json"}
             answer = await client.post("/v1/completions", content=body, headers=headers)
             assert answer.status_code == 200

@@ -153,7 +153,8 @@ def test_convert_cuts_and_scales_and_reports_it(capsys, tmp_path):
 
 
 def test_convert_draws_arrivals_for_a_trace_without_times(capsys, tmp_path):
-    source, out_file = tmp_path / "o1.json", tmp_path / "o1.jsonl"
+    source = tmp_path / "o1.json"
+    out_file = tmp_path / "o1.jsonl"
     source.write_text(json.dumps([{"prompt_tokens": 5, "completion_tokens": 6}] * 50))
     code, out, _ = llmctl(capsys, "trace", "convert", source, out_file, "--draw-rate", 2, "--json")
     assert code == 0

@@ -285,7 +285,8 @@ def test_the_canonical_format_in_seconds_since_1970_is_not_read_as_milliseconds(
 
 
 def test_a_packed_file_reads_as_the_plain_one_whatever_its_name(tmp_path):
-    plain, packed = written(tmp_path, OPENAI), tmp_path / "packed"
+    plain = written(tmp_path, OPENAI)
+    packed = tmp_path / "packed"
     packed.write_bytes(gzip.compress(OPENAI.encode()))
     assert read_trace(packed)[0].rows is not None
     assert list(read_trace(packed)[0].rows()) == list(read_trace(plain)[0].rows())
@@ -357,7 +358,8 @@ def test_conversations_need_a_counter(tmp_path):
 
 
 def test_a_recipes_tokenizer_counts_conversations(capsys, tmp_path):
-    path, out = written(tmp_path, SHAREGPT), tmp_path / "out.jsonl"
+    path = written(tmp_path, SHAREGPT)
+    out = tmp_path / "out.jsonl"
     words = ["--tokenizer", "tiny-llama-cpu", "--draw-rate", "2"]  # a token per byte
     code, _, _ = llmctl(capsys, "trace", "convert", path, out, *words)
     assert code == 0
@@ -375,7 +377,8 @@ def test_a_recipes_tokenizer_counts_conversations(capsys, tmp_path):
     ],
 )
 def test_impossible_ways_to_count_are_refused(capsys, tmp_path, words):
-    path, out = written(tmp_path, SHAREGPT), tmp_path / "out.jsonl"
+    path = written(tmp_path, SHAREGPT)
+    out = tmp_path / "out.jsonl"
     code, _, err = llmctl(capsys, "trace", "convert", path, out, *words)
     assert code == 2
     assert err.startswith("error: ")

@@ -68,7 +68,8 @@ def saved(folder: Path, name: str, *lengths: tuple[int, int], **more: object) ->
 
 
 def test_one_page_gives_the_lengths_and_rate_the_times(capsys, tmp_path):
-    path, out = saved(tmp_path, "page", *EARLY, *LATE), tmp_path / "out.jsonl"
+    path = saved(tmp_path, "page", *EARLY, *LATE)
+    out = tmp_path / "out.jsonl"
     code, _, err = llmctl(capsys, "trace", "from-metrics", path, "--rate", 2, "--out", out)
     trace, _ = read_trace(out)
     assert code == 0
@@ -82,7 +83,8 @@ def test_one_page_gives_the_lengths_and_rate_the_times(capsys, tmp_path):
 
 
 def test_two_pages_give_what_came_in_between(capsys, tmp_path):
-    first, later = saved(tmp_path, "1", *EARLY), saved(tmp_path, "2", *EARLY, *LATE)
+    first = saved(tmp_path, "1", *EARLY)
+    later = saved(tmp_path, "2", *EARLY, *LATE)
     out = tmp_path / "out.jsonl"
     words = [first, later, "--for", 30, "--out", out, "--json"]
     code, said, _ = llmctl(capsys, "trace", "from-metrics", *words)
@@ -94,7 +96,8 @@ def test_two_pages_give_what_came_in_between(capsys, tmp_path):
 
 
 def test_the_number_of_requests_can_be_chosen_and_the_mean_stays(capsys, tmp_path):
-    path, out = saved(tmp_path, "page", *LATE), tmp_path / "out.jsonl"
+    path = saved(tmp_path, "page", *LATE)
+    out = tmp_path / "out.jsonl"
     words = [path, "--rate", 2, "--requests", 500, "--out", out]
     assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 0
     trace, _ = read_trace(out)
@@ -133,7 +136,8 @@ def test_drawn_lengths_have_the_counts_of_buckets_and_the_sum(values, seed):
 
 
 def test_intervals_keep_their_own_counts_and_lengths():
-    quiet, busy = [(5, 1)] * 3, [(900, 90)] * 50
+    quiet = [(5, 1)] * 3
+    busy = [(900, 90)] * 50
     intervals = [
         traffic_with(quiet, 0, 60),
         traffic_with([], 60, 120),
@@ -187,7 +191,8 @@ def test_lengths_above_the_last_bound_need_a_limit_where_bounds_are_not_vllms():
     ],
 )
 def test_options_that_do_not_fit_the_source_are_refused(capsys, tmp_path, words, problem):
-    path, out = saved(tmp_path, "page", *LATE), tmp_path / "out.jsonl"
+    path = saved(tmp_path, "page", *LATE)
+    out = tmp_path / "out.jsonl"
     code, _, err = llmctl(capsys, "trace", "from-metrics", path, *words, "--out", out)
     assert code == 2
     assert problem in err
@@ -196,7 +201,8 @@ def test_options_that_do_not_fit_the_source_are_refused(capsys, tmp_path, words,
 
 @pytest.mark.parametrize("text", ["", "time,prompt\n1,2\n", "vllm:num_requests_running 3\n"])
 def test_a_page_without_the_histograms_is_refused(capsys, tmp_path, text):
-    path, out = tmp_path / "page", tmp_path / "out.jsonl"
+    path = tmp_path / "page"
+    out = tmp_path / "out.jsonl"
     path.write_text(text, encoding="utf-8")
     code, _, err = llmctl(capsys, "trace", "from-metrics", path, "--rate", 1, "--out", out)
     assert code == 2
@@ -204,7 +210,8 @@ def test_a_page_without_the_histograms_is_refused(capsys, tmp_path, text):
 
 
 def test_a_server_that_was_started_again_in_between_is_named(capsys, tmp_path):
-    first, later = saved(tmp_path, "1", *LATE), saved(tmp_path, "2", *EARLY)
+    first = saved(tmp_path, "1", *LATE)
+    later = saved(tmp_path, "2", *EARLY)
     words = [first, later, "--for", 30, "--out", tmp_path / "out.jsonl"]
     code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
     assert code == 2
@@ -212,7 +219,8 @@ def test_a_server_that_was_started_again_in_between_is_named(capsys, tmp_path):
 
 
 def test_several_models_need_a_choice(capsys, tmp_path):
-    path, out = tmp_path / "page", tmp_path / "out.jsonl"
+    path = tmp_path / "page"
+    out = tmp_path / "out.jsonl"
     two = page(*LATE, model="a") + page(*EARLY, model="b")
     path.write_text(two, encoding="utf-8")
     words = [path, "--rate", 1, "--out", out]
@@ -290,7 +298,9 @@ class Prometheus:
         parsed = urlparse(path)
         assert parsed.path == "/api/v1/query_range"
         asked = {name: values[0] for name, values in parse_qs(parsed.query).items()}
-        query, start, step = asked["query"], float(asked["start"]), float(asked["step"])
+        query = asked["query"]
+        start = float(asked["start"])
+        step = float(asked["step"])
         self.queries.append(query)
         series: list[tuple[dict[str, str], list[float]]] = []
         histograms = [traffic_with(EARLY), traffic_with(LATE)]
@@ -311,7 +321,8 @@ class Prometheus:
 
 
 def test_prometheus_tells_the_rate_and_the_lengths_over_time(capsys, tmp_path):
-    out, asked = tmp_path / "out.jsonl", Prometheus()
+    out = tmp_path / "out.jsonl"
+    asked = Prometheus()
     with serving(asked) as url:
         words = [url, "--past", 120, "--every", 60, "--out", out]
         code, _, err = llmctl(capsys, "trace", "from-metrics", *words)

@@ -20,10 +20,8 @@ from toolkit.traces.generate import (
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_trace
 
-SCLS_PROMPT, SCLS_OUTPUT = (
-    Lengths("lognormal", 400, 1.0, 1024),
-    Lengths("lognormal", 120, 0.75, 1024),
-)
+SCLS_PROMPT = Lengths("lognormal", 400, 1.0, 1024)
+SCLS_OUTPUT = Lengths("lognormal", 120, 0.75, 1024)
 
 
 def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
@@ -209,7 +207,8 @@ def test_a_backlog_that_would_not_fit_into_memory_is_refused():
 
 def content_trace(seed=0, rate=3.0, **content):
     made = SharedContent(**content)
-    prompt, output = Lengths("uniform", 5, 40), Lengths("uniform", 2, 30)
+    prompt = Lengths("uniform", 5, 40)
+    output = Lengths("uniform", 2, 30)
     return generate(Arrivals(rate), 40, prompt, output, seed, made)
 
 
@@ -237,7 +236,8 @@ def test_prompts_begin_with_the_system_prompt_and_a_template_by_zipf():
 
 
 def test_a_later_turn_holds_the_turn_before_and_its_answer():
-    turns, think = Lengths("uniform", 1, 5), Lengths("uniform", 1000, 3000)
+    turns = Lengths("uniform", 1, 5)
+    think = Lengths("uniform", 1000, 3000)
     trace = content_trace(system_tokens=20, turns=turns, think_ms=think, block_tokens=4)
     later = np.flatnonzero(trace.sessions.previous >= 0)
     before = trace.sessions.previous[later]

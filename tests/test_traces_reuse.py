@@ -27,7 +27,8 @@ def prompts_of_blocks(draw, most=12):
     """Prompts as paths in a tree of blocks, with the tokens of a block and of each prompt."""
     block = draw(st.sampled_from([1, 4, 16, 512]))
     tree: dict[tuple[int, ...], int] = {}
-    lengths, ids = [], []
+    lengths = []
+    ids = []
     for _ in range(draw(st.integers(1, most))):
         path = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=9)))
         tokens = draw(st.integers((len(path) - 1) * block + 1, len(path) * block))
@@ -72,7 +73,8 @@ def test_scaled_prompts_share_what_they_shared_and_nothing_new(made, divisor):
     block = scaled.shared.block_tokens
     assert scaled.shared.counts.tolist() == [-(-n // block) for n in scaled.prompt_tokens.tolist()]
     for one, other in combinations(range(len(trace)), 2):
-        before, after = common(trace, one, other), common(scaled, one, other)
+        before = common(trace, one, other)
+        after = common(scaled, one, other)
         assert after <= before / divisor + 1
         assert after > before / divisor - block - 1
         if before == 0:
@@ -146,7 +148,8 @@ def test_scaled_turns_hold_the_turn_before_and_its_answer(news, outputs, divisor
 
 
 def test_sessions_are_divided_by_one_factor_and_clipped_turns_start_anew():
-    lengths, outputs = [100, 100, 150, 900, 160], [50, 50, 50, 50, 50]
+    lengths = [100, 100, 150, 900, 160]
+    outputs = [50, 50, 50, 50, 50]
     trace = trace_of(4, lengths, [[]] * 5, TURNS, outputs)
     fitted = scale_lengths(trace, 400, 50)
     assert fitted.scaling.prompts.divisor == fitted.scaling.outputs.divisor > 1

@@ -133,7 +133,8 @@ def test_a_warm_up_is_what_comes_before_a_window():
     for wish in (4, 25):
         cold = fit_windows(STEADY, wish, 2, 2, seed=1)
         warm = fit_windows(STEADY, wish, 2, 2, seed=1, warm=True)
-        plain, warmed = in_time(cold.search, cold.held_out), in_time(warm.search, warm.held_out)
+        plain = in_time(cold.search, cold.held_out)
+        warmed = in_time(warm.search, warm.held_out)
         for one, other in zip(plain, warmed, strict=True):
             assert (one.start_s, one.end_s) == (other.start_s, other.end_s)
             assert one.trace.warmup == 0
@@ -228,7 +229,8 @@ def test_requests_that_arrive_at_once_have_no_windows():
     held_out=st.integers(1, 4),
 )
 def test_every_wished_length_gives_windows_at_every_rate(gaps, rate, search, held_out):
-    fitted, wish = scale_rate(STEADY, rate), gaps / rate
+    fitted = scale_rate(STEADY, rate)
+    wish = gaps / rate
     found = fit_windows(fitted, wish, search, held_out)
     assert found.seconds <= min(wish, fitted.arrival_s[-1] / (search + held_out))
     assert (len(found.search), len(found.held_out)) == (search, held_out)
@@ -249,5 +251,6 @@ def test_simulate_counts_only_the_requests_after_the_warm_up():
     warm = simulate(replace(STEADY, warmup=120), make_any("slice", {}), world)
     assert warm.metrics({})["requests"] == STEADY.counted - 120 == 81
     for column in fields(whole.served):
-        every, counted = getattr(whole.served, column.name), getattr(warm.served, column.name)
+        every = getattr(whole.served, column.name)
+        counted = getattr(warm.served, column.name)
         assert counted.tolist() == every[120:].tolist()

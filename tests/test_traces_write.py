@@ -47,7 +47,8 @@ def test_a_written_trace_reads_back_to_the_microsecond(tmp_path_factory, rows):
 
 
 def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
-    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first = tmp_path / "first.jsonl"
+    second = tmp_path / "second.jsonl"
     write_trace(_trace([(0, 5, 6, False), (1_234_567, 7, 8, True)]), first)
     write_trace(read_trace(first)[0], second)
     assert second.read_bytes() == first.read_bytes()

@@ -287,7 +287,8 @@ def test_requests_that_arrive_at_once_cannot_be_cut_into_windows():
 
 @pytest.mark.slow
 def test_load_is_relative_to_the_capacity_of_the_untuned_policy():
-    recipe, fit = samples.recipe(tune={"load": 0.5}), samples.fit()
+    recipe = samples.recipe(tune={"load": 0.5})
+    fit = samples.fit()
     workload = make_workload(recipe, fit, trace())
     setup = whole_setup(make_world(recipe, fit), prepare(trace(), recipe), recipe, "slice")
     capacity = rate_capacity(setup, own_settings(recipe), in_process)
@@ -299,7 +300,8 @@ def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> N
     recipe = samples.recipe(
         engine={"name": "transformers"}, tune=TUNE | {"load": None, "request_rate_rps": 5.0}
     )
-    fit, count = samples.fit(capacity_tokens=64), 2000
+    fit = samples.fit(capacity_tokens=64)
+    count = 2000
     long = Trace(
         np.arange(count) / 5,
         np.full(count, 300),

@@ -86,7 +86,8 @@ def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() 
     given = inputs({"e2e_p95_s": 3.0}, (sibling(),), tune=TUNE | {"request_rate_rps": 2.0})
     result, found = tuned(given)
     assert found.feasible
-    own, other = result.capacity.recommended_rps, found.siblings[0].up_to_rps
+    own = result.capacity.recommended_rps
+    other = found.siblings[0].up_to_rps
     assert own is not None
     assert other is not None
     assert other > 1.25 * own

@@ -266,7 +266,8 @@ def test_a_resumed_search_ends_the_same_trials(
 
 def test_what_ended_early_is_never_taken_for_all_windows(tmp_path: Path) -> None:
     where = setup((60, 60), {"ttft_p90_s": 1e-6})
-    task, whole = Task(where, "slice", stops_above=1.0), Task(where, "slice")
+    task = Task(where, "slice", stops_above=1.0)
+    whole = Task(where, "slice")
     runner = Remembering(InProcessRunner(), JournalFile(tmp_path / "kept", "same"))
     [first] = collect(runner, [task])
     [second] = collect(runner, [whole])

@@ -231,7 +231,8 @@ def setup_of(
 def busy_windows(draw: st.DrawFn) -> list[Trace]:
     found = []
     for _ in range(draw(st.integers(1, 2))):
-        count, seed = draw(st.integers(5, 60)), draw(st.integers(0, 99))
+        count = draw(st.integers(5, 60))
+        seed = draw(st.integers(0, 99))
         rng = np.random.default_rng(seed)
         seconds = draw(st.sampled_from([0.01, 0.3, 2.0]))
         longest = draw(st.sampled_from([8, 100, 300]))
@@ -404,7 +405,8 @@ def test_what_cannot_be_sized_is_named(
 
 
 def test_too_many_servers_at_least_are_refused() -> None:
-    made, ranges = inputs((None, None)), [CountRange(200, 300), CountRange(57, 300)]
+    made = inputs((None, None))
+    ranges = [CountRange(200, 300), CountRange(57, 300)]
     with pytest.raises(
         InputError, match="at least 257 servers together; the limit of --workers auto"
     ):

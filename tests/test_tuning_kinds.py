@@ -44,7 +44,8 @@ TUNE = {
     "routers": ["own"],
 }
 VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}
-FEW, SHORT = (0.06, 1e-5), (1e-3, 4e-4)  # `passes` of both kinds
+FEW = (0.06, 1e-5)
+SHORT = (1e-3, 4e-4)  # `passes` of both kinds
 FIXED = TUNE | {"space": {"max_num_seqs": [64, 64]}}
 NARROW = TUNE | {"space": {"max_num_seqs": [64, 64], "max_num_batched_tokens": [64, 512]}}
 
@@ -66,7 +67,8 @@ def kind(name: str, times: tuple[float, float], workers: int = 1, **changes: Any
 # A pass of the first kind is long whatever it holds, so prompts should need few passes. One of the
 # second kind is as long as its tokens, so other requests should not wait for many.
 def unlike(**changes: Any) -> Inputs:
-    few, short = kind("few", FEW, **changes), kind("short", SHORT, 2, tune=NARROW)
+    few = kind("few", FEW, **changes)
+    short = kind("short", SHORT, 2, tune=NARROW)
     arrivals = Arrivals(16.0)
     trace = generate(arrivals, 60.0, parse_lengths("fixed:400"), parse_lengths("fixed:12"), 0)
     workload = make_workload(few.recipe, few.fit, trace, [short])

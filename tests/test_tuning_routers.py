@@ -128,7 +128,8 @@ def test_wrong_names_get_the_valid_ones(
 def test_the_search_finds_the_router_that_knows_what_is_cached(
     routed: Tuning, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best, in_turn = routed.best, routed.in_turn
+    best = routed.best
+    in_turn = routed.in_turn
     assert best.replica_router is not None
     assert best.replica_router.name in ("prefix", "by-law")
     assert in_turn is not None
@@ -221,7 +222,8 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     hardware = given.recipe.hardware.model_copy(update={"usd_per_hour": 2.0})
     priced = replace(given, recipe=given.recipe.model_copy(update={"hardware": hardware}))
     result = tune(priced, InProcessRunner(), HEAD, lambda best: None)
-    cost, metrics = result.cost, result.recommended.metrics
+    cost = result.cost
+    metrics = result.recommended.metrics
     assert cost is not None
     assert cost.usd_per_hour == 6.0
     prices = (cost.usd_per_million_in, cost.usd_per_million_cached, cost.usd_per_million_out)

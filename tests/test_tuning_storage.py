@@ -49,7 +49,8 @@ def server() -> Iterator[str]:
             pytest.skip("PostgreSQL does not run as root, and there is no setpriv")
         as_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     folder = Path(tempfile.mkdtemp(prefix="llmctl-postgres-"))
-    data, password = folder / "data", folder / "password"
+    data = folder / "data"
+    password = folder / "password"
     password.write_text(CANARY)
     if as_user:
         for path in (folder, password):

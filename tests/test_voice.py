@@ -63,7 +63,8 @@ Block = list[tuple[int, str]]  # lines that belong together, with their numbers
 def blocks_of_python(source: str) -> Iterator[Block]:
     """Comments on consecutive lines, string literals that Python joins, names of test functions."""
     block: Block = []
-    previous, was_def = tokenize.ENCODING, False
+    previous = tokenize.ENCODING
+    was_def = False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
             continue
@@ -78,7 +79,8 @@ def blocks_of_python(source: str) -> Iterator[Block]:
             block += [(token.start[0] + k, line.strip("# \"'")) for k, line in enumerate(lines)]
         elif was_def and token.string.startswith("test_"):
             yield [(token.start[0], token.string.replace("_", " "))]
-        previous, was_def = token.type, token.string == "def"
+        previous = token.type
+        was_def = token.string == "def"
     if block:
         yield block
 

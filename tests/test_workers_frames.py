@@ -47,9 +47,11 @@ FROM_WORKER = [
 @given(st.lists(st.integers(1, 40)))
 def test_frames_are_read_however_the_stream_is_cut(sizes: list[int]) -> None:
     stream = b"".join(map(pack, TO_WORKER))
-    reader, got = worker_side(), []
+    reader = worker_side()
+    got = []
     for size in sizes:
-        piece, stream = stream[:size], stream[size:]
+        piece = stream[:size]
+        stream = stream[size:]
         got += reader.feed(piece)
     got += reader.feed(stream)
     assert got == TO_WORKER
@@ -84,7 +86,8 @@ class FakeChannel:
         self.sent.append(frame)
 
     def poll(self) -> list[ToWorker]:
-        frames, self.inbox = self.inbox, []
+        frames = self.inbox
+        self.inbox = []
         return frames
 
 

@@ -57,7 +57,8 @@ from toolkit.workers.protocol import (
 
 pytestmark = pytest.mark.slow
 
-CRASH, HANG = 200, 201
+CRASH = 200
+HANG = 201
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,8 @@ def with_workers(
     """Run a scenario with started workers, and check that no process is left."""
 
     async def main() -> None:
-        pool, events = workers or process_workers(), Events()
+        pool = workers or process_workers()
+        events = Events()
         await pool.start(events)
         try:
             await scenario(pool, events)
@@ -182,7 +184,8 @@ def test_each_worker_reports_its_facts_once() -> None:
 
 def test_the_pool_runs_on_uvloop() -> None:
     async def main() -> None:
-        workers, events = process_workers(), Events()
+        workers = process_workers()
+        events = Events()
         await workers.start(events)
         workers.run(0, RunSlice(1, ROWS, 20))
         await events.until(BatchDone)
@@ -381,7 +384,8 @@ async def fail_to_load(pool: ManualPool, times: int) -> None:
 
 def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
     async def main() -> None:
-        pool, events = ManualPool(1), Events()
+        pool = ManualPool(1)
+        events = Events()
         await pool.start(events)
         pool.bodies[0].kill()
         await fail_to_load(pool, MAX_FAILED_LOADS)
@@ -399,7 +403,8 @@ def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
 
 def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
     async def main() -> None:
-        pool, events = ManualPool(1), Events()
+        pool = ManualPool(1)
+        events = Events()
         await pool.start(events)
         for _ in range(3):
             pool.bodies[-1].kill()
@@ -413,7 +418,8 @@ def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
 
 def test_while_one_worker_runs_the_other_is_restarted_without_limit() -> None:
     async def main() -> None:
-        pool, events = ManualPool(2), Events()
+        pool = ManualPool(2)
+        events = Events()
         await pool.start(events)
         pool.bodies[0].kill()
         await fail_to_load(pool, 2 * MAX_FAILED_LOADS)
@@ -430,7 +436,8 @@ def test_a_load_that_hangs_is_ended_and_tried_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("toolkit.workers.pool.LOAD_GRACE_S", 0.0)
 
     async def main() -> None:
-        pool, events = ManualPool(1), Events()
+        pool = ManualPool(1)
+        events = Events()
         await pool.start(events)
         pool.bodies[0].kill()
         second = await pool.next_body(2)
@@ -463,7 +470,8 @@ def supervised(
     scenario: Callable[[ManualPool, Silence, Events], Awaitable[None]], size: int = 1
 ) -> None:
     async def main() -> None:
-        pool, events = ManualPool(size, patience=Patience(grace_s=10.0, load_s=1000.0)), Events()
+        pool = ManualPool(size, patience=Patience(grace_s=10.0, load_s=1000.0))
+        events = Events()
         await pool.start(events)
         while any(slot.body is None for slot in pool._slots):  # `Ready` comes before the body
             await asyncio.sleep(0)
@@ -585,7 +593,9 @@ def test_time_in_which_the_front_stood_still_does_not_count() -> None:
 
 def test_a_loading_worker_gives_signs_of_life_only_if_it_works() -> None:
     signs = LifeSigns.__new__(LifeSigns)  # no thread: the test checks
-    signs.state, signs._idle, signs._children_s = "loading", True, 0.0
+    signs.state = "loading"
+    signs._idle = True
+    signs._children_s = 0.0
     signs._at_last_sign = (-1.0, -1)
     assert signs._is_due()
     assert [signs._is_due() for _ in range(3)][-1] is False  # nothing happened

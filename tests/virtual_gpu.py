@@ -72,7 +72,9 @@ class VirtualServer:
         return self.passes
 
     def _send(self, point: GridPoint) -> None:
-        rows, length, others = point.batch_size, point.length, point.others
+        rows = point.batch_size
+        length = point.length
+        others = point.others
         if point.kind == "prefill":
             self._at_once([Row("", length, 1) for _ in range(rows)])
         elif point.kind == "decode":
@@ -141,7 +143,8 @@ class VirtualServer:
         return self.law.launch_s(shape) * max(1.0 + self.cv * self._drift, 0.5)
 
     def _serve(self) -> None:
-        law, rows = self.law, []
+        law = self.law
+        rows = []
         under_way: list[tuple] = []
         gpu_s = launched_s = -math.inf
         while self._arriving or rows or under_way:
@@ -167,7 +170,8 @@ class VirtualServer:
             rows = self._settle(old, old_start_s, old_launched_s, rows)
 
     def _plan(self, rows: list[Row]) -> list[tuple[Row, LoggedRow]]:
-        budget, plan = self.budget, []
+        budget = self.budget
+        plan = []
         for row in rows[: self.slots]:
             row.computed = row.computed or row.cached
             new = min(row.prompt + row.planned - row.computed, budget)

@@ -118,7 +118,8 @@ def unusable() -> str:
     path = FOLDER / MANIFEST
     if not path.exists():
         return "not compiled for this Python"
-    there, now = path.read_text().splitlines(), manifest().splitlines()
+    there = path.read_text().splitlines()
+    now = manifest().splitlines()
     if there == now:
         return ""
     changed = [line.split()[-1] for line in now if line not in there]
@@ -154,7 +155,8 @@ def running() -> RunningCode:
     if not (PACKAGE.parent / "hatch_build.py").exists():
         remedy = "install llmctl from its source (the sdist) where a C compiler is"
     elif not _finder.refused and (lacking := obstacle()):
-        reason, remedy = f"{reason}; {lacking}", f"install gcc or clang, and {HEADERS}; {REMEDY}"
+        reason = f"{reason}; {lacking}"
+        remedy = f"install gcc or clang, and {HEADERS}; {REMEDY}"
     return RunningCode(False, reason, remedy)
 
 

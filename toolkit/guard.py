@@ -45,7 +45,9 @@ class _Guard:
         """
         with self._lock:
             if self._owner != os.getpid():
-                self._groups, self._pipe, self._owner = {}, None, os.getpid()
+                self._groups = {}
+                self._pipe = None
+                self._owner = os.getpid()
             self._groups[group] = grace_s
             self._send(f"+{group} {grace_s}\n")
 
@@ -96,12 +98,14 @@ def _start() -> int:
 
 
 _GUARD = _Guard()
-watch, forget = _GUARD.watch, _GUARD.forget
+watch = _GUARD.watch
+forget = _GUARD.forget
 
 
 def main() -> None:
     """The guard: `python guard.py PIPE PID`. PID is the guarded process."""
-    pipe, guarded = int(sys.argv[1]), int(sys.argv[2])
+    pipe = int(sys.argv[1])
+    guarded = int(sys.argv[2])
     ends = [pipe]
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ends.append(os.pidfd_open(guarded))
@@ -116,7 +120,8 @@ def main() -> None:
 def _listen(pipe: int, ends: list[int]) -> dict[int, float]:
     """Wait for the end of the guarded process; return its groups with their grace in seconds."""
     groups: dict[int, float] = {}
-    poll, rest = select.poll(), b""
+    poll = select.poll()
+    rest = b""
     for descriptor in ends:
         poll.register(descriptor, select.POLLIN)
     os.set_blocking(pipe, False)

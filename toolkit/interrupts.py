@@ -61,7 +61,8 @@ def held() -> Iterator[None]:
     and where SIGINT is ignored or ends the process without Python.
     """
     global _waiting
-    outer, handler = _waiting, signal.getsignal(signal.SIGINT)
+    outer = _waiting
+    handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(handler):
         yield

@@ -92,7 +92,8 @@ def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
 
     The target `ttft_p99_s: 2` requires TTFT <= 2 s of each request.
     """
-    good, values = served.ok.copy(), _of_all(served)
+    good = served.ok.copy()
+    values = _of_all(served)
     values["itl"] = values["mtpot"]
     for key, limit in sla.items():
         good &= values[key.split("_")[0]] <= limit

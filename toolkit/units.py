@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-MIB, GIB = 1 << 20, 1 << 30  # bytes
+MIB = 1 << 20
+GIB = 1 << 30  # bytes
 
 
 def number(value: float) -> str:

@@ -311,7 +311,8 @@ class Replica:
 
 class _Connection(asyncio.Protocol):
     def __init__(self, replica: Replica) -> None:
-        self._replica, self._parser = replica, httptools.HttpRequestParser(self)
+        self._replica = replica
+        self._parser = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -75,7 +75,8 @@ def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
     kept = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
     headers = dict(kept.get("headers", {}))
     kept["headers"] = {name: value for name, value in headers.items() if value is not None}
-    body, data = kwargs.get("json"), kwargs.get("data")
+    body = kwargs.get("json")
+    data = kwargs.get("data")
     if body is not None:
         seconds = body.get("timeout") if isinstance(body, dict) else None
         if isinstance(seconds, int | float) and 0 < seconds < PATIENT_S:
@@ -125,7 +126,8 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
         good = {"prompt": "hello"}
     body = bytearray(json.dumps(good | {"max_tokens": 3} | fields).encode())
     for _ in range(draw(st.integers(0, 3))):
-        place, length = draw(st.integers(0, len(body))), draw(st.integers(0, 3))
+        place = draw(st.integers(0, len(body)))
+        length = draw(st.integers(0, 3))
         body[place : place + length] = draw(st.binary(max_size=4) | st.sampled_from(PIECES))
     return path, bytes(body)
 
@@ -243,8 +245,10 @@ def torn(rng: random.Random) -> bytes:
     """The bytes of one of `RAW`, changed, dropped, doubled or cut off."""
     data = bytearray(rng.choice([raw for raw, _ in RAW.values() if len(raw) < 2000]))
     for _ in range(rng.randint(1, 4)):
-        place, length = rng.randrange(len(data) + 1), rng.randint(0, 8)
-        bytes_, doubled = rng.randbytes(length), data[place : place + length] * 2
+        place = rng.randrange(len(data) + 1)
+        length = rng.randint(0, 8)
+        bytes_ = rng.randbytes(length)
+        doubled = data[place : place + length] * 2
         changes = [b"", bytes_, doubled, rng.choice([*SEPARATORS, *PIECES])]
         data[place : place + length] = rng.choice(changes)
     return bytes(data)

@@ -14,8 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 32
-UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of tokens
+UINT32 = 4
+INT32 = 5
+FLOAT32 = 6
+STRING = 8
+ARRAY = 9
+# kinds of tokens
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+BYTE = 6
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -53,7 +61,8 @@ def write_llama(
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
-    heads, vocab = config["num_attention_heads"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    vocab = config["vocab_size"]
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256
     words += [f"\u2581w{index}" for index in range(vocab - len(words))]
@@ -103,7 +112,8 @@ def _rotated(
     key = next((key for part, key in heads.items() if part in name), None)
     if key is None:
         return weight
-    count, width = config[key], weight.shape[1]
+    count = config[key]
+    width = weight.shape[1]
     return (
         weight.reshape(count, 2, weight.shape[0] // count // 2, width)
         .swapaxes(1, 2)

@@ -70,11 +70,17 @@ def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool
     limit.
     """
     rng = random.Random(seed)
-    now_s, arrival, prompts, outputs, limits, priorities = 0.0, [], [], [], [], []
+    now_s = 0.0
+    arrival = []
+    prompts = []
+    outputs = []
+    limits = []
+    priorities = []
     for _ in range(requests):
         if rng.random() < 0.7:  # otherwise it arrives together with the one before
             now_s += 2.0 * rng.random() / (0.7 * rate_rps)
-        length, output = rng.random(), rng.random()
+        length = rng.random()
+        output = rng.random()
         arrival.append(now_s)
         prompts.append(1 + int(500.0 * length * length * length))
         outputs.append(1 + int(450.0 * output * output * output))
@@ -278,7 +284,8 @@ class Storm:
     def __init__(
         self, scheduler: RecordingScheduler, requests: list[Request], outputs: list[int], seed: int
     ) -> None:
-        self._scheduler, self._rng = scheduler, random.Random(seed)
+        self._scheduler = scheduler
+        self._rng = random.Random(seed)
         self._requests = requests
         self._left = {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
         self._events: list[tuple[float, int, str, object]] = []
@@ -336,7 +343,8 @@ class Storm:
     def _slice(self, batch: Batch, chance: float) -> BatchResult:
         names = [job.request_id for job in batch.jobs]
         if chance < 0.1:
-            zeros, on = [0] * len(names), [False] * len(names)
+            zeros = [0] * len(names)
+            on = [False] * len(names)
             return BatchResult(
                 batch.batch_id, batch.worker, zeros, on, "oom" if chance < 0.05 else "crashed"
             )

@@ -26,7 +26,8 @@ class Table(TypedDict):
 
 def put_section(path: Path, name: str, title: str, text: str) -> None:
     """Replace the text between the markers of `name`, or append it under `title` with markers."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    begin = f"<!-- {name} -->\n"
+    end = f"<!-- end of {name} -->\n"
     old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
     if begin in old:
         before, _, rest = old.partition(begin)
@@ -71,7 +72,9 @@ class Recorder(io.TextIOBase):
     """
 
     def __init__(self, path: Path, module: str, words: Sequence[str]) -> None:
-        self._path, self._stdout, self._text = path, sys.stdout, io.StringIO()
+        self._path = path
+        self._stdout = sys.stdout
+        self._text = io.StringIO()
         self._command = " ".join(["python -m", module, *map(_public, words)])
         self._started_s = time.monotonic()
         self.kept: dict[str, Any] = {}

@@ -145,7 +145,8 @@ class HandWorkers:
             so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
             new = [part for part in so_far if len(part[1]) == step + 1]
             ended = tuple((row, finish) for row, _, finish in new if finish)
-            numbers, last = (row for row, _, _ in new), (tokens[-1] for _, tokens, _ in new)
+            numbers = (row for row, _, _ in new)
+            last = (tokens[-1] for _, tokens, _ in new)
             frames.append(StepOutput(tuple(numbers), tuple(last), ended))
         self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
 
@@ -153,7 +154,8 @@ class HandWorkers:
         """End the batch after `steps` of its steps."""
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
-        tokens, finish = (tokens for tokens, _ in results), (finish for _, finish in results)
+        tokens = (tokens for tokens, _ in results)
+        finish = (finish for _, finish in results)
         output = SliceOutput(tuple(tokens), tuple(finish))
         self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
 
@@ -226,7 +228,9 @@ class Client(httpx.AsyncClient):
     ) -> None:
         transport = httpx.ASGITransport(app_of(driver, settings, keyring))
         super().__init__(transport=transport, base_url="http://test")
-        self.driver, self.workers, self.keyring = driver, workers, keyring
+        self.driver = driver
+        self.workers = workers
+        self.keyring = keyring
 
 
 @asynccontextmanager

@@ -53,7 +53,9 @@ class Generation:
     """The tokens of one choice."""
 
     def __init__(self, prompt: list[int], limit: int, *, ignores_end: bool, seed: int = 0) -> None:
-        self.state, self.left, self.ignores_end = seed, limit, ignores_end
+        self.state = seed
+        self.left = limit
+        self.ignores_end = ignores_end
         for token in prompt:
             self._add(token)
         self.finish = ""
@@ -236,10 +238,12 @@ class StandInConnection(asyncio.Protocol):
     """One connection, one request at a time."""
 
     def __init__(self, server: StandIn) -> None:
-        self.server, self.task = server, cast("asyncio.Task[None] | None", None)
+        self.server = server
+        self.task = cast("asyncio.Task[None] | None", None)
         self.parser = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport | None = None
-        self.path, self.body = b"", b""
+        self.path = b""
+        self.body = b""
         self.aborted = False
         self.streamed = 0
 
@@ -276,7 +280,8 @@ class StandInConnection(asyncio.Protocol):
         self.body += body
 
     def on_message_complete(self) -> None:
-        server, path = self.server, self.path.decode()
+        server = self.server
+        path = self.path.decode()
         server.asked[path] += 1
         if self.parser.get_method() == b"POST":
             try:

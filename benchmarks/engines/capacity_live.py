@@ -108,7 +108,8 @@ def free_port() -> int:
 
 def fitted(recipe: str, work: Path) -> Path:
     """Profile and fit the recipe in `work`, unless that was done before."""
-    profile, fit = work / "profile.json", work / "fit.json"
+    profile = work / "profile.json"
+    fit = work / "fit.json"
     if not fit.exists():
         llmctl("profile", recipe, "--out", str(profile))
         llmctl("fit", str(profile), "--out", str(fit))

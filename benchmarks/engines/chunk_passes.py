@@ -65,7 +65,8 @@ def measured(
             for columns in COLUMNS:
                 cut.setdefault((rows, columns), []).append(passes_s(engine, rows, WIDTH, columns))
         if not repeat:  # the first is a warm-up
-            whole, cut = {}, {}
+            whole = {}
+            cut = {}
     medians = {
         key: [statistics.median(times) for times in zip(*runs, strict=True)]
         for key, runs in cut.items()

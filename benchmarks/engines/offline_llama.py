@@ -38,7 +38,8 @@ def load() -> tuple[Mapping[str, Any], Serve]:
     from safetensors.numpy import load_file
 
     where, server, slot_count = read_words(__doc__, "FOLDER", "LLAMA-SERVER", "SLOTS")
-    folder, slots = Path(where), int(slot_count)
+    folder = Path(where)
+    slots = int(slot_count)
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     path = folder / "model.gguf"
     if not path.exists():

@@ -71,11 +71,13 @@ class Ours:
 
     def serve(self, count: int) -> Outputs:
         """One run: submit all, then tick and run until no job is left."""
-        work, law = self.work, self.law
+        work = self.work
+        law = self.law
         if law is None:
             law = self.law = self._law() if self.system == "slices" else STEPS
         if self.system.startswith("static"):
-            name, parameters = "sequence", {"batch_size": int(self.system.partition("-")[2])}
+            name = "sequence"
+            parameters = {"batch_size": int(self.system.partition("-")[2])}
         else:
             name, parameters = POLICIES[self.system]
         worker = Worker(0, law, ZetaMemory(work.kv_tokens), joining=self.engine.facts.joining)
@@ -84,7 +86,8 @@ class Ours:
         self.requests: dict[str, ActiveRequest] = {}
         none = cast(Any, None)
         for index in range(count):
-            name, prompt = str(index), tuple(work.prompts[index])
+            name = str(index)
+            prompt = tuple(work.prompts[index])
             end = work.outputs[index]
             request = GenerationRequest(name, prompt, LONGEST_OUTPUT, free, end_after=end)
             self.requests[name] = ActiveRequest(request, none, none, 0.0)

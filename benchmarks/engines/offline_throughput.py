@@ -111,7 +111,8 @@ def _command(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
         python = options.vllm_python
         return [python, "-m", "benchmarks.engines.offline_vllm", str(folder)] if python else []
     if name.startswith("llama.cpp"):
-        server, slots = options.llama_server, name.partition("-")[2]
+        server = options.llama_server
+        slots = name.partition("-")[2]
         words = [sys.executable, "-m", "benchmarks.engines.offline_llama", str(folder)]
         return [*words, server, slots] if server else []
     return [sys.executable, "-m", "benchmarks.engines.offline_ours", str(folder), name]
@@ -194,7 +195,8 @@ def table(
         times = f"{statistics.median(ratios):.2f}x" if ratios and name != "rebatch" else ""
         equal = sum(systems[name]["equal"] for systems in found)
         compared = sum(run["compared"] for run in runs if name in run["systems"])
-        median, spread = statistics.median(rates), f"{min(rates):,.0f} to {max(rates):,.0f}"
+        median = statistics.median(rates)
+        spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
         cells = f"{median:,.0f} | {spread} | {len(rates)} | {times} | {equal} of {compared}"
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"

@@ -21,7 +21,9 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
 VOCAB = 32_000  # Llama 2's
-LONGEST_PROMPT, LONGEST_OUTPUT, SHORTEST = 256, 128, 4
+LONGEST_PROMPT = 256
+LONGEST_OUTPUT = 128
+SHORTEST = 4
 STATIC_ROWS = 32  # the largest static batch; its memory is the budget of every system
 HEAD_DIM = 64
 SIZES: dict[str, dict[str, Any]] = {  # 14.5 and 58.1 million parameters

@@ -65,7 +65,8 @@ def simulated(
     less memory.
     """
     world = World(LAW, ZetaMemory(capacity), 1, LIMIT, joining="embed")
-    joining, memory = world.joining if padded else None, ZetaMemory(capacity, zeta=share)
+    joining = world.joining if padded else None
+    memory = ZetaMemory(capacity, zeta=share)
     believed = replace(world, memory=memory, joining=joining)
     requests, outputs = requests_of(trace, LIMIT)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 1)
@@ -79,7 +80,8 @@ def simulated(
 def row(name: str, counts: str, one: Outcome) -> str:
     """A line of the table."""
     found = one.found
-    evicted, rows = found["evicted_percent"], found["batch_size_mean"]
+    evicted = found["evicted_percent"]
+    rows = found["batch_size_mean"]
     return (
         f"| {name} | {counts} | {found['oom_percent']:.1f} | {evicted:.1f} | {rows:.1f} "
         f"| {found['consumed_memory_percent']:.0f} | {one.tokens_per_s:,.0f} |"

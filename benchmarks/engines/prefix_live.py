@@ -40,13 +40,14 @@ from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.engines.vllm_flags import run, serving
 from toolkit.bench.client import LengthLimits, fitted
-from toolkit.bench.predict import ServerConditions, predict
+from toolkit.bench.predict import predict
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Tuning
+from toolkit.sim.conditions import ServerConditions
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
@@ -56,7 +57,8 @@ from toolkit.traces.write import write_trace
 STARTED_S = time.monotonic()
 STAGES = ("prepare", "profile", "fit", "tune", "measure", "report")
 RECIPE = Path(__file__).with_name("prefix_live.yaml")
-DIVISOR, LONGEST = 16, 3_900
+DIVISOR = 16
+LONGEST = 3_900
 RATES = {"mooncake": 4.0, "sessions": 5.0, "templates": 7.0}  # requests/s
 GENERATED = {
     "sessions": "--rate 1 --duration 1200 --turns uniform:2:9 --think lognormal:3:0.8"
@@ -68,7 +70,8 @@ GENERATED = {
 LOOPS = {"mooncake": "open", "sessions": "closed", "templates": "open"}
 HELD_OUT = ("mooncake", "sessions")  # the traces of the prediction's windows
 WINDOWS = 3
-CLOSING, CLOSING_S = "closing.json", 10.0  # a last window, for the speed that its warm-up shows
+CLOSING = "closing.json"
+CLOSING_S = 10.0  # a last window, for the speed that its warm-up shows
 KNOWING = ("knowing", "blind")
 AIMS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s")
 OF_PLANS = ("goodput_rps", "throughput_rps", "ttft_mean_s", "ttft_p99_s", "mtpot_p99_s")
@@ -256,7 +259,8 @@ def _kept(metrics: Mapping[str, float], hit_percent: float | None) -> dict[str, 
 
 
 def _recommendation(work: Path, window: Window, found: WindowResult) -> dict[str, Any]:
-    tuning, cache = read_file(Tuning, work / f"tuning-{window.plan}.json"), found.cache
+    tuning = read_file(Tuning, work / f"tuning-{window.plan}.json")
+    cache = found.cache
     trace, _, how = window.plan.rpartition("-")
     return {
         "trace": trace,
@@ -292,7 +296,8 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for one in found["recommendations"]:
-        flags, measured = one["flags"], one["measured"]
+        flags = one["flags"]
+        measured = one["measured"]
         shown = f"{flags['max_num_batched_tokens']:,}, {flags['max_num_seqs']}"
         shown += f", {flags.get('watermark', 0.0):.2f}"
         cells = [one["tune_predicts_rps"], one["tune_predicts_defaults_rps"]]
@@ -320,7 +325,8 @@ def _rows(window: str, repeats: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _error_percent(one: Mapping[str, Any], what: str, name: str) -> float:
-    predicted, measured = float(one[what][name]), float(one["measured"][name])
+    predicted = float(one[what][name])
+    measured = float(one["measured"][name])
     return 100.0 * (predicted / measured - 1.0)
 
 
@@ -347,7 +353,8 @@ def add_live_options(
 
 def in_folder(found: argparse.Namespace) -> argparse.Namespace:
     """The options with this benchmark's recipe and an absolute folder, which is made."""
-    found.work, found.recipe = found.work.absolute(), RECIPE
+    found.work = found.work.absolute()
+    found.recipe = RECIPE
     found.work.mkdir(parents=True, exist_ok=True)
     return found
 

@@ -46,7 +46,8 @@ LENGTH = 200
 STEPS = 16
 SLICE = 32
 BUDGET_MIB = 256.0  # more than the recipe's, since a static batch may have 32 rows of 512 tokens
-PROMPTS, OUTPUTS = (16, 256), (8, 256)
+PROMPTS = (16, 256)
+OUTPUTS = (8, 256)
 Samples = dict[str, list[float]]
 clock = time.process_time
 
@@ -124,22 +125,26 @@ def serve_slices(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
     waiting = list(rows)
     while waiting:
         waiting.sort(key=lambda row: len(row.tokens))
-        batches, again = [waiting[k : k + size] for k in range(0, len(waiting), size)], []
+        batches = [waiting[k : k + size] for k in range(0, len(waiting), size)]
+        again = []
         for batch in batches:
             output = engine.run_slice(batch, SLICE, go_on)
             for row, new, finish in zip(batch, output.tokens, output.finish, strict=True):
                 if not finish:
-                    tokens, generated = (*row.tokens, *new), row.generated + len(new)
+                    tokens = (*row.tokens, *new)
+                    generated = row.generated + len(new)
                     again.append(replace(row, tokens=tokens, generated=generated))
         waiting = again
 
 
 def serve_rounds(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
     """Re-batching in order of arrival: `size` rows run, and a row that ends is replaced at once."""
-    waiting, running = deque(enumerate(rows)), 0
+    waiting = deque(enumerate(rows))
+    running = 0
     while waiting or running:
         enter = [waiting.popleft() for _ in range(min(size - running, len(waiting)))]
-        rows_in, numbers = tuple(row for _, row in enter), tuple(number for number, _ in enter)
+        rows_in = tuple(row for _, row in enter)
+        numbers = tuple(number for number, _ in enter)
         plan = Round(steps=512, enter=rows_in, numbers=numbers)
         running += len(enter) - len(engine.run_round(plan, go_on).ended)
 
@@ -147,7 +152,8 @@ def serve_rounds(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
 def measure_throughput(
     engines: dict[str, RebatchEngine], rows: Sequence[Row], sizes: Sequence[int], found: Samples
 ) -> None:
-    embed, shape = engines["embed"], engines["shape"]
+    embed = engines["embed"]
+    shape = engines["shape"]
     tokens = sum(row.max_new_tokens for row in rows)
     ways: dict[str, Callable[[int], None]] = {
         "static batches": lambda size: serve_static(embed, rows, size),

@@ -57,7 +57,9 @@ def sessions(count: int, seed: int = 0) -> Trace:
     rows: list[tuple[float, int, int, int]] = []
     previous: list[int] = []
     for start_s in np.cumsum(rng.exponential(0.05, count)):
-        arrival_s, prompt, before = float(start_s), int(rng.integers(200, 2_000)), -1
+        arrival_s = float(start_s)
+        prompt = int(rng.integers(200, 2_000))
+        before = -1
         for _ in range(int(rng.integers(1, 9))):
             output = int(rng.integers(50, 400))
             rows.append((arrival_s, prompt, output, before))
@@ -145,7 +147,8 @@ def serve(trace: Trace, replicas: int, router: str | Router) -> SimResult:
     engine = PagedEngine(LAW, BLOCKS, 16)
     if isinstance(router, str):
         router = make_router(router, targets_of(router, TARGETS))
-    memory, limit = ZetaMemory(engine.capacity_tokens), int(trace.output_tokens.max())
+    memory = ZetaMemory(engine.capacity_tokens)
+    limit = int(trace.output_tokens.max())
     world = World(unit_step(), memory, replicas, limit, paged=engine, closed_loop=False)
     return simulate(trace, POLICY, replace(world, routing=Routing(router)))
 

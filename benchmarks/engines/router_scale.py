@@ -38,7 +38,9 @@ from toolkit.traces.types import Trace
 SIZES = (8, 64)
 REQUESTS = (10_000, 100_000, 1_000_000)
 TEMPLATES = 25  # for each replica, all asked equally often
-TEMPLATE, PROMPT, OUTPUT = "uniform:64:256", "uniform:16:128", "uniform:8:64"
+TEMPLATE = "uniform:64:256"
+PROMPT = "uniform:16:128"
+OUTPUT = "uniform:8:64"
 BACKLOG = 4_000  # requests that the capacity is measured with
 
 
@@ -95,7 +97,8 @@ def measure(
     routers: Sequence[str], replicas: Sequence[int], most: int, load: float, cell_s: float
 ) -> Measured:
     """All rows, each printed as soon as it is measured."""
-    code, python_rps = running(), bare_python()
+    code = running()
+    python_rps = bare_python()
     print("compiled code" if code.compiled else f"plain Python: {code.reason}")
     print(f"bare loop in Python: {python_rps:,.0f} requests/s")
     rate_rps = load * capacity_rps()
@@ -114,7 +117,8 @@ def measure(
                     continue
                 row = simulated(router, size, count, rate_rps)
                 rows.append(row)
-                us, rate = row.us, 1e6 / row.us
+                us = row.us
+                rate = 1e6 / row.us
                 print(
                     f"| {router} | {size} | {count:,} | {rate:,.0f} | {us:.1f} "
                     f"| 1 / {python_rps / rate:,.0f} |",

@@ -73,12 +73,16 @@ from toolkit.sched.policies.parameters import parameters
 
 STAGES = ("prepare", "profile", "fit", "plans", "measure", "peers", "report")
 ROUTERS = ("round-robin", "session-hash", "llm-d", "sglang", "by-law")
-TRACE, RATES = "sessions", {"sessions": 5.0}  # turns/s
+TRACE = "sessions"
+RATES = {"sessions": 5.0}  # turns/s
 SEEDS = (1, 2)
 AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0}  # percent
 HIT_AIM = 2.0  # points
-WORKER, POLITE = "VLLM::Worker", 10  # a process of vLLM, and its nice value
-CLIENTS, STREAMS, TOKENS = 40, 80, 150
+WORKER = "VLLM::Worker"
+POLITE = 10  # a process of vLLM, and its nice value
+CLIENTS = 40
+STREAMS = 80
+TOKENS = 150
 KILL_AT = CLIENTS * TOKENS // 5  # events of all streams
 SHOWN = (*AIMS, "e2e_mean_s", "goodput_rps")
 KEPT = ("hit_percent", *SHOWN, "ttft_p99_s", "tpot_mean_s", "mtpot_p99_s")
@@ -204,14 +208,17 @@ async def wait_healthy(ports: Sequence[int]) -> None:
 
 async def failed_streams(port: int, model: str, victim: psutil.Process) -> dict[str, int]:
     """Send all streams, and kill `victim` after `KILL_AT` events; failures by their reason."""
-    left, events, failures = iter(range(STREAMS)), 0, Counter[str]()
+    left = iter(range(STREAMS))
+    events = 0
+    failures = Counter[str]()
 
     async def ask(http: httpx.AsyncClient, number: int) -> str:
         nonlocal events
         body = {"model": model, "prompt": f"{number} times upon a time", "max_tokens": TOKENS}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        tokens, done = 0, False
+        tokens = 0
+        done = False
         async with http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 return f"HTTP {answer.status_code}"
@@ -245,7 +252,8 @@ def peers(arguments: argparse.Namespace) -> None:
     """The failures of each front; those that have a result already are left out."""
     out = arguments.work / "peers.json"
     results = json.loads(out.read_text()) if out.exists() else {}
-    ports, model = free_ports(2), read_file(Plan, arguments.work / "one.json").recipe.name
+    ports = free_ports(2)
+    model = read_file(Plan, arguments.work / "one.json").recipe.name
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     plan = arguments.work / "round-robin.json"
     fronts = commands(arguments.bin, plan, urls, model)
@@ -276,7 +284,8 @@ def report(results: Mapping[tuple[int, str], Sequence[Replayed]]) -> str:
 
 def _numbers(seed: int, router: str, replayed: Replayed) -> dict[str, object]:
     """A window's raw data, to four digits."""
-    (hits, expected), one = replayed.hits, replayed.result
+    (hits, expected) = replayed.hits
+    one = replayed.result
     known = {
         "measured": one.measured | {"hit_percent": hits},
         "predicted": one.predicted | {"hit_percent": expected},
@@ -351,9 +360,11 @@ def _orders(by_router: Mapping[str, Sequence[Replayed]]) -> Iterator[str]:
     """
     for name, better in (("ttft_mean_s", -1.0), ("goodput_rps", 1.0)):
         means = {router: _mean(of, name) for router, of in by_router.items()}
-        differ, wrong = 0, []
+        differ = 0
+        wrong = []
         for first, second in combinations(means, 2):
-            (one, one_said), (other, other_said) = means[first], means[second]
+            (one, one_said) = means[first]
+            (other, other_said) = means[second]
             if abs(one / other - 1.0) <= AIMS.get(name, AIMS["throughput_rps"]) / 100.0:
                 continue
             differ += 1

@@ -53,7 +53,9 @@ def measure(trace: Trace, engines: int, blocks: int, repeats: int) -> Pair:
     engine = PagedEngine(LAW, blocks, 16)
     memory = ZetaMemory(engine.capacity_tokens)
     world = World(unit_step(), memory, engines, int(trace.output_tokens.max()), paged=engine)
-    alone, pairs, counters = replace(trace, shared=None, sessions=None), [], {}
+    alone = replace(trace, shared=None, sessions=None)
+    pairs = []
+    counters = {}
     for _ in range(repeats):
         seconds = []
         for one in (alone, trace):

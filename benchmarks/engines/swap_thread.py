@@ -31,7 +31,8 @@ from toolkit.files.shipped import load_recipe
 RECIPE = ROOT / "recipes" / "tiny-llama-cpu.yaml"
 LARGER = {"hidden_size": 512, "intermediate_size": 1408}
 LARGER |= {"num_hidden_layers": 8, "num_attention_heads": 8}
-ROWS, LENGTH = 16, 300
+ROWS = 16
+LENGTH = 300
 FREE = SamplingParams(ignore_eos=True)
 
 

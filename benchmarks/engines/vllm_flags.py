@@ -86,7 +86,8 @@ def tune(arguments: argparse.Namespace) -> None:
     The comparison continues where these break the recipe's limits.
     """
     codes = (0, LimitsBrokenError.exit_code)
-    recipe, trace = str(arguments.recipe), str(arguments.trace)
+    recipe = str(arguments.recipe)
+    trace = str(arguments.trace)
     given = ["--rate", str(arguments.rate)] if arguments.rate else []
     options = ["--fit", "fit.json", "--trace", trace, "--draws", "0", *given]
     run(arguments, "tune", recipe, *options, codes=codes)
@@ -223,10 +224,8 @@ def _goodput(found: Validation) -> float:
 
 
 def _about(folder: Path, recipe: Path) -> list[str]:
-    profile, tuning = (
-        read_file(Profile, folder / "profile.json"),
-        read_file(Tuning, folder / "tuning.json"),
-    )
+    profile = read_file(Profile, folder / "profile.json")
+    tuning = read_file(Tuning, folder / "tuning.json")
     plans = {name: read_file(Plan, folder / f"{name}.json").policy.parameters for name in SYSTEMS}
     sla = ", ".join(f"{key} <= {limit:g}" for key, limit in load_recipe(recipe).sla.items())
     flags = "; ".join(
@@ -281,7 +280,8 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--write", type=Path, help="replace the section of this file of results")
     parser.add_argument("--section", default="vllm_flags", help="that section's name")
     found = parser.parse_args(words)
-    found.work, found.recipe = found.work.absolute(), found.recipe.absolute()
+    found.work = found.work.absolute()
+    found.recipe = found.recipe.absolute()
     found.work.mkdir(parents=True, exist_ok=True)
     return found
 

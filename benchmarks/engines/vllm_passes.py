@@ -74,7 +74,8 @@ def passes_of_log(
         prefix_caching=header.prefix_caching,
     )
     scheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
-    arrived, found = 0, []
+    arrived = 0
+    found = []
     for start_s in starts_s:
         while arrived < len(requests) and requests[arrived]["arrival_s"] <= start_s:
             one = requests[arrived]
@@ -106,12 +107,14 @@ def make_case(seed: int) -> dict[str, Any]:
     limit]. In a closed loop, a turn arrives so many passes after the turn before has ended.
     """
     draw = random.Random(seed)
-    block_tokens, blocks = draw.choice([4, 8, 16]), draw.choice([12, 20, 40, 100])
+    block_tokens = draw.choice([4, 8, 16])
+    blocks = draw.choice([12, 20, 40, 100])
     longest = min(blocks * block_tokens, 1024)
     seqs = draw.choice([2, 4, 8, 16])
     kind = draw.choice(["alone", "blocks", "blocks", "sessions", "closed", "both"])
     made = _Prompts(draw, block_tokens, longest, kind)
-    at, requests = 0, []
+    at = 0
+    requests = []
     for _ in range(draw.randint(3, 40)):
         at += draw.choice([0, 0, 0, 1, 2, 5, 30])
         prompt = made.add()
@@ -210,12 +213,10 @@ class _Prompts:
     """Made-up prompts that share blocks of `size` tokens and continue earlier requests."""
 
     def __init__(self, draw: random.Random, block_tokens: int, longest: int, kind: str) -> None:
-        self._draw, self._block_tokens, self._longest, self._kind = (
-            draw,
-            block_tokens,
-            longest,
-            kind,
-        )
+        self._draw = draw
+        self._block_tokens = block_tokens
+        self._longest = longest
+        self._kind = kind
         self.size = draw.choice([2, 3, block_tokens, 2 * block_tokens])
         self.ids: list[list[int]] = []
         self.previous: list[int] = []
@@ -224,7 +225,8 @@ class _Prompts:
 
     def add(self) -> int:
         """Make one more prompt; its length. `lengths` has the earlier requests'."""
-        draw, before = self._draw, -1
+        draw = self._draw
+        before = -1
         most = self._longest // 2
         prompt = draw.randint(1, min(most, draw.choice([5, 20, 100, 400])))
         if draw.random() < 0.3:
@@ -260,7 +262,8 @@ def case_of_trace(
     `pass_s`.
     """
     trace = divide_lengths(read_trace(trace_path(file))[0], divide).take(rows)
-    shared, sessions = trace.shared, trace.sessions
+    shared = trace.shared
+    sessions = trace.sessions
     requests = [
         [int(arrival_s / pass_s), prompt, output, output]
         for arrival_s, prompt, output, _, _ in trace.rows()
@@ -339,7 +342,8 @@ def _rows_of(case: Case) -> list[PagedRequest]:
         np.array([one for ids in case["ids"] for one in ids], dtype=np.int64),
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
     )
-    prompts, outputs = [one[1] for one in requests], [one[2] for one in requests]
+    prompts = [one[1] for one in requests]
+    outputs = [one[2] for one in requests]
     leaves, continued = contents(prompts, outputs, shared, case["previous"])
     return [
         PagedRequest(
@@ -382,7 +386,8 @@ def theirs_of_cases(cases: Sequence[Case], python: str, model: str) -> list[list
     with tempfile.TemporaryDirectory() as folder:
         link_package(Path(folder))  # and what our scheduler inside vLLM needs
         environment = os.environ | {"PYTHONPATH": folder}
-        given, found = Path(folder, "cases.json"), Path(folder, "passes.json")
+        given = Path(folder, "cases.json")
+        found = Path(folder, "passes.json")
         given.write_text(json.dumps(cases), encoding="utf-8")
         child = [python, "-m", "benchmarks.engines.vllm_passes_child"]
         child += [str(given), str(found), model]
@@ -423,10 +428,8 @@ def main() -> None:
             _report_times([timed_case(given.seed + k) for k in range(given.cases)], given)
             return
         cases = _cases(given)
-        theirs, ours = (
-            theirs_of_cases(cases, given.vllm_python, given.model),
-            [passes_of_case(case) for case in cases],
-        )
+        theirs = theirs_of_cases(cases, given.vllm_python, given.model)
+        ours = [passes_of_case(case) for case in cases]
         ahead = sum(case["ahead"] for case in cases)
         print(f"{len(cases) - ahead} workloads with vLLM's Scheduler, {ahead} with AsyncScheduler")
         if given.save:

@@ -78,7 +78,8 @@ def tokens_of(case: Mapping[str, Any]) -> list[list[int]]:
         if before >= 0:
             tokens = [*prompts[before], *outputs_of(case, before)][:prompt]
         for at, one in enumerate(case["ids"][number] if "ids" in case else ()):
-            start, stop = at * size, min((at + 1) * size, prompt)
+            start = at * size
+            stop = min((at + 1) * size, prompt)
             known = blocks.get(one, [])
             for k in range(max(len(tokens), start), stop):
                 there = known[k - start] if k - start < len(known) else one * size + k - start
@@ -150,7 +151,8 @@ class Driven:
             log_stats=True,
         )
         self.hasher = get_request_block_hasher(case["block_tokens"], sha256)
-        self.case, self.prompts = case, tokens_of(case)
+        self.case = case
+        self.prompts = tokens_of(case)
         self.passes: list[Any] = []
         self.requests: dict[str, Any] = {}
         self.under_way: deque[tuple[Any, dict[str, int]]] = deque()
@@ -302,7 +304,9 @@ class Driven:
         our scheduler inside vLLM counts them with the requests; and those that it counts with none.
         """
         scheduler = self.scheduler
-        held, counted, size = set(), 0, self.case["block_tokens"]
+        held = set()
+        counted = 0
+        size = self.case["block_tokens"]
         for job in scheduler.steps.scheduler.workers[0].residents.jobs:
             request = self.requests[job.request_id]
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)

@@ -36,7 +36,8 @@ from benchmarks.common.results_file import put_section
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
-VOCAB, SHORTEST = 8_000, 3  # tokens 0, 1 and 2 are special
+VOCAB = 8_000
+SHORTEST = 3  # tokens 0, 1 and 2 are special
 LLAMA = {
     "hidden_size": 256,
     "intermediate_size": 688,
@@ -104,7 +105,8 @@ def measure(python: str, folder: Path) -> dict[str, Any]:
 
 def report(work: dict[str, Any], found: dict[str, Any]) -> str:
     """The tables as markdown."""
-    warm, outputs = work["warm"], work["outputs"][work["warm"] :]
+    warm = work["warm"]
+    outputs = work["outputs"][work["warm"] :]
     prompt = np.mean([len(tokens) for tokens in work["prompts"][warm:]])
     lines = [
         f"vLLM {found['version']}, {found['processor']}, {work['threads']} thread,"

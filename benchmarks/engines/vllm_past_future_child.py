@@ -93,7 +93,10 @@ class Bench:
         sent = np.zeros(requests)
         times: list[list[float]] = [[] for _ in range(requests)]
         tokens: list[list[int]] = [[] for _ in range(requests)]
-        steps, row_steps, stepping_s, following = 0, 0, 0.0, 0
+        steps = 0
+        row_steps = 0
+        stepping_s = 0.0
+        following = 0
         start = time.perf_counter()
         while following < min(requests, self.work["clients"]):
             sent[following] = self._send(first + following) - start
@@ -106,7 +109,8 @@ class Bench:
             steps += 1
             row_steps += len(scheduler.running)
             for output in outputs:
-                number, new = int(output.request_id) - first, output.outputs[0].token_ids
+                number = int(output.request_id) - first
+                new = output.outputs[0].token_ids
                 tokens[number].extend(new)
                 times[number].extend([now - start] * len(new))
                 if output.finished and following < requests:
@@ -191,7 +195,8 @@ def main() -> None:
     total = len(work["outputs"])
     for kind in systems.values():
         bench.run(bench.fresh(kind), 0, min(total, 8))
-    runs, outputs = [], []
+    runs = []
+    outputs = []
     for repeat in range(work["repeats"]):
         for name in list(systems)[:: 1 if repeat % 2 == 0 else -1]:
             scheduler = bench.fresh(systems[name])

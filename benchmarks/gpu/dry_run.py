@@ -61,7 +61,8 @@ class DryRun:
         listed = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
         for word in filter(None, names.decode().split("\0")):
-            source, target = ROOT / word, folder / word
+            source = ROOT / word
+            target = folder / word
             if source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
@@ -84,9 +85,11 @@ class DryRun:
                 text=True,
                 timeout=limit_s,
             )
-            code, text = done.returncode, done.stdout
+            code = done.returncode
+            text = done.stdout
         except subprocess.TimeoutExpired as error:
-            code, text = -1, (error.stdout or b"").decode(errors="replace")
+            code = -1
+            text = (error.stdout or b"").decode(errors="replace")
         took_s = time.monotonic() - start_s
         print(text.rstrip())
         print(f"-- exit code {code}, {took_s:.0f} s", flush=True)

@@ -102,8 +102,10 @@ def replay_all(
     folder: Path, engine: str, contenders: Sequence[Contender], pace: Pace, name: str
 ) -> None:
     """Serve one trace under every contender, on the same workers, and write LiveFile `name`."""
-    source, fitted = folder / f"recipe-{engine}.json", folder / f"fit-{engine}.json"
-    recipe, fit = load_recipe(source), read_file(Fit, fitted)
+    source = folder / f"recipe-{engine}.json"
+    fitted = folder / f"fit-{engine}.json"
+    recipe = load_recipe(source)
+    fit = read_file(Fit, fitted)
     plans = [_plan(recipe, fit, one, {"recipe": source, "fit": fitted}) for one in contenders]
     trace = overload(plans, pace.window_s)
     print(f"{trace.notes[0]}: {len(trace)} requests", flush=True)
@@ -149,7 +151,8 @@ def predicted(plan: Plan, trace: Trace, limit_s: float) -> dict[str, float]:
     not served, as in a measurement.
     """
     recipe = plan.recipe
-    limit, flush_s = recipe.serve.max_new_tokens, recipe.engine.flush_s
+    limit = recipe.serve.max_new_tokens
+    flush_s = recipe.engine.flush_s
     world = world_from_fit(plan.fit, workers=plan.workers, max_new_tokens=limit, flush_s=flush_s)
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     result = simulate(trace, policy, world)
@@ -162,7 +165,8 @@ async def _replay_each(
     plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float
 ) -> list[Outcome]:
     pool = ProcessWorkers([plans[0].recipe] * plans[0].workers)
-    workers, outcomes = KeptWorkers(pool), []
+    workers = KeptWorkers(pool)
+    outcomes = []
     try:
         for plan, title in zip(plans, titles, strict=True):
             outcome = await _replay(plan, title, trace, workers, limit_s)
@@ -202,10 +206,12 @@ async def _replay(
 async def _send(driver: Driver, plan: Plan, trace: Trace) -> list[ActiveRequest]:
     """Submit every request when it arrives. The scheduler does not know the output lengths."""
     rng = np.random.default_rng(0)
-    limit, vocab = plan.recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
+    limit = plan.recipe.serve.max_new_tokens
+    vocab = plan.fit.engine.vocab_size
     drawn = [tuple(rng.integers(vocab, size=count).tolist()) for count in trace.prompt_tokens]
     sampling = SamplingParams(ignore_eos=True)
-    start_s, requests = time.monotonic(), []
+    start_s = time.monotonic()
+    requests = []
     for number, (at_s, prompt, output) in enumerate(
         zip(trace.arrival_s, drawn, trace.output_tokens, strict=True)
     ):

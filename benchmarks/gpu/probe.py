@@ -46,12 +46,17 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
 
 RECIPE = ROOT / "recipes" / "llama-3.1-8b-h200-transformers.yaml"
-SIZES, LENGTHS = (1, 16, 64, 256), (512, 1536)
-SIZES_ON_CPU, LENGTHS_ON_CPU = (1, 4), (64, 128)
+SIZES = (1, 16, 64, 256)
+LENGTHS = (512, 1536)
+SIZES_ON_CPU = (1, 4)
+LENGTHS_ON_CPU = (64, 128)
 SAMPLES = 3  # each is the mean of a few growing steps
-CACHE_MIB, CACHE_MIB_ON_CPU = 64 * 1024.0, 64.0
-COPY_BYTES, COPY_BYTES_ON_CPU = 2 << 30, 32 << 20
-PINNED_BYTES, PINNED_BYTES_ON_CPU = 512 << 20, 16 << 20
+CACHE_MIB = 64 * 1024.0
+CACHE_MIB_ON_CPU = 64.0
+COPY_BYTES = 2 << 30
+COPY_BYTES_ON_CPU = 32 << 20
+PINNED_BYTES = 512 << 20
+PINNED_BYTES_ON_CPU = 16 << 20
 COPIES = 5
 # Column of the table, engine, cuDNN's attention let in, fixed shapes.
 WAYS = (

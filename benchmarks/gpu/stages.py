@@ -119,7 +119,8 @@ def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick:
     """`recipe` on this device: random weights, one worker, a KV cache of `CONTEXTS` longest
     requests. With `quick`, contexts and outputs are at most `QUICK_CONTEXT` and `QUICK_OUTPUT`.
     """
-    model, longest = recipe.model, recipe.model.max_model_len
+    model = recipe.model
+    longest = recipe.model.max_model_len
     output = max(longest // 4, 1)
     if quick:
         longest = min(longest, QUICK_CONTEXT)
@@ -171,7 +172,8 @@ def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick:
 def measure_profile(folder: Path, engine: str) -> None:
     from toolkit.profiling.run import journal_path, profile
 
-    source, out = folder / f"recipe-{engine}.json", folder / f"profile-{engine}.json"
+    source = folder / f"recipe-{engine}.json"
+    out = folder / f"profile-{engine}.json"
     write_file(profile(load_recipe(source), source, out, Printing()), out)
     journal_path(out).unlink(missing_ok=True)
 
@@ -180,7 +182,8 @@ class Printing:
     """A `ProfileProgress` for a log: the plan, and a line for every tenth of it."""
 
     def planned(self, plan: Planned) -> None:
-        self._steps, self._done = plan.steps, 0
+        self._steps = plan.steps
+        self._done = 0
         print(
             f"{plan.points} points, {plan.steps} measurements, about {plan.about_s:.0f} s",
             flush=True,

@@ -33,7 +33,8 @@ def _model(folder: Path) -> Iterator[str]:
 
 
 def _title(model: str, profile: dict[str, Any]) -> str:
-    environment, engine = profile["environment"], profile["engine"]
+    environment = profile["environment"]
+    engine = profile["engine"]
     packages = ", ".join(
         f"{name} {environment['packages'].get(name, '?')}" for name in ("torch", "transformers")
     )
@@ -44,7 +45,8 @@ def _title(model: str, profile: dict[str, Any]) -> str:
 def _laws(found: dict[str, Any], engines: list[str]) -> str:
     rows = []
     for engine in engines:
-        profile, fit = found[f"profile-{engine}"], found.get(f"fit-{engine}")
+        profile = found[f"profile-{engine}"]
+        fit = found.get(f"fit-{engine}")
         for kind, length in (("prefill", "input_length"), ("decode", "cached_length")):
             ends = sorted(profile[kind], key=lambda point: point["batch_size"] * point[length])
             shown = [

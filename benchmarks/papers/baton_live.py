@@ -133,7 +133,8 @@ class Engines:
             while scheduler.jobs:
                 for batch in scheduler.tick(0.0):
                     scheduler.complete(runner.run(batch), 0.0)
-        took_s, peak_mib = self._clock() - start_s, engine.ledger.peak_bytes / 2**20
+        took_s = self._clock() - start_s
+        peak_mib = engine.ledger.peak_bytes / 2**20
         return {"seconds": took_s, "peak_mib": peak_mib, "tokens": runner.digests()}
 
 
@@ -177,7 +178,8 @@ class QueryRunner:
         return [hashlib.sha256(str(got).encode()).hexdigest()[:12] for got in self._got]
 
     def _row(self, number: int) -> Row:
-        prompt, got = self._prompts[number], self._got[number]
+        prompt = self._prompts[number]
+        got = self._got[number]
         return Row(str(number), (*prompt, *got), len(got), self._limit, FREE, self._outputs[number])
 
     def _keep(self, step: StepOutput, numbers: Sequence[int] | None = None) -> bool:
@@ -273,9 +275,11 @@ def row_of(
     says: Mapping[str, float],
 ) -> str:
     """One line of a table. `says` has the paper's seconds for `size` rows, by method."""
-    found, static = runs[table, size, method], runs[table, size, "static batching"]
+    found = runs[table, size, method]
+    static = runs[table, size, "static batching"]
     times = [run["seconds"] for run in found]
-    seconds, static_s = median(times), seconds_of(runs, (table, size, "static batching"))
+    seconds = median(times)
+    static_s = seconds_of(runs, (table, size, "static batching"))
     tokens = sum(output for _, output in queries_of(table, size))
     paper_s = says.get(PAPERS_NAME.get(method, ""))
     if method == "PD" and table == 1:

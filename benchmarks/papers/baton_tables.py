@@ -93,7 +93,8 @@ RTX_4090 = law(1008e9, 165.2e12)
 def mixed_queries(seed: int, scale: int) -> Lengths:
     """Prompt and output tokens of each query of Table 1."""
     rng = np.random.default_rng(seed)
-    long, short = rng.integers(3600, 4401, (2, 30)), rng.integers(24, 401, (6, 30))
+    long = rng.integers(3600, 4401, (2, 30))
+    short = rng.integers(24, 401, (6, 30))
     pairs = [(long[0], short[0]), (short[1], long[1]), (short[2], short[3]), (short[4], short[5])]
     rows = np.concatenate([np.stack(pair, axis=1) for pair in pairs])
     return [(scale * int(prompt), scale * int(output)) for prompt, output in rng.permutation(rows)]
@@ -128,7 +129,8 @@ def kept_padding(size: int, queries: Lengths, latency: SegmentedLaw) -> Run:
     first = [waiting.popleft() for _ in range(min(size, len(waiting)))]
     width = max(prompt for prompt, _ in first)
     rows = [(width - prompt, output - 1) for prompt, output in first]
-    now_s, peak = latency.prefill_s(len(rows), width), 0
+    now_s = latency.prefill_s(len(rows), width)
+    peak = 0
     while rows:
         steps = min(left for _, left in rows)
         now_s += latency.decode_s(len(rows), width, steps) if steps else 0.0
@@ -184,7 +186,8 @@ def table_rows(
     """Seconds, and the speed over static batching, of each method."""
     lines = []
     for size, figures in paper.items():
-        static, ours_static = figures["static batching"], found[size, "static batching"][0]
+        static = figures["static batching"]
+        ours_static = found[size, "static batching"][0]
         for method in SHOWN:
             seconds, peak = found[size, method]
             says = figures.get(method)

@@ -84,7 +84,8 @@ class Waits:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.name, self.continuous = policy.name, policy.continuous
+        self.name = policy.name
+        self.continuous = policy.continuous
         if isinstance(policy, Ranks):
             self.standings = policy.standings
         self.longest_s = self.round_s = 0.0

@@ -99,7 +99,8 @@ class Case:
 
 def workload(rate_rps: float, seconds: float = 600.0, seed: int = 0) -> Trace:
     """The synthetic trace."""
-    prompt, output = Lengths("lognormal", 400, 1.0, 1024), Lengths("lognormal", 120, 0.75, 1024)
+    prompt = Lengths("lognormal", 400, 1.0, 1024)
+    output = Lengths("lognormal", 120, 0.75, 1024)
     return generate(Arrivals(rate_rps), seconds, prompt, output, seed)
 
 

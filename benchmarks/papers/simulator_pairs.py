@@ -40,7 +40,8 @@ ENGINES = ("vllm", AHEAD, LAUNCHES)
 # Requests of a run where a policy takes several times as long as the others.
 SHORTER = {"mlfq": 4000, "past-future-sla": 6000, "slice-continuous": 6000}
 WARM_UP = 500  # requests that compile the kernels
-BLOCK_TOKENS, CAPACITY_TOKENS = 16, 33_792
+BLOCK_TOKENS = 16
+CAPACITY_TOKENS = 33_792
 
 
 def child(

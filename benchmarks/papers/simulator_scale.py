@@ -157,7 +157,8 @@ def bare_python(count: int = 1_000_000) -> float:
     arrival_s = [float(k) for k in range(count)]
     seconds = [rng.random() for _ in range(count)]
     end_s = [0.0] * count
-    start_s, free_s = process_time(), 0.0
+    start_s = process_time()
+    free_s = 0.0
     for k in range(count):
         begin_s = arrival_s[k] if arrival_s[k] > free_s else free_s
         free_s = begin_s + seconds[k]
@@ -171,7 +172,8 @@ def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
+        source = Path(folder) / "loop.c"
+        library = Path(folder) / "loop.so"
         source.write_text(C_LOOP)
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
         serve = ctypes.CDLL(str(library)).serve
@@ -255,7 +257,8 @@ def print_head(measured: Measured) -> None:
 
 def print_row(row: Row, measured: Measured) -> None:
     """Print a row of the table."""
-    rate, c_rps = row.rate_rps, measured.c_rps
+    rate = row.rate_rps
+    c_rps = measured.c_rps
     of_c = f"1 / {c_rps / rate:,.0f}" if c_rps else ""
     print(
         f"| {row.policy} | {row.workers:,} | {row.load:g} | {row.requests:,} | {rate:,.0f} "
@@ -276,7 +279,8 @@ def measure(
     """Measure and print the rows that `measured` lacks, and print those it has; returns how many
     are left because `budget_s` seconds have passed.
     """
-    begun_s, left = monotonic(), 0
+    begun_s = monotonic()
+    left = 0
     print_head(measured)
     for policy in policies:
         for group in groups:

@@ -96,7 +96,8 @@ def past_future_decision(rows: int) -> Callable[[], object]:
     rng = np.random.default_rng(0)
     worker = Worker(0, LAW, ZetaMemory(10_000 * rows))
     for k in range(rows):
-        prompt, generated = int(rng.integers(10, 2000)), int(rng.integers(0, 200))
+        prompt = int(rng.integers(10, 2000))
+        generated = int(rng.integers(0, 200))
         request = Request(str(k), 0.0, prompt, MAX_NEW_TOKENS)
         worker.residents.join(Job(request, k, prompt + generated, generated))
     history = LengthHistory(1000, rng.geometric(1 / 250, 1000).tolist())
@@ -160,7 +161,8 @@ def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
         start_s = process_time()
         serve(requests, VllmPolicy(), ENGINE, ledger, Reuse())
         rates.append(len(trace) / (process_time() - start_s))
-    passes, median = ledger.rounds / len(trace), statistics.median(rates)
+    passes = ledger.rounds / len(trace)
+    median = statistics.median(rates)
     print(f"| vllm | {median:,.0f} | {max(rates):,.0f} | | {passes:.2f} passes | | |")
 
 

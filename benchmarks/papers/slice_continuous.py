@@ -28,7 +28,9 @@ from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
-WORKERS, CAPACITY_TOKENS, LIMIT = 8, 33_792, 1024
+WORKERS = 8
+CAPACITY_TOKENS = 33_792
+LIMIT = 1024
 SLA = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
 SIGMAS = (0.75, 1.25)
 RUNS: tuple[tuple[str, dict[str, Value]], ...] = (
@@ -76,7 +78,8 @@ def simulated(
     """The columns of one run."""
     name, parameters = RUNS[run]
     policy = make_policy(name, parameters)
-    law, memory = replace(LAW, padded=not policy.continuous), ZetaMemory(CAPACITY_TOKENS)
+    law = replace(LAW, padded=not policy.continuous)
+    memory = ZetaMemory(CAPACITY_TOKENS)
     world = World(law, memory, WORKERS, LIMIT, seed=seed)
     metrics = simulate(trace(rate_rps, seconds, sigma, seed), policy, world).metrics(SLA)
     metrics["least_utilised_percent"] = min(

@@ -110,7 +110,9 @@ def _compared(recipe: Recipe, trace: Trace) -> str:
     settings = settings_of(recipe, fit)
     setup = inputs.setup(LABEL, inputs.workload.windows.search)
     judge = inputs.setup("held out", inputs.workload.windows.held_out)
-    counts, chosen, judged = [], [], []
+    counts = []
+    chosen = []
+    judged = []
     for runner in (Windows(), Halving()):
         found = search(setup, runner, settings, lambda _: None)
         counts.append(runner.count)

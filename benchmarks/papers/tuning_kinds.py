@@ -63,7 +63,8 @@ def main(args: Sequence[str] | None = None) -> None:
             "tune": own.tune.model_copy(update=spec),
             "replica_router": RouterSpec(name="by-law"),
         }
-        recipe, others = own.model_copy(update=changed), tuple(kinds[1:])
+        recipe = own.model_copy(update=changed)
+        others = tuple(kinds[1:])
         workload = make_workload(recipe, kinds[0].fit, trace, others)
         print(_compared(Inputs(recipe, kinds[0].fit, workload, None, others)), flush=True)
 

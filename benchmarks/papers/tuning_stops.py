@@ -35,7 +35,8 @@ from toolkit.tuning.executor import Remembering
 from toolkit.tuning.tune import Inputs, tune
 from toolkit.tuning.workload import make_workload
 
-SEARCH, REST = "search", "alternatives"
+SEARCH = "search"
+REST = "alternatives"
 
 
 class Counted:
@@ -114,8 +115,10 @@ def _compared(recipe: Recipe, traffic: Path, trace: Trace) -> str:
         early: tune(inputs, Remembering(runner, Unkept()), head({"trace": traffic}), lambda _: None)
         for early, runner in runners.items()
     }
-    before, after = runners[False], runners[True]
-    simulated, ended = before.windows[SEARCH], [t for t in results[True].trials if not t.whole]
+    before = runners[False]
+    after = runners[True]
+    simulated = before.windows[SEARCH]
+    ended = [t for t in results[True].trials if not t.whole]
     stopped = [trial for trial in ended if trial.stopped_after is not None]
     saved = [
         100.0 * (1.0 - after.seconds[part] / max(before.seconds[part], 1e-9))
@@ -131,7 +134,8 @@ def _differing(whole: Tuning, early: Tuning) -> str:
     ended = {trial.number for trial in early.trials if trial.stopped_after is not None}
     found = []
     for field in Tuning.model_fields:
-        one, other = getattr(whole, field), getattr(early, field)
+        one = getattr(whole, field)
+        other = getattr(early, field)
         if field == "trials":
             one, other = (
                 [

@@ -59,8 +59,10 @@ def main(args: Sequence[str] | None = None) -> None:
         seeded = recipe.model_copy(update={"tune": changed})
         most = max(given.windows)
         seen, others = split_windows(fitted, given.window, most, HELD_OUT, seed)
-        settings, windows = settings_of(seeded, fit), [window.trace for window in others]
-        world, limits = make_world(seeded, fit), CandidateLimits.of(seeded)
+        settings = settings_of(seeded, fit)
+        windows = [window.trace for window in others]
+        world = make_world(seeded, fit)
+        limits = CandidateLimits.of(seeded)
         held_out = EvaluationSetup(world, windows, recipe.sla, "held out", limits)
         # drawn, since evenly spaced ones would all be earlier than their share of the trace
         drawn = np.random.default_rng(seed).permutation(most)

@@ -24,7 +24,8 @@ from benchmarks.common.command import make_parser
 from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import Server, fake_server, metric
 
-STEP_S, SLICE_TOKENS = 0.004, 32
+STEP_S = 0.004
+SLICE_TOKENS = 32
 
 
 def streamed(tokens: int) -> bytes:
@@ -76,7 +77,8 @@ async def leave(port: int, http: httpx.AsyncClient) -> float:
 
 async def measure(server: Server, options: argparse.Namespace) -> dict[str, object]:
     port = server.port
-    alone, crowded = [], []
+    alone = []
+    crowded = []
     for _ in range(5):
         alone.append(await beside(port, options.clients, 0))
         crowded.append(await beside(port, options.clients, options.stalled))

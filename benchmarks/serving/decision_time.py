@@ -57,10 +57,13 @@ def times_us(
     trace = made_up(waiting + decisions + workers * 64, SERVED_RPS * workers)
     scheduler, virtual, requests = simulated(policy, workers, trace)
     forecast = Forecast(scheduler, UNLIMITED)
-    deciding, arriving = [], []
+    deciding = []
+    arriving = []
     ends: list[tuple[float, int, int]] = []
     planned: dict[int, tuple[float, int, int]] = {}
-    coming, numbers, now_s = iter(requests), itertools.count(), 0.0
+    coming = iter(requests)
+    numbers = itertools.count()
+    now_s = 0.0
 
     def tick() -> float:
         start_s = process_time()

@@ -25,7 +25,8 @@ DOCS = ROOT / "docs"
 DOTS = "..."
 WIDTH = 82
 TRANSCRIPT = re.compile(r"(?<=^```text\n).*?(?=\n```$)", re.DOTALL | re.MULTILINE)
-PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
+PROMISE = "^what tune promised"
+END = r"^rc \d|^real\t"
 # Parts of the output: from a line that matches the first pattern to before the next line that
 # matches the second.
 TEXT = [(PROMISE, END)]
@@ -47,7 +48,8 @@ def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[s
 
 def parts(lines: Sequence[str], wanted: Sequence[tuple[str, str]], dots: bool) -> Iterator[str]:
     """The lines of the parts in sequence, without two empty lines in a row."""
-    position, last = 0, ""
+    position = 0
+    last = ""
     for number, (start, end) in enumerate(wanted):
         found, position = part(lines, start, end, position)
         for line in ([DOTS] if dots and number else []) + found:

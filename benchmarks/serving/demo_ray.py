@@ -125,7 +125,9 @@ class Replay:
     """One server and one replay against it; the replay's output goes to a file."""
 
     def __init__(self, stage: Stages, plan: Path, out: Path, arguments: argparse.Namespace) -> None:
-        self._stage, self._plan, self._out = stage, plan, out
+        self._stage = stage
+        self._plan = plan
+        self._out = out
         self._load = ["--rate", arguments.rate, "--duration", arguments.seconds, "--warmup", 0]
         self._seconds = arguments.seconds
 
@@ -184,7 +186,8 @@ def show(results: dict[str, tuple[BenchReport, Counts]]) -> None:
     for name, (report, seen) in results.items():
         hop_ms = 1e3 * seen["llmctl_hop_seconds_sum"] / max(seen["llmctl_hop_seconds_count"], 1)
         lost = int(seen["llmctl_worker_restarts_total"])
-        measured, failed = report.measured, sum(report.failures.values())
+        measured = report.measured
+        failed = sum(report.failures.values())
         ratio = measured["throughput_rps"] / base
         counts = [report.answered - failed, failed, lost]
         rows.append([name, *counts, measured["throughput_rps"], f"{ratio:.2f}x", hop_ms])

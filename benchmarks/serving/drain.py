@@ -74,7 +74,8 @@ async def not_ready_s(port: int, signalled_s: float) -> float:
 
 
 async def one_round(server: Server, rng: random.Random) -> tuple[Counter[str], float, float]:
-    port, ends = server.port, Counter[str]()
+    port = server.port
+    ends = Counter[str]()
 
     async def client() -> None:
         while server.process.poll() is None and not ends["no connection"]:
@@ -97,7 +98,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng, ends, codes = random.Random(options.seed), Counter[str](), Counter[int | None]()
+    rng = random.Random(options.seed)
+    ends = Counter[str]()
+    codes = Counter[int | None]()
     noticed: list[float] = []
     took: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -113,9 +113,11 @@ def answers(received: bytes) -> list[tuple[int, str, bytes]]:
             body, rest = unchunked(rest)
         elif b"content-length" in headers:
             size = int(headers[b"content-length"])
-            body, rest = rest[:size], rest[size:]
+            body = rest[:size]
+            rest = rest[size:]
         else:
-            body, rest = rest, b""
+            body = rest
+            rest = b""
         found.append((status, headers.get(b"content-type", b"").decode(), body))
         received = rest
     return found
@@ -135,7 +137,8 @@ def unchunked(data: bytes) -> tuple[bytes, bytes]:
             raise ValueError(f"no end of a chunk: {rest[size : size + 40]!r}")
         if not size:
             return body, rest[2:]
-        body, data = body + rest[:size], rest[size + 2 :]
+        body = body + rest[:size]
+        data = rest[size + 2 :]
     return body, b""
 
 
@@ -258,7 +261,8 @@ class Crowd:
             one.setblocking(False)
             await loop.sock_connect(one, ("127.0.0.1", self.port))
             self.silent.append(one)
-        held, self.silent = self.silent, []
+        held = self.silent
+        self.silent = []
         begin_s = time.monotonic()
         for start in range(0, count, AT_ONCE):
             await asyncio.gather(*[self.one() for _ in range(min(AT_ONCE, count - start))])
@@ -285,7 +289,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="what was counted, as JSON")
     options = parser.parse_args()
     with fake_server("--admission", "queue") as server:
-        front, port = server.front, server.port
+        front = server.front
+        port = server.port
         warm = Crowd(port, options.seed + 1)
         asyncio.run(warm.all_of_them(300, 0))
         begin_mib = rss_mib(front)

@@ -359,13 +359,14 @@ def main() -> None:
     print("| part | answers | statuses | /health p50, p99, max | memory | complaints |")
     print("| --- | --- | --- | --- | --- | --- |")
     seed = options.seed
-    for name, work in (
-        (f"{options.bodies:,} odd bodies", lambda: odd_bodies(options.bodies, seed)),
-        (f"{options.answers:,} hostile", lambda: hostile_replicas(options.answers, seed)),
-        (f"{options.flaps:,} flaps", lambda: flaps(options.flaps, options.streams, seed)),
-    ):
+    parts = (
+        (f"{options.bodies:,} odd bodies", odd_bodies(options.bodies, seed)),
+        (f"{options.answers:,} hostile", hostile_replicas(options.answers, seed)),
+        (f"{options.flaps:,} flaps", flaps(options.flaps, options.streams, seed)),
+    )
+    for name, work in parts:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found = runner.run(work())
+            found = runner.run(work)
         wrong += len(found.complaints)
         statuses = ", ".join(f"{key}: {n:,}" for key, n in sorted(found.statuses.items()))
         times = sorted(found.health_s)

@@ -63,7 +63,8 @@ def generated(
 
     async def one(http: Client, asked: Asked) -> None:
         response = await http.request(**ask(asked))
-        complaint, status = fuzzing.complaint_of(response), response.status_code
+        complaint = fuzzing.complaint_of(response)
+        status = response.status_code
         if kind == "valid" and status != 200 and not fuzzing.beyond_schemas(response):
             complaint = complaint or f"a valid request got {status}: {response.text[:300]}"
         tally.count(kind, status, complaint, ask(asked))
@@ -117,7 +118,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="what was counted, as JSON")
     options = parser.parse_args()
-    tally, share, begin_s = Tally(), options.requests // 4, time.monotonic()
+    tally = Tally()
+    share = options.requests // 4
+    begin_s = time.monotonic()
 
     def show(kind: str) -> None:
         statuses = dict(sorted(tally.statuses[kind].items()))

@@ -230,7 +230,8 @@ async def long_head(port: int) -> str:
 
 
 async def hosts(port: int) -> str:
-    first, last = b"GET /echo HTTP/1.1\r\n", b"Connection: close\r\n\r\n"
+    first = b"GET /echo HTTP/1.1\r\n"
+    last = b"Connection: close\r\n\r\n"
     none, _ = await said(port, first + last)
     two, _ = await said(port, first + b"Host: a\r\nHost: b\r\n" + last)
     found = statuses(none) + statuses(two)
@@ -311,7 +312,8 @@ def main() -> None:
                     print(f"{name}: does not start")
                     continue
                 found = asyncio.run(attack(port))
-                count, begin_s = 0, 0.0
+                count = 0
+                begin_s = 0.0
                 for repeat in range(options.repeats + 1):  # the first warms up
                     if repeat == 1:
                         begin_s = cpu_s(process)

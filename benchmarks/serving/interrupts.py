@@ -263,8 +263,10 @@ def examine(
     case: Case, given: dict[str, str], tries: int, rng: random.Random, folder: Path
 ) -> Found:
     """Run one command to its end, then interrupt it `tries` times."""
-    found, lasts_s = Found(), case.for_s
-    usual, reference = Ended(-1, "", ""), b""
+    found = Found()
+    lasts_s = case.for_s
+    usual = Ended(-1, "", "")
+    reference = b""
     out = folder / "whole"
     out.mkdir()
     if not lasts_s:

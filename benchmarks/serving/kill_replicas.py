@@ -97,7 +97,8 @@ class KindOfStandIn:
 
     def shape(self, replica: StandIn) -> None:
         """Make a replica one of this kind."""
-        replica.token_s, replica.max_model_len = self.token_s, self.max_model_len
+        replica.token_s = self.token_s
+        replica.max_model_len = self.max_model_len
         blocks = self.capacity_tokens // 16 + 1
         replica.metrics = (
             f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}} 1.0\n'
@@ -154,7 +155,10 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
         if answer.status_code != 200:
             return f"HTTP {answer.status_code}: {answer.text[:200]}"
         read = answer.json()
-        choice, usage, ids, done = read["choices"][0], read["usage"], 1, True
+        choice = read["choices"][0]
+        usage = read["usage"]
+        ids = 1
+        done = True
         text = choice["message"]["content"] if chat else choice["text"]
     if not done or ids > 1:
         return f"{ids} ids, ended: {done}: {usage}: {text!r}"
@@ -173,7 +177,8 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
 async def _streamed(
     http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> tuple[str, dict[str, int], int, bool]:
-    text, done = "", False
+    text = ""
+    done = False
     usage: dict[str, int] = {}
     ids: set[str] = set()
     async with http.stream("POST", path, json=body) as response:
@@ -199,7 +204,9 @@ class Trouble:
     """Disturbs all replicas; unless they are a fleet, the first is spared."""
 
     def __init__(self, replicas: list[StandIn], rng: random.Random, *, is_fleet: bool) -> None:
-        self.replicas, self.rng, self.is_fleet = replicas, rng, is_fleet
+        self.replicas = replicas
+        self.rng = rng
+        self.is_fleet = is_fleet
         self.done: Counter[str] = Counter()
         self.away: set[int] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -217,7 +224,8 @@ class Trouble:
                 task.add_done_callback(self.tasks.discard)
 
     async def _disturb(self, index: int) -> None:
-        replica, kind = self.replicas[index], self.rng.choice(KINDS)
+        replica = self.replicas[index]
+        kind = self.rng.choice(KINDS)
         self.away.add(index)
         self.done[kind] += 1
         away_s = self.rng.expovariate(1 / AWAY_S)
@@ -253,7 +261,10 @@ class Rolling:
     """Replaces the replicas that a file lists, one at a time, again and again."""
 
     def __init__(self, replicas: list[StandIn], rng: random.Random, listed: Path, url: str) -> None:
-        self.replicas, self.rng, self.listed, self.url = replicas, rng, listed, url
+        self.replicas = replicas
+        self.rng = rng
+        self.listed = listed
+        self.url = url
         self.done: Counter[str] = Counter()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -284,7 +295,10 @@ class Reloading:
     """Changes the plan of a front that starts its servers, and sends SIGHUP, again and again."""
 
     def __init__(self, plan: Plan, path: Path, front: subprocess.Popen[bytes], said: Path) -> None:
-        self.plan, self.path, self.front, self.said = plan, path, front, said
+        self.plan = plan
+        self.path = path
+        self.front = front
+        self.said = said
         self.rng = random.Random(0)
         self.done: Counter[str] = Counter()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -297,7 +311,8 @@ class Reloading:
         await self._change("flags")
 
     async def _change(self, what: str) -> None:
-        good, rows = self.plan, self.rng.randint(8, 64)
+        good = self.plan
+        rows = self.rng.randint(8, 64)
         changes: dict[str, object] = {
             "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": rows})
         }
@@ -352,7 +367,8 @@ class Load:
     """What clients send, and how it ended."""
 
     def __init__(self, work: list[tuple[dict[str, Any], bool]], *, may_refuse: bool) -> None:
-        self.left, self.may_refuse = work, may_refuse
+        self.left = work
+        self.may_refuse = may_refuse
         self.wrong: list[str] = []
         self.refused = self.given_up = 0
 
@@ -385,7 +401,8 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
     """Send `requests` through a front before `count` replicas. `mode` is '', 'rolling' or 'reload'.
     Returns the figures of the run.
     """
-    rng, started_s = random.Random(seed), time.monotonic()
+    rng = random.Random(seed)
+    started_s = time.monotonic()
     replicas = [] if mode == "reload" else await _replicas(count, is_fleet=is_fleet)
     load = Load(
         [request_of(rng, is_fleet=is_fleet and mode != "reload") for _ in range(requests)],
@@ -393,7 +410,9 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path, listed, said = folder / "plan.json", folder / "replicas.txt", folder / "said.txt"
+        path = folder / "plan.json"
+        listed = folder / "replicas.txt"
+        said = folder / "said.txt"
         plan = _own_plan(folder, count, is_fleet=is_fleet) if mode == "reload" else _plan(is_fleet)
         write_file(plan, path)
         list_replicas(replicas, listed)
@@ -507,7 +526,8 @@ def _plan(is_fleet: bool) -> Plan:
 
 def _own_plan(folder: Path, count: int, *, is_fleet: bool) -> Plan:
     """The plan of servers that the front starts, of one kind or two."""
-    plan, kinds = _plan(is_fleet=True), []
+    plan = _plan(is_fleet=True)
+    kinds = []
     here = {"engine_version": VERSION, "device": "cpu", "processor": processor()}
     for number, kind in enumerate(plan.kinds):
         token_s = (FAST, SLOW)[number].token_s

@@ -73,7 +73,9 @@ class Load:
         """Text, tokens by usage, and the error of one request."""
         body = {"prompt": prompt, "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        text, tokens, last = "", 0, ""
+        text = ""
+        tokens = 0
+        last = ""
         async with self.http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 return "", 0, f"status {response.status_code}: {(await response.aread())[:200]!r}"
@@ -142,7 +144,9 @@ async def serve_until_front_killed(
     """Run rounds until all are done or the front is killed, in every fifth."""
     load.stopping = False
     clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
-    http, restarts, size = load.http, 0.0, len(server.workers())
+    http = load.http
+    restarts = 0.0
+    size = len(server.workers())
     while found["rounds"] < rounds:
         before = load.events
         while load.events < before + rng.randint(5, 60):
@@ -182,10 +186,12 @@ async def serve_until_front_killed(
 
 def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
     """Run all rounds, with a new front after each that was killed."""
-    rng, found = random.Random(options.seed), Counter[str]()
+    rng = random.Random(options.seed)
+    found = Counter[str]()
     wrong: list[str] = []
     expected: dict[str, str] = {}
-    done, begin_s = 0, time.monotonic()
+    done = 0
+    begin_s = time.monotonic()
     while found["rounds"] < options.rounds:
         with Server(plan, "--policy", options.policy, *settings, "--port", "0") as server:
 
@@ -229,7 +235,9 @@ async def run(server: Server, options: argparse.Namespace, rng: random.Random) -
         load = Load(http, options.tokens, rng)
         await load.undisturbed()
         clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
-        begin_s, back_s, ill = time.monotonic(), [], 0
+        begin_s = time.monotonic()
+        back_s = []
+        ill = 0
         for done in range(options.rounds):
             before = load.events
             while load.events < before + rng.randint(5, 60):

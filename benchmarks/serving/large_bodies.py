@@ -34,7 +34,8 @@ def items(item: bytes, size: int = LARGEST) -> bytes:
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
-    completions, chat = "/v1/completions", "/v1/chat/completions"
+    completions = "/v1/completions"
+    chat = "/v1/chat/completions"
     keys = b",".join(b'"%x":0' % number for number in range(750_000))
     tokens = b",".join([b"[%s]" % items(b"1", 1000)] * 256)
     part = items(b'{"type":"text","text":"a"}')

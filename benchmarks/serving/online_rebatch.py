@@ -103,7 +103,8 @@ class Lab:
         """The policy's plan, with its parameters' defaults."""
         path = self.file(f"plan-{policy}.json")
         if not path.exists():
-            recipe, fit = self.file("recipe.yaml"), self.file("fit.json")
+            recipe = self.file("recipe.yaml")
+            fit = self.file("fit.json")
             words = ["--fit", fit, "--policy", policy, "--out", path]
             self.stages.llmctl("render", recipe, *words)
         return path
@@ -111,7 +112,8 @@ class Lab:
     def trace(self, rate_rps: float, seconds: float) -> Trace:
         """Requests of these lengths, repeated as needed, as a Poisson process of `seconds`."""
         count = int(rate_rps * seconds) + 1
-        rows, own = np.arange(count) % len(self.lengths), self.lengths
+        rows = np.arange(count) % len(self.lengths)
+        own = self.lengths
         lengths = (own.prompt_tokens[rows], own.output_tokens[rows], own.max_tokens[rows])
         return draw_arrivals(Trace(np.zeros(count), *lengths), Arrivals(rate_rps), SEED)
 
@@ -123,7 +125,8 @@ class Lab:
         and the run has to be repeated.
         """
         load = OtherLoad()
-        plan, requests = self.plan(policy), self.file(f"{name}.trace.jsonl")
+        plan = self.plan(policy)
+        requests = self.file(f"{name}.trace.jsonl")
         write_trace(trace, requests)
         events = self.file(f"{name}.events.jsonl")
         targets = [word for target in self.sla for word in ("--sla", target)]
@@ -144,7 +147,8 @@ class Lab:
         """Requests per second that `policy` completes while all workers are busy."""
         name = "capacity"
         if not self.file(f"{name}.json").exists():
-            recipe, fit = self.recipe(), read_file(Fit, self.file("fit.json"))
+            recipe = self.recipe()
+            fit = read_file(Fit, self.file("fit.json"))
             expected_rps = backlog_rps(recipe, fit, self.lengths)
             count = int(expected_rps * BACKLOG_S)
             burst_s = 1.0  # all come within a second
@@ -185,7 +189,8 @@ def steady_rps(requests: Path) -> float:
     """
     lines = map(msgspec.json.Decoder(TraceLine).decode, requests.read_bytes().splitlines())
     ended_ms = sorted(line.timestamp + line.e2e_ms for line in lines if line.e2e_ms is not None)
-    first, last = len(ended_ms) // 5, 4 * len(ended_ms) // 5
+    first = len(ended_ms) // 5
+    last = 4 * len(ended_ms) // 5
     return 1e3 * (last - first) / (ended_ms[last] - ended_ms[first])
 
 
@@ -217,8 +222,11 @@ def open_lab(options: argparse.Namespace) -> Lab:
 
 def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -> str:
     """The section: the setting, all runs, and the errors of the predictions."""
-    recipe, engine, lengths = lab.recipe(), read_file(Fit, lab.file("fit.json")).engine, lab.lengths
-    prompt, output = lengths.prompt_tokens.mean(), lengths.output_tokens.mean()
+    recipe = lab.recipe()
+    engine = read_file(Fit, lab.file("fit.json")).engine
+    lengths = lab.lengths
+    prompt = lengths.prompt_tokens.mean()
+    output = lengths.output_tokens.mean()
     setting = (
         f"{recipe.name} with {engine.capacity_tokens:,} tokens of KV cache for each worker"
         f" ({recipe.workers}); lengths of {lengths.source}, scaled: prompts of {prompt:.0f} tokens"

@@ -35,7 +35,8 @@ class Outcome:
 
     def error_percent(self, metric: str) -> float:
         """The prediction's error in a metric that both sides have; 0 where both are 0."""
-        measured, predicted = self.found.measured[metric], self.found.predicted[metric]
+        measured = self.found.measured[metric]
+        predicted = self.found.predicted[metric]
         if not measured:
             return 0.0 if not predicted else float("inf")
         return 100.0 * (predicted / measured - 1.0)

@@ -74,7 +74,8 @@ class Difference(NamedTuple):
 
 
 async def replay(url: str, asks: list[Ask], errors: Callable[[], int]) -> Run:
-    texts, failed = [""] * len(asks), 0
+    texts = [""] * len(asks)
+    failed = 0
     queue = iter(enumerate(asks))
 
     async def one(http: httpx.AsyncClient) -> None:
@@ -87,10 +88,12 @@ async def replay(url: str, asks: list[Ask], errors: Callable[[], int]) -> Run:
             failed += not ok
             texts[index] = answer.json()["choices"][0]["text"] if ok else answer.text
 
-    limits, warm = httpx.Limits(max_connections=None), {"prompt": "warm", "max_tokens": 8}
+    limits = httpx.Limits(max_connections=None)
+    warm = {"prompt": "warm", "max_tokens": 8}
     async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as http:
         await asyncio.gather(*[http.post("/v1/completions", json=warm) for _ in range(8)])
-        before, errors_before = await metrics(http), errors()
+        before = await metrics(http)
+        errors_before = errors()
         begin_s = time.perf_counter()
         await asyncio.gather(*[one(http) for _ in range(CLIENTS)])
         took_s = time.perf_counter() - begin_s
@@ -128,12 +131,16 @@ def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
 
     model = load_model(plan.recipe.model, plan.recipe.hardware)
     tokenizer = load_tokenizer(plan.recipe.model)
-    ids, cache, said = torch.tensor([tokenizer.encode(ask.prompt)]), None, tokenizer.detokenizer()
-    length, least = 0, math.inf
+    ids = torch.tensor([tokenizer.encode(ask.prompt)])
+    cache = None
+    said = tokenizer.detokenizer()
+    length = 0
+    least = math.inf
     with torch.inference_mode():
         for _ in range(ask.tokens):
             output = model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
-            cache, largest = output.past_key_values, output.logits[0, -1].topk(2)
+            cache = output.past_key_values
+            largest = output.logits[0, -1].topk(2)
             ids = largest.indices[None, :1]
             if length >= position:
                 least = min(least, float(largest.values[0] - largest.values[1]))
@@ -178,13 +185,15 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng, plan = random.Random(options.seed), read_file(Plan, options.plan)
+    rng = random.Random(options.seed)
+    plan = read_file(Plan, options.plan)
     asks = [
         Ask("".join(rng.choices("abcdefgh ", k=rng.randint(10, 120))), rng.randint(16, 128))
         for _ in range(options.requests)
     ]
     runs = run_pairs(options, asks)
-    without, with_errors = runs[0], runs[options.every]
+    without = runs[0]
+    with_errors = runs[options.every]
     losses = [
         100 * (1 - bad.tokens_per_s / good.tokens_per_s)
         for good, bad in zip(without, with_errors, strict=True)

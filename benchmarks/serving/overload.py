@@ -99,9 +99,11 @@ def _quantile(values: list[float], share: float) -> float | None:
 
 async def ask(port: int, rng: random.Random) -> Got:
     """One streamed request of random lengths."""
-    prompt, tokens = "x" * rng.randint(20, 200), rng.randint(32, 192)
+    prompt = "x" * rng.randint(20, 200)
+    tokens = rng.randint(32, 192)
     asked = request(prompt=prompt, max_tokens=tokens, stream=True, temperature=0, ignore_eos=True)
-    got, begin_s = Got(), time.perf_counter()
+    got = Got()
+    begin_s = time.perf_counter()
     reader, writer = await send(port, asked)
     head = await reader.readuntil(b"\r\n\r\n")
     got.status = int(head[9:12])
@@ -138,7 +140,9 @@ async def open_loop(
     port: int, rate_rps: float, seconds: float, rng: random.Random, front: psutil.Process
 ) -> Phase:
     """Poisson arrivals for this long, then wait for all requests."""
-    phase, tasks, begin_s = Phase(seconds=seconds), [], time.perf_counter()
+    phase = Phase(seconds=seconds)
+    tasks = []
+    begin_s = time.perf_counter()
 
     async def watch() -> None:
         while True:
@@ -167,13 +171,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     policy = ["--policy", options.policy, *(part for one in options.set for part in ("--set", one))]
-    rng, lines = random.Random(options.seed), {}
+    rng = random.Random(options.seed)
+    lines = {}
     with tempfile.TemporaryDirectory() as folder:
         path = options.plan or Path(folder) / "plan.json"
         if options.plan is None:
             fake_plan(Path(folder), **FAKE)
         limits = LatencyLimits.of(read_file(Plan, path).recipe.sla)
-        capacity, phases = options.rate, [("overload", "targets", 1.0)]
+        capacity = options.rate
+        phases = [("overload", "targets", 1.0)]
         if not options.rate:
             with Server(path, *policy, "--admission", "queue") as server:
                 capacity = asyncio.run(closed_loop(server.port, options.seconds / 2, rng))
@@ -186,7 +192,8 @@ def main() -> None:
             ]
         for name, admission, load in phases:
             with Server(path, *policy, "--admission", admission) as server:
-                port, front = server.port, server.front
+                port = server.port
+                front = server.front
                 asyncio.run(closed_loop(port, 3.0, rng))  # warms up
                 seconds = options.seconds if admission == "targets" else options.seconds / 3
                 phase = asyncio.run(open_loop(port, load * capacity, seconds, rng, front))
@@ -197,7 +204,8 @@ def main() -> None:
         share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
         print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
     rss_mib = lines["overload"]["rss_mib"]
-    end_mib, begin_mib = statistics.mean(rss_mib[-3:]), statistics.mean(rss_mib[1:4])
+    end_mib = statistics.mean(rss_mib[-3:])
+    begin_mib = statistics.mean(rss_mib[1:4])
     print(f"front's RSS over the overload: {end_mib:.1f} MiB at its end, ", end="")
     print(f"{begin_mib:.1f} MiB near its begin")
     if options.out:

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from benchmarks.common.command import make_parser
 from toolkit.bench.client import fitted, limits_of
-from toolkit.bench.predict import ServerConditions, predict
+from toolkit.bench.predict import predict
 from toolkit.cli.demo import Stages, overload
 from toolkit.cli.output import table
 from toolkit.endpoints.target import Target
 from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
+from toolkit.sim.conditions import ServerConditions
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
@@ -56,7 +57,8 @@ def prepare(stages: Stages, work: Path, shape: str, azure: str) -> tuple[Path, s
     if shape in GENERATED and not Path(trace).exists():
         words = [*GENERATED[shape].split(), "--longest", LONGEST[shape]]
         stages.llmctl("trace", "generate", "--out", trace, *words)
-    tuning, plan = work / f"tuning-{shape}.json", work / f"plan-{shape}.json"
+    tuning = work / f"tuning-{shape}.json"
+    plan = work / f"plan-{shape}.json"
     if not plan.exists():
         stages.llmctl("tune", RECIPE, "--fit", fit, "--trace", trace, "--out", tuning)
         stages.llmctl("render", RECIPE, "--fit", fit, "--tuning", tuning, "--out", plan)
@@ -103,7 +105,8 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="profile, fit and tune alone")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    stages, rows = Stages(sys.stderr), []
+    stages = Stages(sys.stderr)
+    rows = []
     for shape in given.shapes or SHAPES:
         path, trace = prepare(stages, given.work, shape, given.azure)
         plan = read_file(Plan, path)

@@ -32,8 +32,10 @@ PICTURES = ROOT / "docs" / "pictures"
 REPORT = {"width": 1200, "height": 834}
 STATUS = {"width": 1280, "height": 800}
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-RATE, LOAD_S = 10, 100  # requests per second, and for how long
-KILL_AT_S, LOOK_AT_S = 60.0, 90.0
+RATE = 10
+LOAD_S = 100  # requests per second, and for how long
+KILL_AT_S = 60.0
+LOOK_AT_S = 90.0
 QUALITY = 90
 
 

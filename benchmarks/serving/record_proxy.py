@@ -139,7 +139,8 @@ def latency(ports: dict[str, int], count: int, tokens: int) -> int:
         added = [b - a for a, b in zip(times["direct"], times["recorder"], strict=True)]
         direct, proxied = (statistics.median(times[name]) for name in ("direct", "recorder"))
         which = "first" if part == "first_s" else "last"
-        p50, p99 = statistics.median(added), quantile(added, 0.99)
+        p50 = statistics.median(added)
+        p99 = quantile(added, 0.99)
         print(
             f"alone, to the {which} byte: {direct:.2f} ms directly, {proxied:.2f} ms through;"
             f" added p50 {p50:.2f}, p99 {p99:.2f} ms"

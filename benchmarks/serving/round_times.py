@@ -98,8 +98,10 @@ def table(rounds: Iterable[RoundTime]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for (joins, least), found in sorted(groups.items()):
-        took_s, expected_s = sum(one.took_s for one in found), sum(one.expected_s for one in found)
-        entered, steps = sum(one.entered for one in found), sum(one.steps for one in found)
+        took_s = sum(one.took_s for one in found)
+        expected_s = sum(one.expected_s for one in found)
+        entered = sum(one.entered for one in found)
+        steps = sum(one.steps for one in found)
         kind = f"{'with a prefill' if joins else 'steps only'} | {least}.. | {len(found)}"
         times = f"{took_s:.2f} | {expected_s:.2f} | {took_s / expected_s:.2f}"
         lines.append(f"| {kind} | {entered} | {steps} | {times} |")

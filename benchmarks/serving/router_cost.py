@@ -135,7 +135,8 @@ class Client:
 
 async def load(port: int, bodies: Sequence[bytes], connections: int) -> list[float]:
     """Send all; returns the latencies in seconds."""
-    left, took = iter(bodies), []
+    left = iter(bodies)
+    took = []
 
     async def work() -> None:
         client = Client(port)
@@ -151,7 +152,8 @@ async def load(port: int, bodies: Sequence[bytes], connections: int) -> list[flo
 
 async def count_failed(port: int, asked: Sequence[bytes], replica: BaseProcess) -> int:
     """Send streams, kill a replica among them, and count those that failed."""
-    left, failed = iter(asked), 0
+    left = iter(asked)
+    failed = 0
     asyncio.get_running_loop().call_later(KILL_AFTER_S, replica.kill)
 
     async def work() -> None:
@@ -186,9 +188,11 @@ def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: 
     words = [word.replace("PORT", str(port)) for word in command]
     with replicas(ports, 0.0), open_front(words, port) as process:
         uvloop.run(load(port, bodies(200), CONNECTIONS))  # warm
-        before_s, start_s = cpu_s(process), time.perf_counter()
+        before_s = cpu_s(process)
+        start_s = time.perf_counter()
         uvloop.run(load(port, bodies(requests), CONNECTIONS))
-        took_s, used_s = time.perf_counter() - start_s, cpu_s(process) - before_s
+        took_s = time.perf_counter() - start_s
+        used_s = cpu_s(process) - before_s
         through = sorted(uvloop.run(load(port, bodies(ALONE), 1)))
         direct = sorted(uvloop.run(load(ports[0], bodies(ALONE), 1)))
         rss = process.memory_info().rss / 1e6

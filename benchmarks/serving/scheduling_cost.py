@@ -66,8 +66,10 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
     run = RunRound(5, Round(256, new, (1, 2, 3, 4)))
     steps = tuple(StepOutput(tuple(range(rows)), tuple(range(100, 100 + rows))) for _ in range(6))
     done = Done(5, steps, Times(), output=RoundOutput(6, ((1, 0),), (), 8000, 9000))
-    to_worker, to_front = worker_side(), front_side()
-    out, back = pack(run), pack(done)
+    to_worker = worker_side()
+    to_front = front_side()
+    out = pack(run)
+    back = pack(done)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = SocketChannel(FrontSocket(theirs))

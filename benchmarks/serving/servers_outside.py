@@ -42,7 +42,9 @@ from toolkit.files.shipped import load_recipe
 LLMCTL = (sys.executable, "-m", "toolkit")
 STAGES = ("prepare", "profile", "validate", "report")
 OURS = ROOT / "recipes" / "tiny-llama-cpu-rebatch.yaml"
-BLOCKS, BLOCK_TOKENS, PASS_TOKENS = 512, 32, 512
+BLOCKS = 512
+BLOCK_TOKENS = 32
+PASS_TOKENS = 512
 SLOTS = 16  # of llama.cpp: requests at once
 TRANSFORMERS = (
     "--continuous-batching --device cpu --dtype float32 --attn-implementation sdpa"
@@ -77,7 +79,8 @@ def process(
     An unread pipe is full after 64 KiB of a request log, and then the server stalls.
     """
     with (folder / "serve.log").open("a") as log:
-        stdout, env = subprocess.PIPE if piped else log, {**os.environ, **environment}
+        stdout = subprocess.PIPE if piped else log
+        env = {**os.environ, **environment}
         server = subprocess.Popen(
             command, cwd=folder, env=env, stdout=stdout, stderr=log, text=True
         )

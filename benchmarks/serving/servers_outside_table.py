@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.bench.predict import ServerConditions, predict
+from toolkit.bench.predict import predict
 from toolkit.bench.session import HELD_TO
 from toolkit.files.bench import Validation
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
+from toolkit.sim.conditions import ServerConditions
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
@@ -67,7 +68,8 @@ def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
     for number, window in enumerate(found.windows, start=1):
         cells = []
         for name in HELD_TO:
-            measured, predicted = window.measured[name], window.predicted[name]
+            measured = window.measured[name]
+            predicted = window.predicted[name]
             errors[name].append(100.0 * (predicted / measured - 1.0))
             _, scale, spec = SHOWN[name]
             cells.append(

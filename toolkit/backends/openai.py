@@ -71,8 +71,10 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
 
     Raises `InputError` if none of them says how many tokens the KV cache holds.
     """
-    model, per_token = recipe.model, recipe.model.kv_bytes_per_token
-    capacity, budget = kv_tokens(scrape(target)), recipe.engine.kv_cache_memory_mib
+    model = recipe.model
+    per_token = recipe.model.kv_bytes_per_token
+    capacity = kv_tokens(scrape(target))
+    budget = recipe.engine.kv_cache_memory_mib
     if not capacity:
         if budget is None or per_token is None:
             raise InputError(
@@ -155,7 +157,8 @@ class Endpoint:
         built, before any has a connection, as in a replay. Raises `Unmeasurable` with the first
         failure, or if an output has another length than requested.
         """
-        dialect, model = self.dialect, self.target.model
+        dialect = self.dialect
+        model = self.target.model
         prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
         names = names or [""] * len(samples)
         requests = [
@@ -180,7 +183,8 @@ class Endpoint:
                 raise Unmeasurable(sample.failure)
             if sample.output_tokens != sample.wanted_tokens:
                 why = "" if dialect.ignore_eos else ": the server does not take ignore_eos"
-                tokens, wanted = sample.output_tokens, sample.wanted_tokens
+                tokens = sample.output_tokens
+                wanted = sample.wanted_tokens
                 raise Unmeasurable(f"{tokens} tokens came, {wanted} were requested{why}")
         return samples
 
@@ -264,11 +268,14 @@ class EndpointBench(ServerBench):
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
         """See `TimedEngine.time_hits`. A length that cannot be measured is left out."""
-        found, run, endpoint = [], self._run, self._endpoint
+        found = []
+        run = self._run
+        endpoint = self._endpoint
         for length in lengths:
             if length >= self.facts.max_model_len:
                 continue
-            new_s, again_s = list[float](), list[float]()
+            new_s = list[float]()
+            again_s = list[float]()
             with contextlib.suppress(Unmeasurable), self.counting_failures():
                 for _ in range(HIT_VISITS):
                     prompt = endpoint.prompt(length)
@@ -317,7 +324,8 @@ class EndpointBench(ServerBench):
         """How many requests run at once at most; None if at least `limit` do. They do if all have
         their first token before one of them ends.
         """
-        size, (prompt, tokens) = 8, ROW_LIMIT_TOKENS
+        size = 8
+        (prompt, tokens) = ROW_LIMIT_TOKENS
         while size <= limit:
             samples = self._together([Sample(0.0, prompt, tokens) for _ in range(size)])
             first_end_s = min(sample.last_token_s for sample in samples)
@@ -382,7 +390,8 @@ class EndpointWorkers:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, batch_id: int, samples: list[Sample]) -> None:
-        start_s, rows = time.perf_counter(), len(samples)
+        start_s = time.perf_counter()
+        rows = len(samples)
         tokens: tuple[tuple[int, ...], ...] = ((),) * rows  # if a request fails, the slice has
         with contextlib.suppress(Unmeasurable):
             await self._endpoint.at_times(samples)

@@ -59,14 +59,17 @@ class Prompts:
     """
 
     def __init__(self, trace: Trace, dialect: Dialect, vocab_size: int, seed: int) -> None:
-        self._trace, self._dialect = trace, dialect
-        self._vocab_size, self._seed = vocab_size, seed
+        self._trace = trace
+        self._dialect = dialect
+        self._vocab_size = vocab_size
+        self._seed = seed
         # With another seed, the same block ids have other tokens.
         self._salt = mixed(np.array([seed + 1], dtype=np.uint64) * STEP)
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a first turn."""
-        tokens, dialect = int(self._trace.prompt_tokens[row]), self._dialect
+        tokens = int(self._trace.prompt_tokens[row])
+        dialect = self._dialect
         shared = self._trace.shared
         ids = shared.of(row) if shared else np.empty(0, dtype=np.int64)
         if shared is None or not len(ids):
@@ -87,7 +90,8 @@ class Prompts:
 
         Random tokens stand for an answer without token ids.
         """
-        dialect, rng = self._dialect, self._rng(row)
+        dialect = self._dialect
+        rng = self._rng(row)
         wanted = int(self._trace.prompt_tokens[row])
         if isinstance(before, str):
             left = wanted - answered.counted_prompt_tokens - answered.output_tokens
@@ -190,8 +194,11 @@ def limits_of(
 ) -> LengthLimits:
     """The given limits, else the plan's, else the server's, else limits that any server accepts."""
     if plan is not None:
-        model, serve, engine = plan.recipe.model, plan.recipe.serve, plan.fit.engine
-        output, vocabulary = output or serve.max_new_tokens, vocabulary or engine.vocab_size
+        model = plan.recipe.model
+        serve = plan.recipe.serve
+        engine = plan.fit.engine
+        output = output or serve.max_new_tokens
+        vocabulary = vocabulary or engine.vocab_size
         return LengthLimits(model.max_model_len, output, vocabulary)
     context = target.max_model_len
     usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
@@ -307,8 +314,10 @@ class _Sender:
     ) -> None:
         self._connection = ClientConnection(target)
         self._model = target.model
-        self._load, self._samples = load, samples
-        self._limits, self._priorities = trace.max_tokens.tolist(), trace.priorities
+        self._load = load
+        self._samples = samples
+        self._limits = trace.max_tokens.tolist()
+        self._priorities = trace.priorities
         self._prompts = Prompts(trace, load.dialect, load.vocab_size, load.seed)
         self.start_s = 0.0
         self._next: dict[int, int] = {}  # the row of the next turn
@@ -333,11 +342,14 @@ class _Sender:
         return prompt if row in self._next else "", self._request(row, prompt)
 
     def _request(self, row: int, prompt: Prompt) -> bytes:
-        load, sample = self._load, self._samples[row]
+        load = self._load
+        sample = self._samples[row]
         if load.lengths == "hidden":
-            tokens, end_after = self._limits[row] or load.max_new_tokens, sample.wanted_tokens
+            tokens = self._limits[row] or load.max_new_tokens
+            end_after = sample.wanted_tokens
         else:
-            tokens, end_after = sample.wanted_tokens, None
+            tokens = sample.wanted_tokens
+            end_after = None
         sample.keeps_answer = row in self._next
         fields = load.dialect.request(
             self._model,
@@ -387,9 +399,11 @@ class _Sender:
                     on_done()
                     left = self._next.get(left)
                 return
-            row, before = after, sample
+            row = after
+            before = sample
             prompt = self._prompts.next_prompt(row, prompt, before)
-            before.answer_text, before.answer_ids = [], []
+            before.answer_text = []
+            before.answer_ids = []
             sample = self._samples[row]
             sample.scheduled_s = before.last_token_s + self._think_s[row]
             if not isinstance(prompt, str):

@@ -110,10 +110,12 @@ def seen_by_clients(
     measured = served(samples)
     simulated = predicted(plan, trace, ServerConditions(finished=tuple(finished))).served
     both = measured.ok & simulated.ok
-    seconds, expected = _streamed_s(measured, both), _streamed_s(simulated, both)
+    seconds = _streamed_s(measured, both)
+    expected = _streamed_s(simulated, both)
     if seconds <= 0.0 or expected <= 0.0:
         return None
-    low, high = 1.0 / FACTOR_MAX, FACTOR_MAX
+    low = 1.0 / FACTOR_MAX
+    high = FACTOR_MAX
     for _ in range(HALVINGS):
         slowdown = math.sqrt(low * high)
         slowed = ServerConditions(slowdown, NO_DELAY, tuple(finished))
@@ -177,7 +179,8 @@ def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling 
     return Scheduling.model_validate(grown) if grown["batches"] and grown["engine_s"] else None
 
 
-TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
+TOOK = "llmctl_batch_seconds_total"
+PREDICTED = "llmctl_predicted_batch_seconds_total"
 # of passes that overlap: their launches, and their work on the GPU
 LAUNCHES = "llmctl_launch_seconds_total", "llmctl_predicted_launch_seconds_total"
 GPU = "llmctl_gpu_seconds_total", "llmctl_predicted_gpu_seconds_total"
@@ -187,7 +190,8 @@ ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a differenc
 SURE = 2.0  # a cost must be above 0 by so many standard errors
 MAX_ARRIVAL_SHARE = 0.9  # of the batches' time; arrivals cost no more
 SETTLING = 0.25  # of a warm-up's requests, which the server runs slowly (new shapes, memory, code)
-TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # until the driver has the token
+TTFT = "llmctl_ttft_seconds"
+E2E = "llmctl_e2e_seconds"  # until the driver has the token
 
 
 def other_requests(trace: Trace, after_s: float, count: int, rate_rps: float = 0.0) -> Trace:
@@ -270,8 +274,10 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
     reason. A cost below `SURE` standard errors (as where requests arrive so evenly that the two
     effects cannot be separated) is 0, and the slowdown covers everything.
     """
-    count, took = sums["batches"], sums["took"]
-    expected, arrived = sums["expected"], sums["arrived"]
+    count = sums["batches"]
+    took = sums["took"]
+    expected = sums["expected"]
+    arrived = sums["arrived"]
     if count < MIN_BATCHES or expected <= 0.0 or arrived <= 0.0:
         return NO_COST
     mean_due = sums["due_expected"] / expected
@@ -364,7 +370,8 @@ def settle(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], N
     count = int(SETTLING * len(trace))
     if not count:
         return trace
-    first, rest = trace.take(np.arange(count)), trace.take(np.arange(count, len(trace)))
+    first = trace.take(np.arange(count))
+    rest = trace.take(np.arange(count, len(trace)))
     run_whole(target, first, replace(load, seed=load.seed + 2), on_done)
     return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0])
 
@@ -466,7 +473,8 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
     if not target.front:
         refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
         return
-    shown, engine = front_state(target), plan.fit.engine.engine
+    shown = front_state(target)
+    engine = plan.fit.engine.engine
     for kind in plan.kinds:
         its = [each for each in shown.up if each.kind in ("", kind.recipe.name)]
         versions = [{"engine": f"{engine} {each.version}".strip()} for each in its]

@@ -132,7 +132,8 @@ class Subject:
     @property
     def notes(self) -> list[str]:
         """What a reader must know of the requests."""
-        sessions, dialect = self.trace.sessions, self.load.dialect
+        sessions = self.trace.sessions
+        dialect = self.load.dialect
         notes = [
             f"the server does not take {lacking}: lengths may differ from the trace's"
             for lacking in dialect.lacks
@@ -241,9 +242,14 @@ class Measurement:
         note: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        self._target, self._whole, self._load = subject.target, subject.trace, subject.load
-        self._part, self._plan, self._sla = part, plan, sla
-        self._note, self._progress = note, progress
+        self._target = subject.target
+        self._whole = subject.trace
+        self._load = subject.load
+        self._part = part
+        self._plan = plan
+        self._sla = sla
+        self._note = note
+        self._progress = progress
         self._predicted = Prediction()
         self._finished: list[int] = []  # output lengths that the server's scheduler has seen
 
@@ -281,7 +287,8 @@ class Measurement:
                 shown += f", and {each} more for each request that arrives meanwhile"
             self._note(f"warm-up: {shown}; the prediction includes that")
         if warm and warm.front:
-            first, last = seconds(warm.front.first_s), seconds(warm.front.last_s)
+            first = seconds(warm.front.first_s)
+            last = seconds(warm.front.last_s)
             delays = f"{first} to first tokens and {last} to last ones"
             self._note(f"warm-up: HTTP and the front add {delays}; the prediction includes that")
         return warm
@@ -340,9 +347,13 @@ class Session:
         progress: Progress,
         logs: PassLogs | None = None,
     ) -> None:
-        self._target, self._whole, self._load = subject.target, subject.trace, subject.load
+        self._target = subject.target
+        self._whole = subject.trace
+        self._load = subject.load
         self._notes = subject.notes
-        self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
+        self._plan = plan
+        self._warmup_s = warmup_s
+        self._progress = progress
         self._logs = logs
         self._reports_batches = reports_batch_times(plan, subject.target)
         self.results: list[WindowResult] = []
@@ -407,7 +418,8 @@ class Session:
         self, number: int, count: int, window: TraceWindow, current: ServerConditions
     ) -> None:
         """Replay one window of `count`. Raises `InterruptedReplayError`."""
-        trace, sla = window.trace, self._plan.recipe.sla
+        trace = window.trace
+        sla = self._plan.recipe.sla
         simulated = predicted(self._plan, trace, current)
         load = self._load_of(number)
         counters = self._reports_batches
@@ -419,7 +431,8 @@ class Session:
             watched = watch(self._target, trace, load, advance, counters=counters)
         if watched.replay.interrupted:
             raise InterruptedReplayError
-        samples, times = watched.replay.samples, watched.times
+        samples = watched.replay.samples
+        times = watched.times
         front_s = logs.end(number, watched.replay) if logs is not None else None
         pair = Pair(served(samples), simulated.served)
         measured = summarize(pair.measured, sla)

@@ -103,7 +103,8 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     for source in sources:
         recipe = source.priced(open_recipe(source.recipe))
         fit = read_fit(source.fit, source.recipe, force=force)
-        count, nodes = source.member.workers or recipe.workers, source.member.nodes
+        count = source.member.workers or recipe.workers
+        nodes = source.member.nodes
         kinds.append(Kind(recipe=recipe, fit=fit, workers=count, nodes=nodes))
         # servers do not slow each other: their fit is of one
         if count != fit.workers and not traits_of(recipe.engine.name).server:
@@ -159,7 +160,8 @@ def plan_from(
             raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
         inputs = {"recipe": recipe, "fit": fit}
     tuned = read_tuning(tuning, inputs)
-    near, made_from = inputs["fit"], inputs | ({"tuning": tuning} if tuning else {})
+    near = inputs["fit"]
+    made_from = inputs | ({"tuning": tuning} if tuning else {})
     if fleet is None:
         fitted = read_fit(near, inputs["recipe"], force=force)
         return make_plan(open_recipe(inputs["recipe"]), fitted, tuned, made_from, policy), near

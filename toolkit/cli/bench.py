@@ -191,7 +191,8 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
     if plan is None or plan.workload is None:
         return []
-    tuned_rps, rate_rps = plan.workload.request_rate_rps, mean_rate(trace)
+    tuned_rps = plan.workload.request_rate_rps
+    rate_rps = mean_rate(trace)
     if abs(rate_rps / tuned_rps - 1.0) < SAME_RATE:
         return []
     rates = f"the plan was tuned for {tuned_rps:.4g} requests/s, and this replays {rate_rps:.4g}"
@@ -237,12 +238,14 @@ def _print_notes(result: BenchReport) -> None:
         if result.warmup.launch_slowdown is not None:
             before += f" and {result.warmup.launch_slowdown:.2f}"
         note(f"during the replay {slow}; in the warm-up {before}")
-        cost_s, before_s = result.replay_arrival_cost_s, result.warmup.arrival_cost_s
+        cost_s = result.replay_arrival_cost_s
+        before_s = result.warmup.arrival_cost_s
         if cost_s or before_s:
             added = f"{seconds(cost_s)} to each; in the warm-up {seconds(before_s)}"
             note(f"a request that arrived added {added}")
         metrics = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
-        predicted, measured = result.predicted_in_hindsight, result.measured
+        predicted = result.predicted_in_hindsight
+        measured = result.measured
         errors = [
             f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
             for name in metrics
@@ -347,7 +350,8 @@ def validate(args: ValidateOptions) -> None:
         chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]
     else:
         windows = fit_windows(subject.trace, args.window_s, args.windows, 0, args.seed)
-        subject, chosen = replace(subject, trace=windows.trace), windows.search
+        subject = replace(subject, trace=windows.trace)
+        chosen = windows.search
     note_trace(subject.trace)
     note(*subject.notes)
     session = Session(subject, planned, args.warmup, progress, logs)

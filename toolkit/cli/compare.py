@@ -164,7 +164,8 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
         columns = [name for name in COLUMNS if any(name in run.metrics for run in runs)]
         # the column of rates leaves room for one metric less
         return [name for name in columns if name != "e2e_mean_s" or not _several_rates(runs)]
-    metrics, columns = {name for run in runs for name in run.metrics}, _words("--columns", text)
+    metrics = {name for run in runs for name in run.metrics}
+    columns = _words("--columns", text)
     for name in columns:
         if name not in metrics and name in OF_TARGETS:
             hint = "it needs targets, such as --sla ttft_p99_s=2"

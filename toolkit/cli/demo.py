@@ -81,7 +81,8 @@ def command(
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
     )
-    start, named = time.monotonic(), as_typed(recipe)
+    start = time.monotonic()
+    named = as_typed(recipe)
     stage = Stages(sys.stderr if as_json else sys.stdout)
     stage.title("1/7  measure the engine")
     stage.llmctl("profile", named, "--out", profile)
@@ -103,7 +104,8 @@ def command(
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
-        window, rate = promised.held_out_windows[0], promised.request_rate_rps
+        window = promised.held_out_windows[0]
+        rate = promised.request_rate_rps
         first = f"--start {window.start_s:.3f} --duration {window.end_s - window.start_s:.3f}"
         stage.bench(url, plan, trace, f"--rate {rate:.6g} {first}".split(), bench_tuned)
         stage.title("5/7  the same server at an overload")
@@ -303,7 +305,8 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
         if name != "throughput_rps" and not tuned.sla:
             continue
-        said, predicted = promised.get(name), tuned.predicted.get(name)
+        said = promised.get(name)
+        predicted = tuned.predicted.get(name)
         targets.append(Held(name, None, said, predicted, tuned.measured.get(name, 0.0), None))
     return targets
 
@@ -355,7 +358,8 @@ def _show(result: Achieved, folder: Path) -> None:
     table(["", ">limit", ">tune said", ">predicted", ">measured", "kept"], rows, title)
     ratios: list[list[object]] = []
     for key, both in result.overload.items():
-        sls, scls = both["sls"], both["scls"]
+        sls = both["sls"]
+        scls = both["scls"]
         ratios.append([key, sls, scls, f"{scls / sls:.2f}x" if sls else "-"])
     columns = ["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"]
     table(columns, ratios, "under overload")

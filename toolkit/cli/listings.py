@@ -96,7 +96,8 @@ def recipes(as_json: JsonOption = False) -> None:
     """
     lines = []
     for name in shipped_names():
-        recipe, fit = load_recipe(name), shipped_fit(name)
+        recipe = load_recipe(name)
+        fit = shipped_fit(name)
         basis = "none"
         if fit is not None:
             basis = "analytic" if read_file(Fit, fit).engine.analytic else "measured"
@@ -104,7 +105,9 @@ def recipes(as_json: JsonOption = False) -> None:
         model = source.rpartition("/")[2]
         if source == "random":
             model = f"random {recipe.model.config['model_type']}"
-        machine, engine, policy = recipe.hardware.name, recipe.engine.name, recipe.policy.name
+        machine = recipe.hardware.name
+        engine = recipe.engine.name
+        policy = recipe.policy.name
         lines.append(RecipeLine(name, recipe.description, model, machine, engine, policy, basis))
     lines.sort(key=lambda line: (line.subject, line.name))
     heads = ("recipe", "engine", "policy", "fit")
@@ -144,7 +147,8 @@ def policies(as_json: JsonOption = False) -> None:
 
     lines = []
     for name in KNOWN:
-        about, engines = ABOUT[name], engines_for(name)
+        about = ABOUT[name]
+        engines = engines_for(name)
         lines.append(PolicyLine(name, about.does, about.source, engines, bool(engines)))
 
     def show_all() -> None:

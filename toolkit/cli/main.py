@@ -207,7 +207,8 @@ def run(args: Sequence[str] | None = None) -> None:
     except LlmctlError as error:
         code = _report(error.message, error.hint, error.exit_code)
     except typer.TyperException as error:
-        context, message = getattr(error, "ctx", None), error.format_message()
+        context = getattr(error, "ctx", None)
+        message = error.format_message()
         # without a message typer has printed the help
         hint = f"see {context.command_path} --help" if context and message else ""
         options = [each.name for each in context.command.params] if context else []

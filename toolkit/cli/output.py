@@ -171,7 +171,8 @@ def _view(
     view = Table(box=lines, pad_edge=False)
     texts: list[list[str]] = []
     for index in shown:
-        name, cells = columns[index], [row[index] for row in rows]
+        name = columns[index]
+        cells = [row[index] for row in rows]
         right = any(map(_is_number, cells)) and all(
             _is_number(cell) or cell is None for cell in cells
         )
@@ -282,7 +283,8 @@ def progress(
 # `llmctl compare --png` with matplotlib, of the extra `plot`.
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
-ROWS, COLUMNS = 12, 60
+ROWS = 12
+COLUMNS = 60
 Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 
@@ -322,7 +324,8 @@ def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> l
             kept[name] = ([x for x, _ in pairs], [y for _, y in pairs])
     if not kept:
         return []
-    low, high = min(xs[0] for xs, _ in kept.values()), max(xs[-1] for xs, _ in kept.values())
+    low = min(xs[0] for xs, _ in kept.values())
+    high = max(xs[-1] for xs, _ in kept.values())
     top = max(max(ys) for _, ys in kept.values()) or 1.0
     grid = np.linspace(scale(low), scale(high), COLUMNS)
     canvas = [[" "] * COLUMNS for _ in range(ROWS)]
@@ -354,7 +357,8 @@ def scatter(points: Sequence[PlotPoint], *, x_name: str) -> list[str]:
     """Points on axes from the least value to the greatest; x is logarithmic if all are positive."""
     if not points:
         return []
-    xs, ys = [point.x for point in points], [point.y for point in points]
+    xs = [point.x for point in points]
+    ys = [point.y for point in points]
     along = math.log if min(xs) > 0 else float
     canvas = [[" "] * COLUMNS for _ in range(ROWS)]
     for point in points:
@@ -376,7 +380,8 @@ def _framed(canvas: Sequence[Sequence[str]], top: float, bottom: str = "0") -> l
 
 
 def _axis(low: float, high: float, name: str) -> str:
-    left, right = number(low), number(high)
+    left = number(low)
+    right = number(high)
     return " " * 10 + left + name.center(COLUMNS - len(left) - len(right)) + right
 
 

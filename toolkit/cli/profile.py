@@ -73,7 +73,8 @@ def profile(args: ProfileOptions) -> None:
     from toolkit.profiling.run import OtherLoad, journal_path
     from toolkit.profiling.run import profile as measure
 
-    recipe, out = args.recipe, args.out
+    recipe = args.recipe
+    out = args.out
     check_writable(out)
     if args.analytic or args.like:
         _profile_analytically(args)
@@ -238,7 +239,8 @@ def show_profile(measured: Profile) -> None:
     if measured.hits:
         hits: list[list[object]] = []
         for hit in measured.hits:
-            new_s, again_s = median(hit.new_s), median(hit.again_s)
+            new_s = median(hit.new_s)
+            again_s = median(hit.again_s)
             cached = "not said" if hit.cached_tokens is None else hit.cached_tokens
             change = percent(100.0 * (again_s / new_s - 1.0))
             hits.append([hit.prompt_tokens, seconds(new_s), seconds(again_s), change, cached])
@@ -389,7 +391,9 @@ def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
 def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
     """The lines of rounds, swaps, and the passes of a paged engine."""
     lines: list[tuple[object, ...]] = []
-    rounds, swap, steps = fit.rounds, fit.swap, fit.steps
+    rounds = fit.rounds
+    swap = fit.swap
+    steps = fit.steps
     if rounds:
         lines.append(_overhead("round", rounds.overhead, fit.workers))
         parts = {"join": rounds.join, "leave": rounds.leave, "grow": rounds.grow}
@@ -422,7 +426,8 @@ def _errors(error: HeldOutError) -> tuple[str, str, str]:
 
 def _show_points(name: str, law: FittedLaw) -> None:
     """The signed error of every held-out point."""
-    points, predicted_s = law.points, law.predicted_s
+    points = law.points
+    predicted_s = law.predicted_s
     pairs = zip(points.batch_size, points.length, points.seconds, predicted_s, strict=True)
     errors = {
         (int(size), int(length)): percent(100.0 * (value / measured - 1.0)).removesuffix(" %")

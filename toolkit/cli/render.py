@@ -185,7 +185,8 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     """The plan, read or made, and the file beside which its validation may lie: the plan's own or
     the (first) fit. `InputError` for arguments that contradict each other.
     """
-    source, policy = args.source, None
+    source = args.source
+    policy = None
     if args.policy is not None:
         policy = PlannedPolicy(name=args.policy, parameters=parse_settings(args.settings))
     elif args.settings:

@@ -56,7 +56,8 @@ def command(
     write_text(out, page)
     for role, why in material.why.items():
         note(f"{role} is not shown: {why}")
-    shown, length = [file.role for file in material.sources], len(page.encode())
+    shown = [file.role for file in material.sources]
+    length = len(page.encode())
     text = f"wrote {out} ({size(length)}), from: {', '.join(shown)}"
     facts = {"out": str(out), "bytes": length, "shown": shown, "why": material.why}
     emit(as_json, facts, lambda: print(text))

@@ -94,7 +94,8 @@ def _of(
 
     seen = look(url, api_key, Path(certificate) if certificate else None)
     seconds = seen.total("llmctl_batch_seconds_total")
-    predicted, usage = seen.total("llmctl_predicted_batch_seconds_total"), seen.total(*KV_USAGE)
+    predicted = seen.total("llmctl_predicted_batch_seconds_total")
+    usage = seen.total(*KV_USAGE)
     return {
         "name": name,
         "target": target,
@@ -168,7 +169,8 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
     seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
     inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
     note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
-    before, until = seen.ended, time.monotonic() + timeout
+    before = seen.ended
+    until = time.monotonic() + timeout
     os.kill(server.pid, signal.SIGTERM)
     while server.alive:
         if time.monotonic() > until:

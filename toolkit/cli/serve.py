@@ -301,7 +301,8 @@ def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder
     from toolkit.serve.server import Ending
 
     engine = plan.recipe.engine.name
-    what, why = f"engine {engine}", ": it has a server of its own"
+    what = f"engine {engine}"
+    why = ": it has a server of its own"
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
@@ -346,7 +347,8 @@ def _gateway(
     source = _replica_source(args, ray)
     callers, watched_keys = access
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)
-    serve, (host, port) = plan.recipe.serve, _address(args, plan)
+    serve = plan.recipe.serve
+    (host, port) = _address(args, plan)
     return GatewayLaunch(
         plan=plan,
         settings=GatewaySettings(
@@ -391,7 +393,8 @@ def _router(args: ServeOptions, plan: Plan) -> Router:
         targets_of,
     )
 
-    planned, changes = plan.replica_router, parse_settings(args.router_settings)
+    planned = plan.replica_router
+    changes = parse_settings(args.router_settings)
     if planned is not None and args.router in ("", planned.name):
         return make_router(planned.name, planned.parameters | changes)
     name = args.router or RoundRobinRouter.name
@@ -406,7 +409,8 @@ def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     another router, or other keys of `serve` or targets.
     """
     plan = serve_start.override(read_file(Plan, file), args.policy, args.settings, args.workers)
-    old, new = before.recipe, plan.recipe
+    old = before.recipe
+    new = plan.recipe
     changes = {
         f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,
         "another router, or other parameters of it": _router(args, plan) != _router(args, before),

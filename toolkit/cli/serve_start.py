@@ -126,9 +126,12 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
 def plan_to_serve(source: str | None, args: ServeOptions) -> Plan:
     """The plan that is given, or made of a recipe or fleet. `InputError` for both and neither."""
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
-    plan, fit, tuning = args.plan, args.fit, args.tuning
+    plan = args.plan
+    fit = args.fit
+    tuning = args.tuning
     if plan is None and source and not is_recipe(source):
-        plan, source = Path(source), None
+        plan = Path(source)
+        source = None
     if plan is not None:
         if source or fit or tuning:
             raise InputError(
@@ -154,7 +157,8 @@ def override(
     if workers is not None and workers != plan.fit.workers:
         note_other_count("the fit was measured", plan.fit, workers)
     changes = parse_settings(settings)
-    own, planned = settings_of_kinds(changes, plan.kinds)[0], plan.policy
+    own = settings_of_kinds(changes, plan.kinds)[0]
+    planned = plan.policy
     name = planned.name if policy is None else policy
     chosen = make_any(name, (planned.parameters if name == planned.name else {}) | own)
     if policy is None and not changes and workers is None:
@@ -246,7 +250,8 @@ def forget_variable(name: str) -> None:
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.getenv.restype = ctypes.c_void_p
-        address, size = libc.getenv(os.fsencode(name)), len(os.fsencode(value))
+        address = libc.getenv(os.fsencode(name))
+        size = len(os.fsencode(value))
         if address and ctypes.string_at(address) == os.fsencode(value):
             ctypes.memset(address, 0, size)
     del os.environ[name]
@@ -270,7 +275,8 @@ def start(order: Launch, args: ServeOptions) -> None:
     from toolkit.serve.drift import judge
     from toolkit.serve.launch import launch
 
-    plan, front = order.plan, order.settings
+    plan = order.plan
+    front = order.settings
     check = partial(judge, strict=args.strict, say=note)
     announce = partial(
         announce_plan, args.as_json, plan, front.model, status_page=front.status_page
@@ -284,7 +290,8 @@ def start_server(backend: Serves, order: ServerOrder, manager: Manager, args: Se
     """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
-    plan, model = order.plan, order.served_model
+    plan = order.plan
+    model = order.served_model
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
@@ -297,14 +304,16 @@ def start_gateway(order: GatewayLaunch, args: ServeOptions) -> None:
     """Start the front before replicas, and its own replicas, until a signal ends it."""
     from toolkit.gateway.launch import launch_gateway
 
-    plan, front = order.plan, order.settings
+    plan = order.plan
+    front = order.settings
     if order.own is not None:
         where = f" on Ray ({order.ray})" if order.ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
         note(f"starting {servers} of {plan.recipe.engine.name}{where}")
 
     def announce(url: str) -> None:
-        page, router = f"{url}/" if front.status_page else None, order.router.name
+        page = f"{url}/" if front.status_page else None
+        router = order.router.name
         facts = {"url": url, "model": front.model, "router": router, "status_page": page}
         lines = [
             f"ready: {url} serves {front.model or 'the model of its replicas'}",
@@ -372,7 +381,8 @@ def announce_plan(
     as_json: bool, plan: Plan, model: str, url: str, *, status_page: bool = False
 ) -> None:
     """Print that the server of the plan is ready, what it serves, and limits that it will break."""
-    page, broken_limits = f"{url}/" if status_page else None, broken(plan.limits)
+    page = f"{url}/" if status_page else None
+    broken_limits = broken(plan.limits)
     facts = {
         "url": url,
         "model": model,

@@ -353,7 +353,8 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.windows import prepare, scale_lengths
 
-    given, targets = parse_settings(args.settings), parse_sla(args.sla)
+    given = parse_settings(args.settings)
+    targets = parse_sla(args.sla)
     traffic = read_traffic(args, rate, seed=args.seed or 0)
     kinds: Sequence[Kind] = ()
     bases: dict[Path, Fit] = {}
@@ -367,7 +368,8 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         fleet = open_fleet(args.fleet)
         tuning = read_tuning(args.tuning, fleet.inputs)
         kinds = sized(fleet.kinds, tuning)
-        spec, fitted = kinds[0].recipe, kinds[0].fit
+        spec = kinds[0].recipe
+        fitted = kinds[0].fit
     elif args.fit == UNIT_STEP and not Path(args.fit).exists():
         refuse_useless({"--recipe": args.recipe}, f"--fit {UNIT_STEP} has none")
         refuse_useless({"--tuning": args.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
@@ -486,7 +488,8 @@ def result_notes(
 
     lines = []
     if refusals:
-        first, count = refusals[0], len(refusals)
+        first = refusals[0]
+        count = len(refusals)
         counted = "1 request" if count == 1 else f"{count:,} requests"
         example = f"for example number {int(first.request_id) + 1}: {first.reason}"
         lines.append(f"{counted} rejected; {example}")
@@ -494,7 +497,8 @@ def result_notes(
     if measured is not None and beyond_percent:
         lines.append(f"warning: {extrapolation_warning(beyond_percent, measured)}")
     if "hit_percent" in metrics:
-        hit_percent, tokens = metrics["hit_percent"], metrics["query_tokens"]
+        hit_percent = metrics["hit_percent"]
+        tokens = metrics["query_tokens"]
         lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
         lines.append(
             f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found, "
@@ -534,7 +538,8 @@ def _failure_notes(
         return []
     tokens = result.counters["recomputed_tokens"]
     quiet = replace(world, routing=replace(world.routing, outages=()))
-    before, after = simulate(requests, policy, quiet).metrics(targets), result.metrics(targets)
+    before = simulate(requests, policy, quiet).metrics(targets)
+    after = result.metrics(targets)
     return [
         f"{moved:,.0f} times a request went on elsewhere, {tokens:,.0f} tokens sent again",
         *(

@@ -171,7 +171,8 @@ def read_lengths(
         trace, _ = read_trace(path)
         return trace, path
     if options.prompt is None or options.output is None:
-        given, lacking = ("--prompt", "--output")
+        given = "--prompt"
+        lacking = "--output"
         if options.prompt is None:
             given, lacking = lacking, given
         raise InputError(f"{given} is given without {lacking}", f"add {lacking} TOKENS")

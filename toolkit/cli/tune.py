@@ -98,9 +98,11 @@ def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
     limit = {"trials": MAX_TRIALS, "draws": MAX_DRAWS, "jobs": MAX_JOBS}[param.name or ""]
     if value is None or value <= limit:
         return value
-    why, hint = "", "the default is the recipe's"
+    why = ""
+    hint = "the default is the recipe's"
     if param.name == "jobs":
-        why, hint = ", since each is a process", "leave it out for as many as there are cores"
+        why = ", since each is a process"
+        hint = "leave it out for as many as there are cores"
     raise InputError(f"--{param.name} {value}: the limit is {limit:,}{why}", hint)
 
 
@@ -267,10 +269,12 @@ def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
         if args.workers != AUTO:
             refuse_workers(args.workers)
         fleet = open_fleet(args.recipe, force=args.force)
-        first, others = fleet.kinds[0], fleet.kinds[1:]
+        first = fleet.kinds[0]
+        others = fleet.kinds[1:]
         if not traits_of(first.recipe.engine.name).server:
             refuse_workers(args.workers)
-        recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
+        recipe = first.recipe.model_copy(update={"workers": first.workers})
+        fit = first.fit
     else:
         recipe = open_recipe(args.recipe)
         fit = read_fit(args.fit, args.recipe, force=args.force)
@@ -334,8 +338,10 @@ def _note_search(
     settings: SearchSettings, total: int, trace: Trace, recipe: str, others: Sequence[Kind]
 ) -> None:
     """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
-    count, served = len(settings.spaces), len(settings.served)
-    kind, routed = "policies", settings.spaces[0].router is not None
+    count = len(settings.spaces)
+    served = len(settings.served)
+    kind = "policies"
+    routed = settings.spaces[0].router is not None
     policies = "the recipe's own policy"
     if routed:
         kind = "routers"
@@ -424,7 +430,10 @@ class TuneProgress:
         jobs: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._advance, self._total, self._jobs, self._clock = advance, total, jobs, clock
+        self._advance = advance
+        self._total = total
+        self._jobs = jobs
+        self._clock = clock
         self._untimed = remembered + jobs - 1
         self._done = 0
         self._recent_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last ones were done
@@ -435,9 +444,11 @@ class TuneProgress:
         self._advance(text=f"best {number(best)} good requests/s" if best else "")
         if self._done <= self._untimed:
             return
-        now_s, recent_s = self._clock(), self._recent_s
+        now_s = self._clock()
+        recent_s = self._recent_s
         recent_s.append(now_s)
-        timed, left = len(recent_s) - 1, self._total - self._done
+        timed = len(recent_s) - 1
+        left = self._total - self._done
         if timed < ESTIMATE_AFTER:
             return
         left_s = (now_s - recent_s[0]) / timed * left
@@ -468,7 +479,8 @@ def show(result: Tuning) -> None:
     """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
     from toolkit.report.verdict import size_lines, verdict
 
-    before, after = result.defaults, result.best
+    before = result.defaults
+    after = result.best
     same = before.key == after.key
     if result.sizing:
         print("\n".join([*size_lines(result), ""]))
@@ -476,7 +488,8 @@ def show(result: Tuning) -> None:
     if len(result.policies) > 1:
         _show_policies(result)
     rate = f"{result.load} on {result.workers} workers"
-    first, best = _settings(before), _settings(after)
+    first = _settings(before)
+    best = _settings(after)
     rows = [
         (name, *([word(first[name])] if same else []), word(value)) for name, value in best.items()
     ]
@@ -485,7 +498,8 @@ def show(result: Tuning) -> None:
     changes = []
     for name in METRICS:
         if name in before.metrics and name in after.metrics:
-            old, new = before.metrics[name], after.metrics[name]
+            old = before.metrics[name]
+            new = after.metrics[name]
             changes.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "-"))
     names = ["default", "best"]
     if not same:
@@ -512,7 +526,8 @@ def show(result: Tuning) -> None:
 
 def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
     """The policy's parameters, those of further kinds, then the router and its parameters."""
-    router, found = outcome.replica_router, outcome.every_parameter
+    router = outcome.replica_router
+    found = outcome.every_parameter
     if router is None:
         return found
     knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
@@ -526,9 +541,11 @@ def _show_policies(result: Tuning) -> None:
     what = "router" if result.best.replica_router else "policy"
     rows: list[tuple[str, int, float, float, bool]] = []
     for one in result.policies:
-        router, metrics = one.outcome.replica_router, one.outcome.metrics
+        router = one.outcome.replica_router
+        metrics = one.outcome.metrics
         name = router.name if router else marked(one.policy, result.engines)
-        goodput_rps, latency_s = metrics.get("goodput_rps", 0.0), metrics.get(latency, 0.0)
+        goodput_rps = metrics.get("goodput_rps", 0.0)
+        latency_s = metrics.get(latency, 0.0)
         rows.append((name, one.trials, goodput_rps, latency_s, one.feasible))
     rows.sort(key=lambda row: (not row[4], -row[2]))
     title = f"each {what}'s best settings, on the whole trace"
@@ -583,7 +600,8 @@ def _show_chart(result: Tuning) -> None:
         ("B", best),
     ):
         for trial in trials:
-            metrics, own = trial.outcome.metrics, marks.get(_short(trial.outcome), ".")
+            metrics = trial.outcome.metrics
+            own = marks.get(_short(trial.outcome), ".")
             points.append(PlotPoint(metrics[latency], metrics["goodput_rps"], mark or own))
     print("\ngoodput_rps of the trials")
     print("\n".join(scatter(points, x_name=latency)))

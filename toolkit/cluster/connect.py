@@ -22,13 +22,16 @@ from typing import Any, TypeVar
 from toolkit.errors import InputError
 from toolkit.extras import install
 
-LOCAL, AUTO = "local", "auto"
+LOCAL = "local"
+AUTO = "auto"
 MIN_VERSION = (2, 54)  # of Ray: the first with RAY_AUTH_MODE=token on every connection
 INSTALL = install("ray")
 REACH_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 1 << 28  # of a local cluster, which carries only prompts and tokens
 LOOPBACK = "127.0.0.1"
-TOKEN, TOKEN_PATH, MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+MODE = "RAY_AUTH_MODE"
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,7 +103,8 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         raise _cannot_join(address, error) from None
     try:
-        head, nodes = str(context.address_info["gcs_address"]), ray.nodes()
+        head = str(context.address_info["gcs_address"])
+        nodes = ray.nodes()
         guarded = os.environ.get(MODE, "").lower() == "token"
         yield Cluster(head, sum(node["Alive"] for node in nodes), guarded)
     finally:

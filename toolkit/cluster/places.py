@@ -42,7 +42,8 @@ class MachineShare:
     @classmethod
     def of(cls, recipe: Recipe) -> MachineShare:
         """The threads of the engine's processes, and a GPU for each process that needs one."""
-        engine, on_gpu = recipe.engine, recipe.hardware.device == "cuda"
+        engine = recipe.engine
+        on_gpu = recipe.hardware.device == "cuda"
         processes = engine.tensor_parallel_size
         return cls((engine.threads or 1) * processes, processes if on_gpu else 0)
 
@@ -148,10 +149,12 @@ def no_room(wanted: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> s
     """Why a cluster of these machines has no room for the `wanted` workers: what they need and what
     it has, for the kinds that it can never hold, else for all.
     """
-    every, short = [], []
+    every = []
+    short = []
     for _, same in groupby(wanted, key=lambda place: (place.share, place.labels)):
         kind = list(same)
-        place, fitting = kind[0], _labelled(machines, kind[0].labels)
+        place = kind[0]
+        fitting = _labelled(machines, kind[0].labels)
         room = sum(place.share.fits(machine.resources) for machine in fitting)
         every.append(_lacks(place, len(kind), machines))
         if len(kind) > room:
@@ -165,7 +168,8 @@ def _labelled(machines: Sequence[Machine], labels: Mapping[str, str]) -> list[Ma
 
 def _lacks(place: WorkerPlacement, count: int, machines: Sequence[Machine]) -> str:
     """How many workers need what on which machines, and what there is."""
-    labels, fitting = place.labels, _labelled(machines, place.labels)
+    labels = place.labels
+    fitting = _labelled(machines, place.labels)
     needed = f"{count} worker{'s' * (count > 1)} of {place.share} each"
     where = f"{len(machines)} machines"
     if labels:

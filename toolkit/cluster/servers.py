@@ -132,9 +132,12 @@ class RayServers:
     """
 
     def __init__(self, places: Sequence[WorkerPlacement], room_timeout_s: float, host: str) -> None:
-        self._places, self._room_timeout_s, self._host = places, room_timeout_s, host
+        self._places = places
+        self._room_timeout_s = room_timeout_s
+        self._host = host
         self._room = Room(places)
-        self._began_s, self._has_room = time.monotonic(), False
+        self._began_s = time.monotonic()
+        self._has_room = False
         self.cpus = CpuShares()
 
     def start(self, number: int, start: StartServer, say: Callable[[str], None]) -> ActorServer:

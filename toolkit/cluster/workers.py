@@ -174,7 +174,8 @@ class ActorBody:
 
     def send(self, frame: ToWorker) -> None:
         """Call the actor. A call to an actor that is gone gets no answer."""
-        number, self._sent = self._sent, self._sent + 1
+        number = self._sent
+        self._sent = self._sent + 1
         if isinstance(frame, Start | RunSlice | RunRound):
             answers = self._actor.call.remote(number, pack(frame))
             receiving = asyncio.create_task(self._receive(answers))

@@ -53,7 +53,8 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         disk = Check("disk", "note", f"{size(free)} free in {existing}", remedy)
     else:
         disk = Check("disk", "ok", f"{size(free)} free in {existing}")
-    cache, remedy = model_cache(), "set HF_HOME to a folder that can be written"
+    cache = model_cache()
+    remedy = "set HF_HOME to a folder that can be written"
     models = Check("model cache", "note", f"{cache} cannot be written", remedy)
     _, free = _writable(cache)
     if free is not None:
@@ -219,7 +220,9 @@ def check_sizes(recipe: Recipe) -> list[Check]:
 
 def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
     """Whether the recipe's GPUs are here, or CPUs for the threads of all its processes."""
-    hardware, engine, workers = recipe.hardware, recipe.engine, recipe.workers
+    hardware = recipe.hardware
+    engine = recipe.engine
+    workers = recipe.workers
     shares = engine.tensor_parallel_size
     if hardware.device == "cuda":
         wanted = f"{workers * shares} x {hardware.name}"
@@ -231,7 +234,8 @@ def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
         here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
         remedy = "profile and serve it on a machine that has it; fit, tune and simulate run here"
         return Check("hardware", "missing", f"{wanted}: this machine has {here}", remedy)
-    cpus, threads = usable_cpus(), engine.threads
+    cpus = usable_cpus()
+    threads = engine.threads
     if threads is None:
         found = f"{workers} workers on all {cpus} CPUs"
         remedy = "set engine.threads: workers that share CPUs distort each other's times"
@@ -295,24 +299,29 @@ def _folder_problem(folder: Path, model: ModelSpec) -> str:
 
 def _check_capacity(recipe: Recipe) -> Check:
     """How many tokens' KV cache fits beside the weights, by the recipe's numbers."""
-    model, engine = recipe.model, recipe.engine
-    shares, weights = engine.tensor_parallel_size, model.weight_bytes
+    model = recipe.model
+    engine = recipe.engine
+    shares = engine.tensor_parallel_size
+    weights = model.weight_bytes
     if model.kv_bytes_per_token is None:
         remedy = "give model.kv_bytes_per_token to have it computed"
         return Check("memory", "note", "unknown before profiling", remedy)
     if engine.kv_cache_memory_mib is not None:
-        budget, terms = engine.kv_cache_memory_mib * MIB, "engine.kv_cache_memory_mib"
+        budget = engine.kv_cache_memory_mib * MIB
+        terms = "engine.kv_cache_memory_mib"
     elif recipe.hardware.memory_gib is None or weights is None:
         remedy = "give hardware.memory_gib and model.weight_bytes, or engine.kv_cache_memory_mib"
         return Check("memory", "note", "unknown before profiling", remedy)
     else:
-        share, memory = engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
+        share = engine.gpu_memory_utilization
+        memory = recipe.hardware.memory_gib * GIB
         budget = share * memory - weights // shares
         divided = f" / {shares}" if shares > 1 else ""
         terms = f"{share:g} x {size(memory)} - weights {size(weights)}{divided}"
     parts = cache_parts(special_of(model.config), shares)
     per_token = model.kv_bytes_per_token // parts  # of one process of a worker
-    tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
+    tokens = int(budget // per_token)
+    rows = int(budget // (per_token * model.max_model_len))
     longest = f"{model.max_model_len:,}"
     if rows < 1:
         found = f"{terms} = {size(max(budget, 0))} for KV: not one row of {longest} tokens"

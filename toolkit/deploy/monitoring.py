@@ -101,7 +101,8 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
 def _health(order: Order, selector: str) -> list[Rule]:
     """Rules about the server, its workers, its memory, and whether the fit still holds."""
     drift = 1 + drift_percent(order).value / 100
-    low, high = round(1 / drift, 3), round(drift, 3)
+    low = round(1 / drift, 3)
+    high = round(drift, 3)
     ratio = _per_second("llmctl_batch_seconds_total", selector) + " / "
     ratio += _per_second("llmctl_predicted_batch_seconds_total", selector)
     alive = f"llmctl_workers_alive{{{selector}}}"
@@ -226,7 +227,8 @@ def _target(key: str, limit: float, selector: str) -> Rule:
     share of late values is exact: more than 1 % break a p99, and any breaks a max.
     """
     metric, statistic, _ = key.split("_")
-    name, what = f"llmctl_{metric}_seconds", WHAT[metric]
+    name = f"llmctl_{metric}_seconds"
+    what = WHAT[metric]
     all_ = _per_second(f"{name}_count", selector)
     if statistic == "mean":
         expression = f"{_per_second(f'{name}_sum', selector)} / {all_} > {limit:g}"

@@ -33,7 +33,8 @@ from toolkit.files.tuning import broken
 from toolkit.traces.types import Trace
 
 T = TypeVar("T")
-SECONDS, MEBIBYTES = "{} s", "{:,} MiB"  # forms of `explain_value`
+SECONDS = "{} s"
+MEBIBYTES = "{:,} MiB"  # forms of `explain_value`
 USER_ID = 10001  # of the user of our images, in all containers
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
 # How a client gets the key, as Markdown.
@@ -313,7 +314,8 @@ def llmctl_image(order: Order, *extras: str, engine: bool = True) -> Sourced[str
     Raises `InputError` where the image of the command line is not pinned.
     """
     if order.options.image:
-        image, source = check_image(order.options.image), "--image"
+        image = check_image(order.options.image)
+        source = "--image"
         if "@sha256:" not in image:
             source += f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
         return Sourced(image, source)

@@ -42,7 +42,9 @@ LIMITS = "limits"  # the key that says whether a plan keeps its limits
 
 NO_POLICY = "default of recipes that name no policy"
 NO_ROUTER = "default of recipes that name no router"
-RECIPE, BY_POLICY, BY_SET = "recipe", "set by --policy", "set by --set"
+RECIPE = "recipe"
+BY_POLICY = "set by --policy"
+BY_SET = "set by --set"
 UNTUNED = "the plan was made without a tuning"
 OVERRIDDEN = "the settings are not those of the tuning, so its predictions do not hold"
 
@@ -143,7 +145,8 @@ def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning |
     written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
     source = f"{origin if written else NO_POLICY}, not tuned"
     given_by = dict.fromkeys(recipe.policy.parameters, origin)
-    policy, limits = recipe.policy, recipe_limits(recipe)
+    policy = recipe.policy
+    limits = recipe_limits(recipe)
     return Choice(policy.name, policy.parameters, source, given_by, limits, UNTUNED)
 
 
@@ -158,7 +161,8 @@ def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
     trace = tuning.inputs.get("trace")
     if trace is None or tuning.concurrency is not None:
         return explained, None
-    needed, rate = tuning.sizing.workers if tuning.sizing else None, tuning.request_rate_rps
+    needed = tuning.sizing.workers if tuning.sizing else None
+    rate = tuning.request_rate_rps
     workload = PlannedWorkload(trace=trace.name, request_rate_rps=rate, workers_needed=needed)
     return explained, workload
 
@@ -186,7 +190,8 @@ def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) ->
 
 
 def _check_same(recipe: Recipe, fit: Fit) -> None:
-    engine, model = fit.engine, recipe.model
+    engine = fit.engine
+    model = recipe.model
     pairs: Pairs = {
         "recipe_name": (fit.recipe_name, recipe.name),
         "workers": (fit.workers, recipe.measured.workers),
@@ -272,7 +277,8 @@ def _with_flags(kind: Kind, given: Mapping[str, Value]) -> Kind:
 
 def _from_user(given: PlannedPolicy, kinds: Sequence[Kind], tuning: Tuning | None) -> Choice:
     """A policy that the user named; with the tuning's predictions if its settings are the same."""
-    recipe, others = kinds[0].recipe, kinds[1:]
+    recipe = kinds[0].recipe
+    others = kinds[1:]
     own, *flags = settings_of_kinds(given.parameters, kinds)
     set_by = {kind.recipe.name: of_kind for kind, of_kind in zip(others, flags, strict=True)}
     chosen = Choice(
@@ -296,7 +302,8 @@ def _from_user(given: PlannedPolicy, kinds: Sequence[Kind], tuning: Tuning | Non
     tuned = _from_tuning(tuning, recipe, RECIPE)
     if settings(chosen) != settings(tuned):
         return chosen
-    sources, kind_sources = chosen.sources, chosen.kind_sources
+    sources = chosen.sources
+    kind_sources = chosen.kind_sources
     return replace(
         tuned, parameters=own, source=BY_POLICY, sources=sources, kind_sources=kind_sources
     )
@@ -308,7 +315,8 @@ def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
 
 
 def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
-    outcome, trials = tuning.recommended, len(tuning.trials)
+    outcome = tuning.recommended
+    trials = len(tuning.trials)
     if tuning.keep_defaults:
         source = f"kept: no trial of {trials} did better than the recipe's settings"
     elif not tuning.keeps_limits:
@@ -357,7 +365,8 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     again, or if it differs from the recipe and the policy's default. Where the recipe's settings
     are kept, none comes from the search.
     """
-    outcome, known = tuning.recommended, defaults(KNOWN[tuning.recommended.policy])
+    outcome = tuning.recommended
+    known = defaults(KNOWN[tuning.recommended.policy])
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
     start = known | own
     same = [trial.outcome for trial in tuning.trials if trial.outcome.policy == outcome.policy]
@@ -397,7 +406,8 @@ def _explain(
 
     The keys of laws of a fleet's further kinds begin with the names of their recipes.
     """
-    total, planned = sum(kind.workers for kind in kinds), kinds[0].recipe.workers
+    total = sum(kind.workers for kind in kinds)
+    planned = kinds[0].recipe.workers
     source = "recipe; the fit was measured with the same number"
     if len(kinds) > 1 or total != planned:
         source = f"fleet: {_counts(kinds)}"
@@ -438,7 +448,8 @@ def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -
         "replica_router": _explanation(router.name, source),
     }
     for kind in kinds[1:]:
-        name, of_recipe = kind.recipe.name, "its recipe, else vLLM's default"
+        name = kind.recipe.name
+        of_recipe = "its recipe, else vLLM's default"
         of_recipe += "; not tuned" * (name not in choice.kind_sources)
         sources = choice.kind_sources.get(name, {})
         for flag, value in kind.recipe.policy.parameters.items():
@@ -465,13 +476,17 @@ def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
 
 def _explain_laws(kind: Kind) -> Explained:
     """Explain the laws of a kind's fit, and which revision of its model the hub gives."""
-    fit, model = kind.fit, kind.recipe.model
+    fit = kind.fit
+    model = kind.recipe.model
     overhead = f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}"
-    budget, per_token = fit.engine.kv_budget_bytes, fit.engine.kv_bytes_per_token
+    budget = fit.engine.kv_budget_bytes
+    per_token = fit.engine.kv_bytes_per_token
     capacity = f"the engine's own count, {budget} bytes of {per_token} per token"
-    memory, paper = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}", "SCLS Eq. 9"
+    memory = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}"
+    paper = "SCLS Eq. 9"
     if fit.memory.form == "rules":
-        memory, paper = f"{len(fit.memory.rules)} rules", "SCLS Algorithm 2"
+        memory = f"{len(fit.memory.rules)} rules"
+        paper = "SCLS Algorithm 2"
     slices = f"whole slices on all workers; {_error(fit.overhead.error)}"
     explained = {
         "prefill law": _explain_law(fit.prefill),

@@ -39,9 +39,11 @@ PROPAGATION_S = 5  # until a cluster's proxies know that /ready answers 503
 # After the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a margin.
 AFTER_DRAIN_S = 20
 MIN_STARTUP_S = 1800  # of the first load
-LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
+LOAD_S = 600
+SLOW_BYTES_PER_S = 50_000_000  # loading without the download, and a slow link
 # Of a measured time of loading: a disk's cache was warm, or other pods load from the same disk.
-LOAD_FACTOR, MIN_MEASURED_STARTUP_S = 3, 300
+LOAD_FACTOR = 3
+MIN_MEASURED_STARTUP_S = 300
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 # Host memory of `serve` itself, and of a worker process before it loads a model:
 # docs/how-to/deploy.md
@@ -58,7 +60,8 @@ MAX_BACKLOG = 4096  # requests: no server needs a longer queue
 
 def drain_s(order: Order) -> Sourced[int]:
     """Seconds that running requests get to end: the expected time of the longest request."""
-    targets, predicted = order.plan.recipe.sla, order.plan.predicted
+    targets = order.plan.recipe.sla
+    predicted = order.plan.predicted
     times = [(targets[key], f"the target {key}") for key in targets if key.startswith("e2e_")]
     known = [key for key in ("e2e_p99_s", "e2e_max_s") if key in predicted]
     times += [(predicted[key], f"the predicted {key}") for key in known]
@@ -82,7 +85,8 @@ def startup_s(order: Order) -> Sourced[int]:
     It rests on the time that the profiles measured, else on a bound, which is larger for models
     above 56 GiB.
     """
-    kinds, from_hub = order.plan.kinds, order.plan.recipe.model.from_hub
+    kinds = order.plan.kinds
+    from_hub = order.plan.recipe.model.from_hub
     speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
     weights = max(weight_bytes(kind) or 0 for kind in kinds)
     download_s = math.ceil(weights / SLOW_BYTES_PER_S)
@@ -119,7 +123,8 @@ def load_s(order: Order) -> Sourced[int | None]:
 
 def weight_bytes(kind: Kind) -> int | None:
     """Bytes of a kind's weights on all GPUs of a worker; None where not known."""
-    model, facts = kind.recipe.model, kind.fit.engine
+    model = kind.recipe.model
+    facts = kind.fit.engine
     return model.weight_bytes or facts.parameters * DTYPE_BYTES[model.dtype] or None
 
 
@@ -159,14 +164,16 @@ def cpus(recipe: Recipe) -> Sourced[int]:
 
 def memory_mib(order: Order) -> Sourced[int]:
     """Host memory in MiB that a server with all its workers requests."""
-    worker, workers = worker_memory_mib(order.plan.kinds[0]), order.plan.recipe.workers
+    worker = worker_memory_mib(order.plan.kinds[0])
+    workers = order.plan.recipe.workers
     source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {worker.source}"
     return Sourced(FRONT_MIB + workers * worker.value, source)
 
 
 def worker_memory_mib(kind: Kind) -> Sourced[int]:
     """Host memory of one worker in MiB, also on a GPU, since the weights pass through it once."""
-    recipe, fit = kind.recipe, kind.fit
+    recipe = kind.recipe
+    fit = kind.fit
     weights = recipe.model.weight_bytes or 0
     cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
     libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share
@@ -177,7 +184,8 @@ def worker_memory_mib(kind: Kind) -> Sourced[int]:
 
 def memory_limit_mib(order: Order) -> Sourced[int]:
     """Host memory in MiB at which the pod of a server is killed."""
-    requested, workers = memory_mib(order), order.plan.recipe.workers
+    requested = memory_mib(order)
+    workers = order.plan.recipe.workers
     extra = worker_extra_memory_mib(order.plan.kinds[0])
     source = f"{LIMIT_FACTOR} times what it requests"
     if extra.value:
@@ -189,7 +197,8 @@ def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
     """Host memory in MiB that a worker may use besides its request: swapped caches, shared memory,
     and the weights that all processes of a group load.
     """
-    group, weights = kind.recipe.engine.tensor_parallel_size, kind.recipe.model.weight_bytes or 0
+    group = kind.recipe.engine.tensor_parallel_size
+    weights = kind.recipe.model.weight_bytes or 0
     sizes = {
         "MiB of swapped caches": kind.fit.swap.host_bytes if kind.fit.swap else 0,
         f"MiB of weights in the {group - 1} other processes while they load": (group - 1) * weights,
@@ -202,7 +211,8 @@ def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
 
 def replicas(order: Order) -> Sourced[int]:
     """The number of replicas, each with all the plan's workers."""
-    needed, workers = order.plan.workers_needed, order.plan.workers
+    needed = order.plan.workers_needed
+    workers = order.plan.workers
     if order.options.replicas:
         return Sourced(order.options.replicas, "--replicas")
     if needed is None:
@@ -295,7 +305,8 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
         lengths = f"the lengths of {trace.source}"
     served, at_once = _simulated(plan, prepare(trace, plan.recipe), targets)
     kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
-    simulated, result = f"simulated with the fit, {lengths}", f"{served} at once keep {kept}"
+    simulated = f"simulated with the fit, {lengths}"
+    result = f"{served} at once keep {kept}"
     if not served:
         return Sourced(None, f"{simulated}: not even one request alone keeps {kept}")
     if served <= at_once:
@@ -321,7 +332,8 @@ def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tupl
     if key in _ANSWERS:
         return _ANSWERS[key]
     policy = make_any(plan.policy.name, plan.policy.parameters)
-    limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
+    limit = plan.recipe.serve.max_new_tokens
+    seed = plan.recipe.tune.seed
     world = fleet(
         [
             world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
@@ -369,7 +381,8 @@ def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
     With chunks, vLLM admits the last request of its first pass perhaps in part.
     """
     if isinstance(policy, VllmPolicy):
-        started, budget = 0, policy.max_num_batched_tokens
+        started = 0
+        budget = policy.max_num_batched_tokens
         for worker in range(world.workers):
             prompts = trace.prompt_tokens[worker :: world.workers]
             ends = np.cumsum(prompts)

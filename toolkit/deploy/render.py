@@ -45,7 +45,8 @@ from toolkit.traces.types import FOLDER
 KEPT = {True: "yes", False: "NO", None: "-"}
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
 # Percent by which a replay may be off in bench.sh: without a validation, and the least.
-USUAL_ERROR, MIN_ERROR = 25, 10
+USUAL_ERROR = 25
+MIN_ERROR = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ def render_target(name: str, order: Order) -> dict[str, str]:
             RENDER_FLAGS,
         )
     rendered = (of_replicas or target.render)(order)
-    files, lines = dict(sorted(rendered.files.items())), [*rendered.explained]
+    files = dict(sorted(rendered.files.items()))
+    lines = [*rendered.explained]
     plan_file = next((file for file in files if Path(file).name == "plan.json"), "plan.json")
     files[plan_file] = order.text
     metrics: Names | None = traits.metrics if own_server else target.metrics
@@ -182,7 +184,9 @@ def _alerts(
 
 def _explanation(target: str, order: Order, explained: Sequence[ExplainedValue], start: str) -> str:
     """EXPLAIN.md: every value of the files and the plan, and predictions with their errors."""
-    plan, engine, validation = order.plan, order.plan.fit.engine, order.validation
+    plan = order.plan
+    engine = order.plan.fit.engine
+    validation = order.validation
     measured = f"with engine {engine.engine} {engine.engine_version}"
     basis = f"The laws were measured on {engine.device} {measured}."
     if engine.analytic:
@@ -241,7 +245,9 @@ def _bench_script(order: Order, plan_file: str, url: str) -> str:
 
     The server is at `url`; if that is '', where the recipe has it listen.
     """
-    plan, validation, max_error = order.plan, order.validation, USUAL_ERROR
+    plan = order.plan
+    validation = order.validation
+    max_error = USUAL_ERROR
     if validation is not None:
         worst = max((abs(metric.worst_percent) for metric in validation.metrics), default=0.0)
         max_error = max(math.ceil(worst), MIN_ERROR)

@@ -83,7 +83,8 @@ class KindReplicas:
     @property
     def name(self) -> str:
         """The name of its objects, unique to the order's name and the kind's."""
-        name, room = self.order.name, MAX_KIND_NAME - len(self.label) - 1
+        name = self.order.name
+        room = MAX_KIND_NAME - len(self.label) - 1
         if len(name) > room and self.order.plan.others:
             tail = hashlib.sha256(name.encode()).hexdigest()[:6]
             name = f"{name[: room - 7].rstrip('-')}-{tail}"
@@ -134,7 +135,8 @@ class KindReplicas:
     @cached_property
     def count(self) -> Sourced[int]:
         """The number of replicas."""
-        options, plan = self.order.options, self.order.plan
+        options = self.order.options
+        plan = self.order.plan
         if plan.others:
             source = "fleet: workers of this kind"
             if plan.workers_needed is not None:
@@ -205,9 +207,12 @@ class KindReplicas:
         return self._drain(self.own.plan.fit.decode.valid.batch_size_max)
 
     def _drain(self, running: int) -> Sourced[int]:
-        plan, drain = self.own.plan, reckon.drain_s(self.own)
-        laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
-        tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
+        plan = self.own.plan
+        drain = reckon.drain_s(self.own)
+        laws = laws_from_fit(plan.fit).rounds
+        valid = plan.fit.decode.valid
+        tokens = plan.recipe.serve.max_new_tokens
+        middle = valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
         if longest_s <= drain.value:
             return drain
@@ -226,7 +231,8 @@ class KindReplicas:
 
     def asking(self, folder: str, port: int, *mode: str) -> list[str]:
         """The command that finds out whether a replica hangs, with its program in `folder`."""
-        url, model = f"http://127.0.0.1:{port}", model_name(self.order.plan)
+        url = f"http://127.0.0.1:{port}"
+        model = model_name(self.order.plan)
         note = "/tmp/llmctl-alive"  # a volume of the container's own
         return ["python3", f"{folder}/{ALIVE}", url, model, str(self.hang_s), note, *mode]
 
@@ -273,7 +279,8 @@ class Replication:
     order: Order
 
     def __post_init__(self) -> None:
-        plan, options = self.order.plan, self.order.options
+        plan = self.order.plan
+        options = self.order.options
         if not plan.others:
             return
         if options.replicas:

@@ -157,7 +157,8 @@ def start(folder: Path, manifest: Manifest) -> None:
     _check_systemd()
     files = [name for name in manifest.files if Path(name).suffix in UNITS]
     _run(["systemctl", "link", *(str((folder / file).absolute()) for file in files)])
-    units, since = _units(manifest), f"@{time.time():.6f}"
+    units = _units(manifest)
+    since = f"@{time.time():.6f}"
     started = subprocess.run(["systemctl", "start", units[0]], capture_output=True, text=True)
     if started.returncode == 0:
         return
@@ -191,7 +192,8 @@ def _units(manifest: Manifest) -> list[str]:
     The first starts all. Stopping the target ends all, too, but systemctl waits only for units that
     it is given.
     """
-    name, target = manifest.name, f"{manifest.name}.target"
+    name = manifest.name
+    target = f"{manifest.name}.target"
     units = [f"{name}.service"]
     if target not in manifest.files:
         return units

@@ -24,7 +24,9 @@ from toolkit.endpoints.foreign import UNREADABLE, Count, decoded, plain
 from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
-OK, NOT_FOUND, NOT_READY = 200, 404, 503
+OK = 200
+NOT_FOUND = 404
+NOT_READY = 503
 KEY_REFUSED = (401, 403)
 NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
 KEY_VARIABLE = "LLMCTL_API_KEY"
@@ -439,7 +441,8 @@ class CacheCounts(NamedTuple):
     hits: float
 
 
-CACHE_QUERIES, CACHE_HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+CACHE_QUERIES = "vllm:prefix_cache_queries_total"
+CACHE_HITS = "vllm:prefix_cache_hits_total"
 
 
 def cache_counts(target: Target) -> CacheCounts | None:

@@ -96,10 +96,13 @@ class Link(asyncio.Protocol):
 
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
         """Send a request, a HEAD if `bodyless`. Raises `UpstreamError` if no answer begins."""
-        self.status, self.headers, self._pieces = 0, [], []
+        self.status = 0
+        self.headers = []
+        self._pieces = []
         self._held_bytes = self._bodyless_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
-        self._ends_with_connection, self._bodyless = True, bodyless
+        self._ends_with_connection = True
+        self._bodyless = bodyless
         if self._closed:
             raise UpstreamError(LOST)
         self._transport.write(request)
@@ -188,7 +191,8 @@ class Link(asyncio.Protocol):
         if self._bodyless:
             return
         self._pieces.append(body)
-        before, self._held_bytes = self._held_bytes, self._held_bytes + len(body)
+        before = self._held_bytes
+        self._held_bytes = self._held_bytes + len(body)
         if before <= MAX_HELD_BYTES < self._held_bytes:
             self._transport.pause_reading()
 
@@ -268,7 +272,8 @@ class Upstream:
         moment of its reuse: if it ends without a byte of an answer, the request is sent once more
         on a new one, as curl does.
         """
-        request, bodyless = self._request(method, target, headers, body), method == "HEAD"
+        request = self._request(method, target, headers, body)
+        bodyless = method == "HEAD"
         if kept := self._kept():
             try:
                 return await self._ask(kept, request, bodyless=bodyless)
@@ -500,7 +505,8 @@ class StreamCall(asyncio.Protocol):
             return
         if chunk.error is not None:
             self.end(f"error in the stream: {error_text(data)}")
-        sample, now_s = self._sample, self._now_s
+        sample = self._sample
+        now_s = self._now_s
         if chunk.choices:
             if math.isnan(sample.first_token_s):
                 sample.first_token_s = now_s

@@ -36,7 +36,8 @@ from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
 INSTALL = "pip install 'deepspeed>=0.19,<0.20', on a CPU with -c constraints.txt"
-INJECTED, PASS_THROUGH = "kernel injection", "pass-through"
+INJECTED = "kernel injection"
+PASS_THROUGH = "pass-through"
 PROBE_COMMAND = (sys.executable, "-m", "toolkit.engines.deepspeed_engine")
 PROBE_LIMIT_S = 1800.0  # DeepSpeed compiles its kernels the first time
 # A batch may grow to its longest input plus its longest output, each almost max_model_len.

@@ -41,7 +41,8 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.rounds import PrefillPasses
 
-FIRST_TOKEN, LAST_TOKEN = 32, 126  # printable ASCII
+FIRST_TOKEN = 32
+LAST_TOKEN = 126  # printable ASCII
 DEFAULT_KV_BYTES = 1024
 DEFAULT_BUDGET_MIB = 64.0
 
@@ -146,7 +147,8 @@ class FakeEngine:
             )
 
     def _check_memory(self, batch_size: int, columns: int) -> None:
-        needed, capacity = batch_size * columns, self.facts.capacity_tokens
+        needed = batch_size * columns
+        capacity = self.facts.capacity_tokens
         if needed > capacity:
             raise OutOfMemory(f"{needed} tokens do not fit into {capacity}")
 
@@ -164,7 +166,8 @@ class FakeEngine:
         ended: list[int] = []
         joined: list[tuple[int, int]] = []
         dropped: list[int] = []
-        steps, wanted = 0, True
+        steps = 0
+        wanted = True
         over = False
         while not over:
             while (

@@ -179,7 +179,8 @@ class FixedSteps:
         self._logits = torch.empty(0)
 
     def _set_inputs(self, last: torch.Tensor) -> None:
-        cache, rows = self._cache, len(last)
+        cache = self._cache
+        rows = len(last)
         if len(self._tokens) < rows:
             self.clear()  # graphs read the old inputs
             self._membership = -1

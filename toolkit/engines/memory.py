@@ -158,8 +158,10 @@ class ModelShape:
         activation function. Compared with traced prefills, the estimate is within 10 % for Llama
         and Qwen with grouped queries, a third too low for GPT-2 and a third too high for OPT.
         """
-        tokens, columns = batch_size * length, cached + length
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        tokens = batch_size * length
+        columns = cached + length
+        query = self.heads * self.head_dim
+        key = self.kv_heads * self.head_dim
         repeated = 2 * query if self.kv_heads != self.heads else 0
         attention = (
             tokens * (3 * query + 3 * key) + batch_size * columns * repeated + tokens * columns
@@ -232,7 +234,8 @@ def on_device(work: Callable[Parameters, Result]) -> Callable[Parameters, Result
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            message, of_device = str(error), not isinstance(error, PastBudget)
+            message = str(error)
+            of_device = not isinstance(error, PastBudget)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise OutOfMemory(message, of_device=of_device)

@@ -285,7 +285,8 @@ class LiveRow:
         token = drawn
         finish: FinishReason = "length" if count >= row.max_new_tokens else ""
         if row.end_after is not None and count >= row.end_after:
-            token, finish = self._eos_id, "stop"
+            token = self._eos_id
+            finish = "stop"
         elif drawn in self._stops and count > row.sampling.min_tokens:
             finish = "stop"
         self.tokens.append(token)
@@ -293,7 +294,8 @@ class LiveRow:
 
     def as_row(self) -> Row:
         """The row with the tokens that it got since."""
-        row, new = self.row, self.tokens
+        row = self.row
+        new = self.tokens
         return msgspec.structs.replace(
             row, tokens=(*row.tokens, *new), generated=row.generated + len(new)
         )

@@ -68,7 +68,9 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start, old, first = self._window.start, self._window.end, self._window.first_row
+        start = self._window.start
+        old = self._window.end
+        first = self._window.first_row
         rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
         if end > self.key_slab.shape[2]:
@@ -208,7 +210,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def growth_bytes(self, newcomers: int, width: int) -> int:
         """Bytes that `make_room` takes at least for `newcomers` rows of at most `width` tokens."""
-        rows, columns = self.rows + newcomers, max(width, self.width) + 1
+        rows = self.rows + newcomers
+        columns = max(width, self.width) + 1
         if rows <= self.row_capacity and columns <= self.columns:
             return 0
         needed = rows * columns * self.bytes_per_token
@@ -217,7 +220,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def join(self, row: RowKV) -> None:
         """Add a row after the others, after `make_room`. Its tensors may be on another device."""
         length = row[0][0].shape[1]
-        index, end = self.rows, self._window.end
+        index = self.rows
+        end = self._window.end
         self._grow_left_to(end - length)
         for layer, (keys, values) in zip(self.layers, row, strict=True):
             layer.key_slab[index, :, end - length : end] = keys
@@ -242,12 +246,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for index in sorted(indices, reverse=True):
             last = len(order) - 1
             if index != last:
-                begin, end, start = self.begins[last], self._window.end, self._window.start
+                begin = self.begins[last]
+                end = self._window.end
+                start = self._window.start
                 # Methods that need no memory; an assignment of a scalar does.
                 for slab in self._slabs():
                     slab[index, :, begin:end].copy_(slab[last, :, begin:end])
                     slab[index, :, start:begin].zero_()
-                order[index], self.begins[index] = order[last], begin
+                order[index] = order[last]
+                self.begins[index] = begin
             order.pop()
             self.begins.pop()
         self._release()
@@ -279,7 +286,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         end in the next column, and no padding stays in the middle of a row. If memory runs out, the
         pass can be repeated.
         """
-        old, rows = self._window.end, self.rows
+        old = self._window.end
+        rows = self.rows
         end = old + 1
         for slab in self._slabs():
             slab[:rows, :, old] = slab[:rows, :, old + pass_width - 1]
@@ -301,7 +309,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """
         if not self._is_padded:
             return None
-        start, columns = self._window.start, slice(0, self.width + 1)
+        start = self._window.start
+        columns = slice(0, self.width + 1)
         if self._visible is None:
             self._visible = (
                 torch.arange(start, self.columns, device=self.device)[None, :]
@@ -335,7 +344,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
         If memory is too short for the move, the slabs stay.
         """
-        rows, columns = self.rows, max(columns, self.width + 1) if self.rows else 0
+        rows = self.rows
+        columns = max(columns, self.width + 1) if self.rows else 0
         if rows * columns * self.bytes_per_token < self._held_bytes:
             self._try_slabs(rows, columns, self._best_end(self.width, 1, columns) if rows else 0)
 
@@ -356,7 +366,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def _slide(self, end: int) -> None:
         """Move the window within its slabs."""
-        rows, start, old = self.rows, self._window.start, self._window.end
+        rows = self.rows
+        start = self._window.start
+        old = self._window.end
         distance = end - old
         overlaps = abs(distance) < old - start
         with self._layers_moving(self.row_capacity, self.columns, end) as moved:
@@ -374,7 +386,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
         The layers move one after another, so that only one layer exists twice.
         """
-        old_bytes, new_bytes = self._held_bytes, rows * columns * self.bytes_per_token
+        old_bytes = self._held_bytes
+        new_bytes = rows * columns * self.bytes_per_token
         layer_bytes = min(old_bytes, new_bytes) // len(self.layers)
         if max(new_bytes - old_bytes, 0) + layer_bytes > self._ledger.free_bytes:
             return False
@@ -388,7 +401,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
                     for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
                         new_keys = self._moved(layer.key_slab, keys, rows, columns, end)
                         new_values = self._moved(layer.value_slab, values, rows, columns, end)
-                        layer.key_slab, layer.value_slab = new_keys, new_values
+                        layer.key_slab = new_keys
+                        layer.value_slab = new_values
                         moved.append(layer)
                 self._hold(new_bytes)
             self.is_flat = True
@@ -412,7 +426,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
                 self.generation += 1
                 self.is_flat = False
                 old = self._window.end
-                left, right = min(old, end), min(self.columns - old, columns - end)
+                left = min(old, end)
+                right = min(self.columns - old, columns - end)
                 for index, layer in enumerate(self.layers):
                     at = end if index < len(moved) else old
                     columns_left = slice(at - left, at + right)
@@ -441,7 +456,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return new
 
     def _moved_to(self, end: int, rows: int, columns: int) -> None:
-        self.row_capacity, self.columns = rows, columns
+        self.row_capacity = rows
+        self.columns = columns
         distance = end - self._window.end
         self._window.start += distance
         self._window.end = end
@@ -457,7 +473,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._window.start = start
 
     def _clear_front(self, index: int) -> None:
-        start, begin = self._window.start, self.begins[index]
+        start = self._window.start
+        begin = self.begins[index]
         if start < begin:
             for slab in self._slabs():
                 slab[index, :, start:begin].zero_()

@@ -146,7 +146,8 @@ class RebatchEngine(TransformersEngine):
                 # A round that is stopped ends after a step, not between a step and its pass.
                 over = bool(progress.ended) or progress.is_short
         self._suspended.wait()
-        cache, others = self._batch.cache, self._suspended.device_tokens + self._prefiller.tokens
+        cache = self._batch.cache
+        others = self._suspended.device_tokens + self._prefiller.tokens
         return RoundOutput(
             progress.steps,
             tuple(progress.joined),
@@ -168,7 +169,8 @@ class RebatchEngine(TransformersEngine):
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
         """See `RoundEngine.time_part`: rows with random caches of unequal lengths."""
-        batch, cache = self._batch, self._batch.cache
+        batch = self._batch
+        cache = self._batch.cache
         try:
             if part == "join":
                 self._fill(others, length)

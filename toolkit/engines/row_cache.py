@@ -47,7 +47,8 @@ class RowCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_RowLayer(self, index) for index in range(len(shapes))])
         self._like = like
         self._ledger = ledger
-        self._heads, self._dim = first[1], first[3]
+        self._heads = first[1]
+        self._dim = first[3]
         self.bytes_per_token = like.itemsize * 2 * len(shapes) * self._heads * self._dim
         self._blocks: list[torch.Tensor] = []
         self._lengths: list[int] = []
@@ -181,7 +182,8 @@ class RowCache(Cache):  # type: ignore[misc]
             written = [block[:, :, length].unbind(0) for block, length in pairs]
             self._read = list(zip(*read, strict=True))
             self._written = list(zip(*written, strict=True))
-        key, value = 2 * layer, 2 * layer + 1
+        key = 2 * layer
+        value = 2 * layer + 1
         rows = slice(self._first_row, self._first_row + keys.shape[0])
         torch._foreach_copy_(
             [*self._written[key][rows], *self._written[value][rows]],

@@ -162,7 +162,8 @@ class Prefiller:
         """Whether memory has room for a group: its caches, and the larger of its largest pass and
         its rows' places in the batch. If memory is short, the batch frees its spare memory.
         """
-        rows, width = len(lengths), max(lengths)
+        rows = len(lengths)
+        width = max(lengths)
         columns = min(width, max(bound // rows, 1)) if bound else width
         if rows == 1 and cuts:
             columns = 1  # a pass that is too long can be cut
@@ -252,13 +253,16 @@ class RunningBatch:
 
     def step(self, parts: int = 1) -> StepOutput:
         """Decode one more token for every row, in `parts` passes; rows that end leave."""
-        cache, last = self.cache, self._prepared()
+        cache = self.cache
+        last = self._prepared()
         cache.make_room(len(self), 0, ahead=1)
         if parts == 1:
             logits = self._logits(last)
         else:  # a pass over fewer rows needs less memory besides the cache
-            mask, positions = cache.mask(self.masks_as), cache.positions()
-            pieces, size = [], -(-len(self) // parts)
+            mask = cache.mask(self.masks_as)
+            positions = cache.positions()
+            pieces = []
+            size = -(-len(self) // parts)
             for first in range(0, len(self), size):
                 rows = slice(first, first + size)
                 with cache.rows_from(first):
@@ -286,7 +290,9 @@ class RunningBatch:
         longest newcomer. The padding leaves the cache after the pass; the paper keeps it until all
         columns before it are released.
         """
-        cache, old, last = self.cache, len(self), self._prepared()
+        cache = self.cache
+        old = len(self)
+        last = self._prepared()
         assert isinstance(cache, RebatchCache)
         tokens = [live.row.tokens for _, live in newcomers]
         lengths = [len(row) for row in tokens]
@@ -314,7 +320,9 @@ class RunningBatch:
         tokens_drawn = drawn.tolist()
         cache.take_in(width, lengths)
         self._rows += newcomers
-        self._sampler, self._draws, self._places = sampler, 0, list(range(len(self)))
+        self._sampler = sampler
+        self._draws = 0
+        self._places = list(range(len(self)))
         return self._take(drawn, tokens_drawn)
 
     def clear(self) -> None:
@@ -322,7 +330,9 @@ class RunningBatch:
         self._rows.clear()
         self._places.clear()
         self.cache.clear()
-        self._sampler, self._draws, self._last = self.make_sampler([]), 0, None
+        self._sampler = self.make_sampler([])
+        self._draws = 0
+        self._last = None
 
     @property
     def _fixed(self) -> FixedSteps | None:
@@ -351,7 +361,9 @@ class RunningBatch:
             sampler = self.make_sampler([live.as_row() for _, live in self._rows])
         tokens = [live.last_token for _, live in self._rows]
         self._last = torch.tensor(tokens, dtype=torch.long, device=self.cache.device)
-        self._sampler, self._draws, self._places = sampler, 0, list(range(len(self)))
+        self._sampler = sampler
+        self._draws = 0
+        self._places = list(range(len(self)))
         return self._last
 
     def _take(self, drawn: torch.Tensor, tokens: Sequence[int]) -> StepOutput:

@@ -41,7 +41,9 @@ class Sampler:
     ) -> None:
         params = [row.sampling for row in rows]
         self._rows = rows
-        self._eos_ids, self._vocab_size, self._device = eos_ids, vocab_size, device
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._device = device
         self._starts = [row.generated for row in rows] if starts is None else starts
         self._greedy = [p.temperature < GREEDY_BELOW for p in params]
         self._penalties = any(p.repetition_penalty != 1.0 for p in params)

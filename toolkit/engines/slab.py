@@ -57,7 +57,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
             self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self._key_slab, self._value_slab = (
             states.new_empty(states.shape[0], states.shape[1], self._columns, states.shape[3])
             for states in (key_states, value_states)
@@ -76,7 +77,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._key_slab[:, :, start:end] = key_states
         self._value_slab[:, :, start:end] = value_states
         self._length = end
-        self.keys, self.values = self._key_slab[:, :, :end], self._value_slab[:, :, :end]
+        self.keys = self._key_slab[:, :, :end]
+        self.values = self._value_slab[:, :, :end]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

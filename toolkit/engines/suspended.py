@@ -258,7 +258,8 @@ class SuspendedRows:
     def _views(self, row: SuspendedRow) -> RowKV:
         """The block as each layer's keys and values."""
         assert row.block is not None
-        cached, at = [], 0
+        cached = []
+        at = 0
         for pair in self._shapes:
             views = []
             for _, heads, _, dim in pair:

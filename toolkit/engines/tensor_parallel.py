@@ -57,7 +57,8 @@ from toolkit.engines.protocol import (
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
-BY_OUTPUT, BY_INPUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise",)
+BY_OUTPUT = ("colwise", "colwise_gather_output", "colwise_rep")
+BY_INPUT = ("rowwise",)
 GATHERED = BY_OUTPUT[1:]
 # Layers that are the same on every rank at inference.
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicate")

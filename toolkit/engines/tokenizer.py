@@ -23,7 +23,10 @@ from toolkit.errors import EngineError, InputError
 from toolkit.extras import require
 from toolkit.files.recipe import ModelSpec
 
-BOS, EOS, PAD = 256, 257, 258  # of the byte tokenizer
+# of the byte tokenizer
+BOS = 256
+EOS = 257
+PAD = 258
 VOCAB_SIZE = 259
 
 REPLACEMENT = "�"

@@ -279,7 +279,8 @@ class TransformersEngine:
     def _prefill_columns(self, batch: PaddedBatch, start: int, end: int) -> torch.Tensor:
         """Cache the columns from `start` to `end`; logits [N, V] of the token after `end`."""
         columns = slice(start, end)
-        ids, positions = batch.input_ids[:, columns], batch.positions[:, columns]
+        ids = batch.input_ids[:, columns]
+        positions = batch.positions[:, columns]
         return self._forward(ids, batch.mask[:, :end], positions, batch.cache)
 
     def _decode(self, parts: Sequence[PaddedBatch], tokens: torch.Tensor) -> torch.Tensor:
@@ -357,7 +358,8 @@ class TransformersEngine:
     def _timed_rows(self, batch_size: int, length: int) -> list[list[int]]:
         """Random tokens, with padding: lengths decrease from `length` to 3/4 of it."""
         shortest = length - length // SPREAD_DIVISOR
-        step, generator = max(batch_size - 1, 1), torch.Generator().manual_seed(length)
+        step = max(batch_size - 1, 1)
+        generator = torch.Generator().manual_seed(length)
         tokens: list[list[int]] = torch.randint(
             self._shape.vocab, (batch_size, length), generator=generator
         ).tolist()

@@ -275,7 +275,8 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
         )
         served_s, seconds = forms.slice_times(picked(profile.slices, rng), law)
         overhead = _with_line(fit.overhead, forms.fit_line(served_s, seconds))
-        rounds, steps = fit.rounds, fit.steps
+        rounds = fit.rounds
+        steps = fit.steps
         if rounds and profile.rounds:
             rounds = resampled_rounds(rounds, profile.rounds, law, rng)
         if steps and profile.steps:
@@ -315,7 +316,8 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
             "decode": _scaled(fit.decode, rng),
             "overhead": _slower(fit.overhead, rng),
         }
-        rounds, steps = fit.rounds, fit.steps
+        rounds = fit.rounds
+        steps = fit.steps
         if rounds:
             rounds = rounds.model_copy(update={"overhead": _slower(rounds.overhead, rng)})
         if steps:

@@ -200,9 +200,11 @@ class FlatForm:
         weight = np.ones(len(points)) if weights is None else weights
         order = np.argsort(points.seconds, kind="stable")
         columns = self._columns(points)
-        best, least = np.empty(0), np.inf
+        best = np.empty(0)
+        least = np.inf
         for count in range(FLAT_POINTS_MIN, len(points) - LINEAR_POINTS_MIN + 1):
-            fast, slow = order[:count], order[count:]
+            fast = order[:count]
+            slow = order[count:]
             inverse = weight[fast] / points.seconds[fast]
             flat = inverse.sum() / (inverse / points.seconds[fast]).sum()
             linear = solve_relative(columns[slow], points.seconds[slow], np.sqrt(weight[slow]))
@@ -210,7 +212,8 @@ class FlatForm:
             residual = self.predict(coefficients, points) / points.seconds - 1.0
             error = float((weight * residual**2).sum())
             if error < least:
-                best, least = coefficients, error
+                best = coefficients
+                least = error
         return best
 
     def predict(self, coefficients: Floats, points: Points) -> Floats:

@@ -89,7 +89,8 @@ class LinearTimes(LawTimes):
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
-        slope, square = self._slope[batch_size], self._square[batch_size]
+        slope = self._slope[batch_size]
+        square = self._square[batch_size]
         return self._fixed[batch_size] + (end - start) * (slope + (end + start) * square)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
@@ -118,7 +119,8 @@ class FlatTimes(LinearTimes):
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         if batch_size >= len(self._fixed):
             self._extend(batch_size)
-        slope, flat = self._step_slope[batch_size], self._step_flat[batch_size]
+        slope = self._step_slope[batch_size]
+        flat = self._step_flat[batch_size]
         before = self._step_fixed[batch_size] + slope * input_length
         if before + slope * steps <= flat:
             return steps * flat
@@ -240,7 +242,8 @@ class SegmentedLaw:
         if key not in self._tables:
             iterations = self.iterations(steps)
             sizes = np.arange(max_batch_size + 1)
-            prefill, decode = by_size(self.prefill, sizes), by_size(self.decode, sizes)
+            prefill = by_size(self.prefill, sizes)
+            decode = by_size(self.decode, sizes)
             table = np.empty((3, max_batch_size + 1))
             table[0] = prefill[0] + iterations * (decode[0] + decode[1] * (iterations + 1) * 0.5)
             table[1] = prefill[1] + iterations * decode[1]

@@ -40,7 +40,8 @@ class Laws:
 
 def laws_from_fit(fit: Fit) -> Laws:
     """The laws that a fit file holds. Raises `InputError` if segments or rules are out of order."""
-    prefill, decode = tuple(fit.prefill.segments), tuple(fit.decode.segments)
+    prefill = tuple(fit.prefill.segments)
+    decode = tuple(fit.decode.segments)
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
     memory = memory_from_fit(fit.memory)

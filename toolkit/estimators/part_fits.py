@@ -78,7 +78,8 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
 
     Raises `InputError` without probes, if a probe contradicts itself, or if not even one row ran.
     """
-    capacity, per_token = engine.capacity_tokens, engine.kv_bytes_per_token
+    capacity = engine.capacity_tokens
+    per_token = engine.kv_bytes_per_token
     law = partial(MemoryFit, capacity_tokens=capacity, kv_bytes_per_token=per_token)
     if engine.is_server:
         return law(form="zeta", zeta=1.0, zeta_std=0.0)
@@ -99,7 +100,8 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
 
     for workspace in (0.0, float(min(WORKSPACES, key=gap))):
         row = row_share(workspace)
-        low, high = ran * row, failed * row
+        low = ran * row
+        high = failed * row
         tolerance = np.maximum(row, EDGE_TOLERANCE * np.median(low))
         zeta, std = _edge(low, high)
         if np.max(low - tolerance) < np.min(high + tolerance):
@@ -139,13 +141,15 @@ def _edge(low: Floats, high: Floats) -> tuple[float, float]:
     """
     if np.all(np.isinf(high)):
         return float(low.max()), 0.0
-    shared_low, shared_high = float(low.max()), float(high.min())
+    shared_low = float(low.max())
+    shared_high = float(high.min())
     if shared_low < shared_high:
         return (shared_low + shared_high) / 2, (shared_high - shared_low) * UNIFORM_STD
     middle = np.where(np.isinf(high), low, (low + high) / 2)
 
     def unlikelihood(mean_and_log_std: Floats) -> float:
-        mean, std = mean_and_log_std[0], np.exp(mean_and_log_std[1])
+        mean = mean_and_log_std[0]
+        std = np.exp(mean_and_log_std[1])
         inside = ndtr((high - mean) / std) - ndtr((low - mean) / std)
         return float(-np.log(np.maximum(inside, 1e-300)).sum())
 
@@ -160,7 +164,8 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     the whole capacity.
     """
     order = np.lexsort((ran, totals))
-    totals, limits = totals[order], np.minimum.accumulate(ran[order])
+    totals = totals[order]
+    limits = np.minimum.accumulate(ran[order])
     bounds = [0, *totals[:-1].astype(int).tolist()]
     rules: list[BatchRule] = []
     for bound, limit in zip(bounds, limits.astype(int).tolist(), strict=True):

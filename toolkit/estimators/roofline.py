@@ -60,19 +60,22 @@ class Roofline:
         """Seconds of a pass over [N, L] tokens: 2 FLOPs per weight and token, and 2 L^2 FLOPs per
         unit of attention width and layer for causal attention.
         """
-        n, length = batch_size, input_length
+        n = batch_size
+        length = input_length
         return self.pass_s(n * length, n * length * length / 2, n * length)
 
     def decode_s(self, batch_size: int, cached_length: int) -> float:
         """Seconds of a step of N rows: it reads every weight, key and value in the cache once."""
-        n, length = batch_size, cached_length
+        n = batch_size
+        length = cached_length
         return self.pass_s(n, n * length, n * length)
 
     def pass_s(self, tokens: int, attended: float, moved: int) -> float:
         """Seconds of any pass, from its new tokens, the sum of keys that each of them attends to,
         and the number of cached tokens that are read or written.
         """
-        sizes, reached = self.sizes, self.efficiency
+        sizes = self.sizes
+        reached = self.efficiency
         flops = 2.0 * sizes.weights * tokens + 4.0 * sizes.layers * sizes.attention_width * attended
         traffic_bytes = sizes.weight_bytes + moved * sizes.kv_bytes_per_token
         computing_s = flops / (self.peaks.flops_per_s * reached.compute)

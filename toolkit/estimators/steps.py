@@ -190,8 +190,10 @@ class StepLaw:
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
-        decodes, prefills = shape.decodes, shape.prefills
-        rows, tokens = decodes + prefills, decodes + shape.prefill_tokens
+        decodes = shape.decodes
+        prefills = shape.prefills
+        rows = decodes + prefills
+        tokens = decodes + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
         read_s = self.read_s(shape)
         seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
@@ -261,7 +263,8 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
     decodes = [row.computed for row in rows if row.decodes]
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
-    new, before = sum(row.new for row in chunks), sum(row.computed for row in chunks)
+    new = sum(row.new for row in chunks)
+    before = sum(row.computed for row in chunks)
     return StepShape(len(decodes), sum(decodes), len(chunks), new, attended, before)
 
 

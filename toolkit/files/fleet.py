@@ -51,7 +51,8 @@ class Member(Strict):
 
     @model_validator(mode="after")
     def _the_fewest_are_not_more_than_the_most(self) -> Member:
-        least, most = self.min_workers, self.max_workers
+        least = self.min_workers
+        most = self.max_workers
         if least is not None and most is not None and least > most:
             raise ValueError(f"min_workers: {least}: max_workers is {most}")
         return self
@@ -168,7 +169,8 @@ def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
     counts = tuning.sizing.kinds if tuning and tuning.sizing else []
     if not counts:
         return list(kinds)
-    names, tuned = [kind.recipe.name for kind in kinds], [count.recipe for count in counts]
+    names = [kind.recipe.name for kind in kinds]
+    tuned = [count.recipe for count in counts]
     if names != tuned:
         raise InputError(
             f"the tuning is not of this fleet: it has {', '.join(tuned)}, the fleet has "

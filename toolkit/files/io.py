@@ -136,7 +136,8 @@ def _check_sections(content: Envelope, file: Path, recorded: Input, source: Path
         return
     remake = content.remeasure or content.remake
     if now["name"] != recorded.sections.get("name"):
-        made_for, name = getattr(content, "recipe_name", recorded.name), load_recipe(source).name
+        made_for = getattr(content, "recipe_name", recorded.name)
+        name = load_recipe(source).name
         raise StaleError(
             f"{file.name} is of recipe '{made_for}', not '{name}'",
             f"make one of '{name}': {remake}",
@@ -323,7 +324,8 @@ def fit_path(fit: AnyPath) -> Path:
 
     Raises `InputError` for an unknown name. A missing file is returned: reading it gives the error.
     """
-    path, text = Path(fit), os.fspath(fit)
+    path = Path(fit)
+    text = os.fspath(fit)
     if path.exists() or path.suffix == ".json" or not re.fullmatch(NAME_PATTERN, text):
         return path
     if shipped := shipped_fit(text):
@@ -368,7 +370,8 @@ def shipped_siblings(recipe: Recipe) -> list[Kind]:
     kinds = []
     for path in siblings(recipe):
         if fit := shipped_fit(path.stem):
-            sibling, laws = load_recipe(path), read_file(Fit, fit, {"recipe": path})
+            sibling = load_recipe(path)
+            laws = read_file(Fit, fit, {"recipe": path})
             kinds.append(Kind(recipe=sibling, fit=laws, workers=sibling.workers))
     return kinds
 
@@ -403,7 +406,8 @@ class LineLog:
         self._max_bytes = max_bytes
         self._mark = mark
         self._full = False
-        self._gap, self._reason = 0, ""  # lines that are missing where the file ends now, and why
+        self._gap = 0
+        self._reason = ""  # lines that are missing where the file ends now, and why
         self._mark_at: int | None = None  # where the mark of that gap begins, if it is written
         # O_NONBLOCK: a full pipe must not stall the process.
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
@@ -433,14 +437,16 @@ class LineLog:
                 return
         done, reason = self._append(lines)
         if done:
-            self._gap, self._mark_at = 0, None
+            self._gap = 0
+            self._mark_at = None
         if done < len(lines):
             self._lose(lines[done:], reason)
 
     def _append(self, lines: bytes) -> tuple[int, str]:
         """Write lines. Returns the size of those written whole, and why the rest was not."""
         data = NEWLINE * self._torn + lines
-        done, reason = 0, ""
+        done = 0
+        reason = ""
         try:
             while done < len(data):
                 done += os.write(self._fd, data[done:])
@@ -483,7 +489,8 @@ class LineLog:
         """
         at = self._mark_at
         if at is None:  # after the last line behind which the file has room for a mark
-            at, length = self._size, os.fstat(self._fd).st_size
+            at = self._size
+            length = os.fstat(self._fd).st_size
             if at + MARK_BYTES > length:
                 first = max(at - LOOK_BACK_BYTES, 0)
                 tail = os.pread(self._fd, at - first, first)
@@ -494,7 +501,8 @@ class LineLog:
                 at = first + kept
         written = os.pwrite(self._fd, self._mark_line(), at)
         if written == MARK_BYTES:
-            self._mark_at, self._size = at, at + MARK_BYTES
+            self._mark_at = at
+            self._size = at + MARK_BYTES
         elif at < self._size:
             self._size = at  # a partial mark has overwritten the lines there
         os.ftruncate(self._fd, self._size)

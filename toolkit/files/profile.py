@@ -308,7 +308,8 @@ def identity(facts: EngineFacts) -> dict[str, str]:
     model = facts.model_type
     if facts.parameters:
         model += f" of {facts.parameters:,} parameters"
-    engine, device = facts.engine, facts.device
+    engine = facts.engine
+    device = facts.device
     where = {
         "device": f"CPU {facts.processor}".strip() if device == "cpu" else device,
         "engine": f"{engine} {facts.engine_version}".strip(),

@@ -311,7 +311,8 @@ class EngineSpec(Strict):
 
     @model_validator(mode="after")
     def _check_settings_of_the_engine(self) -> EngineSpec:
-        name, traits = self.name, traits_of(self.name)
+        name = self.name
+        traits = traits_of(self.name)
         for other in ENGINES.values():
             for key in other.settings:
                 if getattr(self, key) is not None and key not in traits.settings:

@@ -119,7 +119,8 @@ def siblings(recipe: Recipe) -> list[Path]:
         return []
 
     def key(one: Recipe) -> tuple[str, str, str, str, int]:
-        model, hardware = one.model, one.hardware
+        model = one.model
+        hardware = one.hardware
         parallel = one.engine.tensor_parallel_size
         return model.source, model.dtype, hardware.device, hardware.name, parallel
 

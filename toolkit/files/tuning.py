@@ -138,7 +138,8 @@ class Scaling(Strict):
         """All changes in one line."""
         changes = []
         for name, lengths in self._both():
-            limit, parts = lengths.limit_tokens, []
+            limit = lengths.limit_tokens
+            parts = []
             if lengths.divisor > 1.0:
                 edge = f"99th percentile {lengths.percentile_99_tokens:.0f} -> {limit}"
                 parts.append(f"divided by {lengths.divisor:.4g} ({edge})")
@@ -179,7 +180,8 @@ class Scaling(Strict):
 
     def _what_limits_prompts(self) -> str:
         """Whether the recipe or the model itself limits the prompts."""
-        now, context = f"max_model_len: {self.max_model_len}", self.model_context
+        now = f"max_model_len: {self.max_model_len}"
+        context = self.model_context
         if context is None:
             return f"{now} limits the prompts; raise it if the model takes more"
         if context <= self.max_model_len:

@@ -47,7 +47,8 @@ SAMPLING = (
 )  # fmt: skip
 # Values with which a field asks for nothing.
 EMPTY = (b"null", b"false", b"[]", b"{}", b'"none"', b"0", b'{"type":"text"}')
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
+COMPLETIONS = b"/v1/completions"
+CHAT = b"/v1/chat/completions"
 _PLAIN_SESSION = re.compile(r"[0-9]{1,20}")
 _FIELD = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 

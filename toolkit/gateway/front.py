@@ -126,8 +126,11 @@ class PromptGauge:
             content = array("q", prompt).tobytes()
             size = 8 * BLOCK_TOKENS
         else:
-            content, size = prompt or b"", self._block_bytes
-        hashes, before, key = [], b"", self._key
+            content = prompt or b""
+            size = self._block_bytes
+        hashes = []
+        before = b""
+        key = self._key
         for at in range(0, len(content) - size + 1, size):
             before = blake2b(before + content[at : at + size], digest_size=8, key=key).digest()
             hashes.append(int.from_bytes(before, "big") >> 1)
@@ -167,15 +170,21 @@ class Gateway:
         stats: Stats | None = None,
         log: TraceLog | None = None,
     ) -> None:
-        self.pool, self.balancer, self.settings = pool, pool.balancer, settings
-        self.stats, self.gauge = stats or Stats(), PromptGauge()
+        self.pool = pool
+        self.balancer = pool.balancer
+        self.settings = settings
+        self.stats = stats or Stats()
+        self.gauge = PromptGauge()
         self.budget = RetryBudget()
         self.leaving = self.draining = False
-        self.running, self.idle = 0, asyncio.Event()
+        self.running = 0
+        self.idle = asyncio.Event()
         self.idle.set()
         self.moved: dict[str, int] = {}
-        self.now_s, self.keyring = time.monotonic, keyring
-        self.log, self.numbers = log, count(1)  # of the requests
+        self.now_s = time.monotonic
+        self.keyring = keyring
+        self.log = log
+        self.numbers = count(1)  # of the requests
         self._created = int(time.time())
         self.status: StatusPage | None = None
         self._merging = asyncio.Lock()
@@ -210,7 +219,8 @@ class Gateway:
             await asyncio.wait_for(self.idle.wait(), timeout_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, method = scope["path"], scope["method"]
+        path = scope["path"]
+        method = scope["method"]
         try:
             if self.pool.name in Headers(scope=scope).get("via", ""):
                 raise ApiError("this request went through this front before", status=LOOP)
@@ -248,20 +258,23 @@ class Gateway:
 
     def _page(self, path: str) -> tuple[int, bytes, bytes]:
         """The status, the content type and the content of a page."""
-        status, shown = 200, dict[str, object]()
+        status = 200
+        shown = dict[str, object]()
         match path:
             case "/metrics":
                 return 200, METRICS_TYPE, text_of(families_of(self))
             case "/health":
                 shown = {"status": "ok"}
             case "/ready":
-                status, shown = 200 if self.state == "ready" else 503, {"status": self.state}
+                status = 200 if self.state == "ready" else 503
+                shown = {"status": self.state}
             case "/version":
                 shown = {"version": toolkit.__version__}
             case "/v1/models":
                 shown = {"object": "list", "data": [self._model()]}
             case "/replicas":
-                router, several = self.balancer.router, len(self.pool.kinds) > 1
+                router = self.balancer.router
+                several = len(self.pool.kinds) > 1
                 about = {"router": router.name, "parameters": parameters(router)}
                 replicas = [
                     {
@@ -358,7 +371,8 @@ class Gateway:
 
 def families_of(gateway: Gateway) -> Iterator[Metric]:
     """The gateway's own metrics, at the moment of a scrape."""
-    stats, replicas = gateway.stats, gateway.pool.replicas
+    stats = gateway.stats
+    replicas = gateway.pool.replicas
     labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
     beyond = "Requests beyond the rows that replicas run at once."
     for name, text, value in (
@@ -375,7 +389,8 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
         ("llmctl_refused", refused, stats.refused),
     ):
         yield family_of(CounterMetricFamily, name, text, labels, value)
-    name, text = "llmctl_requests", "Requests that ended, and how."
+    name = "llmctl_requests"
+    text = "Requests that ended, and how."
     yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
     text = "Answers that a second replica continued, by how."
     yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
@@ -443,13 +458,15 @@ class GatewayStatus(StatusPage):
     """The status page of a gateway: that of one engine, with replicas for workers."""
 
     def __init__(self, gateway: Gateway, facts: Facts) -> None:
-        self._gateway, self._start_s = gateway, gateway.now_s()
+        self._gateway = gateway
+        self._start_s = gateway.now_s()
         self._states: dict[LiveReplica, str] = {}
         super().__init__(MetricHistory(gateway.stats, self._gauges, self._uptime_s), facts)
 
     def sample(self) -> None:
         """See `StatusPage.sample`. The history notes the replicas that went down since the last."""
-        before, self._states = self._states, {}
+        before = self._states
+        self._states = {}
         for number, replica in enumerate(self._gateway.pool.replicas):
             self._states[replica] = replica.state
             if replica.state in OUT and before.get(replica) != replica.state:
@@ -463,12 +480,15 @@ class GatewayStatus(StatusPage):
     def _gauges(self) -> Gauges:
         gateway = self._gateway
         up = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
-        usage, waiting = sum(each.kv_usage for each in up) / max(len(up), 1), gateway.waiting
+        usage = sum(each.kv_usage for each in up) / max(len(up), 1)
+        waiting = gateway.waiting
         return Gauges(gateway.running - waiting, waiting, usage, 0, (), 0.0, {})
 
     def _now(self) -> dict[str, Any]:
-        gateway, stats = self._gateway, self._gateway.stats
-        router, known = gateway.balancer.router, gateway.balancer.replicas
+        gateway = self._gateway
+        stats = self._gateway.stats
+        router = gateway.balancer.router
+        known = gateway.balancer.replicas
         replicas = [
             {
                 "kind": gateway.pool.kind_of(one),

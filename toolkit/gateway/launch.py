@@ -64,7 +64,8 @@ from toolkit.traces.write import TraceLog
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
 FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no replica is up
 POLL_EVERY_S = 0.2
-RESTART_S, RESTART_MAX_S = 1.0, 60.0  # before a replica that ended is started again
+RESTART_S = 1.0
+RESTART_MAX_S = 60.0  # before a replica that ended is started again
 KINDS_CHANGED = "the plan has other kinds of servers: restart llmctl serve for them"
 NO_LAW = "router 'by-law' needs the law of a pass of every replica"
 Result = TypeVar("Result")
@@ -117,9 +118,13 @@ def kinds_of_replicas(plan: Plan, *, any_version: bool = False) -> list[LiveKind
     """The plan's kinds of replicas: one, or those of a fleet. Where a fit is of an engine's passes,
     the replicas must have the version that was fitted, unless `any_version`.
     """
-    traits, versions, default = [], [], ReplicaTraits(1)
+    traits = []
+    versions = []
+    default = ReplicaTraits(1)
     for number, kind in enumerate(plan.kinds):
-        engine, steps, policy = kind.fit.engine, kind.fit.steps, plan.policy_of(number)
+        engine = kind.fit.engine
+        steps = kind.fit.steps
+        policy = plan.policy_of(number)
         pass_tokens = int(policy.get("max_num_batched_tokens", default.pass_tokens))
         rows = int(policy.get("max_num_seqs", engine.max_rows or default.max_rows))
         law = None if steps is None else PassTimes(law_of_steps(steps))
@@ -152,7 +157,8 @@ def limits_of_replicas(
         return UNLIMITED
     limits = LatencyLimits.of(plan.recipe.sla)
     if limits == UNLIMITED:
-        lacks, hint = "the recipe has no target for TTFT or E2E", "set sla in the recipe"
+        lacks = "the recipe has no target for TTFT or E2E"
+        hint = "set sla in the recipe"
     elif any(kind.fit.steps is None for kind in plan.kinds):
         lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
         hint = "profile and fit engine vllm"
@@ -197,8 +203,11 @@ async def _serve(
     log: TraceLog | None,
     on_ready: Callable[[str], None],
 ) -> Mapping[str, int]:
-    gateway, say, signals = _gateway(order, events, log), order.ending.say, Signals()
-    pool, limits = gateway.pool, WireLimits(client_share=order.client_share, descriptors_each=2)
+    gateway = _gateway(order, events, log)
+    say = order.ending.say
+    signals = Signals()
+    pool = gateway.pool
+    limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=gateway.stats.count_share)
 
     def show(plan: Plan) -> None:
@@ -242,8 +251,11 @@ async def _serve(
 
 def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None) -> Gateway:
     """The gateway, without replicas yet. The balancer's log begins with what a replay needs."""
-    recipe, say = order.plan.recipe, order.ending.say
-    router, limits, sink = order.router, order.limits, None if events is None else events.add
+    recipe = order.plan.recipe
+    say = order.ending.say
+    router = order.router
+    limits = order.limits
+    sink = None if events is None else events.add
     if sink is not None:
         values = parameters(router)
         targets = (None if math.isinf(limit) else limit for limit in limits)
@@ -251,7 +263,8 @@ def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None
     balancer = Balancer(
         router, [], block_tokens=BLOCK_TOKENS, limits=limits, index_limit=INDEX_LIMIT, sink=sink
     )
-    hang_s, key = recipe.serve.hang_s, order.key
+    hang_s = recipe.serve.hang_s
+    key = order.key
     pool = ReplicaPool(balancer, order.kinds, order.needs, hang_s=hang_s, key=key, say=say)
     local = is_loopback(order.host) and not any(order.access)
     settings = replace(order.settings, local_hosts_only=local)
@@ -324,13 +337,19 @@ class OwnReplicas:
         assert order.own is not None
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
-        self._own, self._pool, self._say = order.own, pool, order.ending.say
-        self._ending, self._show = order.ending, show
-        model, key, foreign = order.needs.model, order.key, order.on_foreign
+        self._own = order.own
+        self._pool = pool
+        self._say = order.ending.say
+        self._ending = order.ending
+        self._show = show
+        model = order.needs.model
+        key = order.key
+        foreign = order.on_foreign
         first = ServerOrder(
             order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign
         )
-        self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
+        self._router = order.router
+        self._any_version = not any(k.version for k in order.kinds)
         self._count = order.plan.workers
         self._order = self._loaded = first  # the newest, and the newest that every kind has loaded
         self._orders = [first] * self._count  # of each replica
@@ -388,7 +407,8 @@ class OwnReplicas:
         self._threads.shutdown(wait=False)
 
     async def _roll(self, order: ServerOrder) -> None:
-        before, loaded = self._loaded, set[int]()
+        before = self._loaded
+        loaded = set[int]()
         for number, kind in enumerate(self._kinds):
             why = await self._replace(number, order, is_trial=kind not in loaded)
             if why:
@@ -422,7 +442,8 @@ class OwnReplicas:
         while True:
             await asyncio.sleep(POLL_EVERY_S)
             now = self._replicas.get(number)
-            lost, why = self._lost.get(number), ""
+            lost = self._lost.get(number)
+            why = ""
             if now is not None and now is not replica:
                 if now.state == "up":
                     return ""
@@ -440,7 +461,10 @@ class OwnReplicas:
         wait_s = RESTART_S
         while True:
             self._renewed[number].clear()
-            begin_s, error, why, order = loop.time(), None, "", self._orders[number]
+            begin_s = loop.time()
+            error = None
+            why = ""
+            order = self._orders[number]
             try:
                 why = await self._run_server(number, order)
             except LlmctlError as failure:
@@ -492,7 +516,8 @@ class OwnReplicas:
         a restart was ordered. Returns why; '' for an ordered restart.
         """
         now_s = asyncio.get_running_loop().time
-        limit_s, answered_s = self._order.plan.recipe.serve.hang_s, now_s()
+        limit_s = self._order.plan.recipe.serve.hang_s
+        answered_s = now_s()
         while not self._renewed[number].is_set():
             if not server.running:
                 return "its process ended"

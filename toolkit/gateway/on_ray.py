@@ -46,7 +46,8 @@ def start_there(
 
     Raises as `StartsReplicas.replica` of the plan's engine.
     """
-    plan, warnings = Plan.model_validate_json(order.plan), list[str]()
+    plan = Plan.model_validate_json(order.plan)
+    warnings = list[str]()
     backend = backend_of(plan.recipe.engine.name)
     assert isinstance(backend, StartsReplicas)
     here = ServerOrder(
@@ -66,7 +67,8 @@ class RayReplicas:
     """`StartsReplicas` in the Ray cluster that was joined; `wanted` is the room of each server."""
 
     def __init__(self, servers: RayServers, wanted: Sequence[WorkerPlacement]) -> None:
-        self._servers, self._wanted = servers, wanted
+        self._servers = servers
+        self._wanted = wanted
 
     def replica(
         self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
@@ -77,7 +79,8 @@ class RayReplicas:
         Raises `InputError` for a plan that needs other room than the one before.
         """
         plan = order.plan
-        share, room = places(plan.kinds)[number].share, self._wanted[number].share
+        share = places(plan.kinds)[number].share
+        room = self._wanted[number].share
         if share != room:
             raise InputError(
                 f"a server needs {share}, and has room for {room} in the Ray cluster",

@@ -209,7 +209,8 @@ class PassedRequest:
     async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         gateway = self._gateway
-        first, self._first = self._first, None
+        first = self._first
+        self._first = None
         if first is not None:
             return first
         while not gone.done():
@@ -288,7 +289,9 @@ class PassedRequest:
 
     async def _pass(self, replica: LiveReplica) -> bool:
         """One attempt. Returns whether the request has ended; else another replica may take it."""
-        gateway, passing, call = self._gateway, self._passing, self._call
+        gateway = self._gateway
+        passing = self._passing
+        call = self._call
         was_begun = passing.begun
         ids = replica.speaks_ids and call.stream
         request = passing.request(Attempted(ids, replica.max_model_len, replica.default_tokens))
@@ -328,7 +331,9 @@ class PassedRequest:
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
         """A replica answered with an error. Returns whether that ends the request."""
         content = await self._whole(replica, answer)
-        gateway, status, size = self._gateway, answer.status, replica.max_model_len
+        gateway = self._gateway
+        status = answer.status
+        size = replica.max_model_len
         if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
             # Of another replica, which may be away for now, the context may be longer.
             listed = gateway.pool.replicas
@@ -355,7 +360,9 @@ class PassedRequest:
         return True
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
-        gateway, passing, send = self._gateway, self._passing, self._send
+        gateway = self._gateway
+        passing = self._passing
+        send = self._send
         now_s = gateway.now_s
         if not self._head_sent:
             kind = answer.header("content-type") or "text/event-stream"
@@ -379,7 +386,8 @@ class PassedRequest:
             if out:
                 self.waiting = False
                 await send({"type": "http.response.body", "body": out, "more_body": True})
-                self.waiting, self.heard_s = True, now_s()
+                self.waiting = True
+                self.heard_s = now_s()
             if passing.failure:
                 raise PassFailedError(passing.failure)
             if passing.ended:
@@ -430,7 +438,8 @@ class PassedRequest:
 
     def _record(self) -> None:
         """Count the request, and write it to the log."""
-        gateway, stats = self._gateway, self._gateway.stats
+        gateway = self._gateway
+        stats = self._gateway.stats
         prompt = self._passing.prompt_tokens
         tokens = self.generated
         stats.prompt_tokens += prompt
@@ -447,10 +456,12 @@ class PassedRequest:
             times = self.arrival_s, self._first_s, self._last_s
             stats.count_end(self._status, *times, tokens, self._max_gap_s)
         if gateway.log is not None:
-            arrival_s, ok = self.arrival_s, self._status in ("stop", "length")
+            arrival_s = self.arrival_s
+            ok = self._status in ("stop", "length")
             first, last = (ms_or_none(at_s - arrival_s) for at_s in (self._first_s, self._last_s))
             most = self.new_tokens
-            at, status = gateway.log.timestamp(arrival_s), "ok" if ok else self._status
+            at = gateway.log.timestamp(arrival_s)
+            status = "ok" if ok else self._status
             gateway.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
 
 

@@ -193,7 +193,9 @@ class ReplicaPool:
         key_header = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
-        self.balancer, self.kinds, self._needs = balancer, kinds, needs
+        self.balancer = balancer
+        self.kinds = kinds
+        self._needs = needs
         self.hang_s = hang_s
         self._say = say
         self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
@@ -310,7 +312,8 @@ class ReplicaPool:
 
     def barred(self) -> list[int]:
         """Indexes of replicas that came back shortly and have their share for now."""
-        now_s, up = time.monotonic(), self.up
+        now_s = time.monotonic()
+        up = self.up
         slow = [replica for replica in up if now_s - replica.slow_since_s < SLOW_START_S]
         if not slow:
             return []
@@ -373,7 +376,8 @@ class ReplicaPool:
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
         if replica.state == "up":
             self.balancer.change(replica.index, is_up=False)
-        replica.state, replica.problem = state, why
+        replica.state = state
+        replica.problem = why
 
     def _release(self, replica: LiveReplica) -> None:
         """Forget a replica that is gone once its last request has ended."""
@@ -386,7 +390,8 @@ class ReplicaPool:
 
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""
-        failed, wait_s = 0, PROBE_DOWN_S
+        failed = 0
+        wait_s = PROBE_DOWN_S
         while True:
             problem = "" if replica.state == "draining" else await self._probe(replica)
             failed = failed + 1 if problem else 0
@@ -415,14 +420,17 @@ class ReplicaPool:
                     first = replica.state == "joining"
                     if any(other.requests for other in self.replicas):
                         replica.slow_since_s = time.monotonic()
-                    replica.state, replica.problem, replica.failed_answers = "up", "", 0
+                    replica.state = "up"
+                    replica.problem = ""
+                    replica.failed_answers = 0
                     self.balancer.change(replica.index, is_up=True, is_fresh=not first)
                     self._say(f"replica {replica.url} is up")
                     self.changed.set()
             if replica.state == "up":
                 pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
             else:
-                pause_s, wait_s = wait_s, min(wait_s * 1.5, PROBE_DOWN_MAX_S)
+                pause_s = wait_s
+                wait_s = min(wait_s * 1.5, PROBE_DOWN_MAX_S)
             replica.wake.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(replica.wake.wait(), pause_s)
@@ -467,7 +475,8 @@ class ReplicaPool:
         models = decoded(body, Models)
         if models is None:
             return "/v1/models is not OpenAI's"
-        needs, wanted = self._needs, self.model
+        needs = self._needs
+        wanted = self.model
         if not models.data:
             return "it serves no model"
         model = next((one for one in models.data if one.id == wanted), models.data[0])
@@ -486,7 +495,8 @@ class ReplicaPool:
         if version_of_kind and known and known != version_of_kind:
             return f"it runs version {replica.version}, not {version_of_kind}"
         self.model = self.model or plain(model.id)
-        replica.model, replica.max_model_len = model.id, length
+        replica.model = model.id
+        replica.max_model_len = length
         replica.speaks_ids = model.owned_by in IDS_FROM
         if replica.state != "up":
             replica.default_tokens = await self._default_tokens(replica)
@@ -544,9 +554,13 @@ class ReplicaPool:
         """The status and the body of an answer: to a POST of `fields` as JSON, else to a GET. It is
         read until it has more than `most_bytes`.
         """
-        method, headers, content = "GET", self.headers, b""
+        method = "GET"
+        headers = self.headers
+        content = b""
         if fields is not None:
-            method, headers, content = "POST", self.json_headers, msgspec.json.encode(fields)
+            method = "POST"
+            headers = self.json_headers
+            content = msgspec.json.encode(fields)
         body = bytearray()
         answer = await replica.upstream.send(method, path, headers, content)
         async with aclosing(answer):

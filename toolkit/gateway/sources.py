@@ -27,7 +27,8 @@ MAX_REPLICAS = 1024
 FILE_EVERY_S = 1.0
 DNS_EVERY_S = 3.0
 WATCH_S = 290  # then the API server ends a watch, which begins again
-PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is tried again
+PAUSE_S = 0.5
+PAUSE_MAX_S = 30.0  # before a watch or a list that failed is tried again
 ANSWER_S = 10.0
 MAX_LIST_BYTES = 64 << 20  # of EndpointSlices, and of one change of them
 MAX_FILE_BYTES = 1 << 20
@@ -132,7 +133,8 @@ class NamedReplicas(ReplicaSource):
     """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
 
     def __init__(self, name: str, port: int) -> None:
-        self._name, self._port = name, port
+        self._name = name
+        self._port = port
 
     async def wait(self) -> bool:
         await asyncio.sleep(DNS_EVERY_S)
@@ -205,7 +207,8 @@ class SlicedReplicas(ReplicaSource):
             api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         authorities = account / "ca.crt" if api.startswith("https:") else None
         self._api = Upstream(api, WATCH_S + ANSWER_S, authorities)
-        self._account, self._port = account, port
+        self._account = account
+        self._port = port
         self._where = f"{namespace}/{service}"
         slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._path = f"{slices}?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
@@ -222,7 +225,8 @@ class SlicedReplicas(ReplicaSource):
         try:
             await anext(changes)
         except StopAsyncIteration:
-            self._changes, self._pause_s = None, PAUSE_S
+            self._changes = None
+            self._pause_s = PAUSE_S
         except (UpstreamError, InputError, *UNREADABLE):
             self._changes = None
             self._fail()
@@ -248,7 +252,8 @@ class SlicedReplicas(ReplicaSource):
                 why = f"the API server gave no EndpointSlices of {self._where}"
                 raise InputError(why, RIGHTS) from None
             self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
-            self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
+            self._version = slices.metadata.resource_version or "0"
+            self._pause_s = 0.0
         endpoints = [one for part in self._slices.values() for one in part.endpoints or ()]
         staying = [one for one in endpoints if not one.conditions.terminating]
         serving = [one for one in endpoints if one.conditions.serving]  # until others are there
@@ -274,7 +279,8 @@ class SlicedReplicas(ReplicaSource):
                     raise InputError(f"the API server sent too long a change of {self._where}")
                 for line in filter(None, lines):
                     change = msgspec.json.decode(line, type=_Change)
-                    changed, metadata = change.object, change.object.metadata
+                    changed = change.object
+                    metadata = change.object.metadata
                     match change.type:
                         case "ERROR":
                             self._version = ""
@@ -341,7 +347,8 @@ async def follow_source(
             urls = await source.read()
             if urls != applied:
                 say(apply(urls))
-            applied, problem = urls, ""
+            applied = urls
+            problem = ""
         except InputError as error:
             if error.message != problem:
                 say(f"warning: {error.message}; the replicas stay as they are")

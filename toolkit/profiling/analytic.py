@@ -86,7 +86,8 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
     if measured.engine.analytic:
         why = "the profile to learn from is analytic itself"
         raise InputError(why, "give one that was measured")
-    peaks, sizes = peaks_of(recipe), sizes_of(recipe)
+    peaks = peaks_of(recipe)
+    sizes = sizes_of(recipe)
     efficiency, error = fit_efficiency(peaks, sizes, measured.prefill, measured.decode)
     return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
 
@@ -173,9 +174,13 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     times = pass_times(recipe, basis)
     facts = _facts(recipe, sizes_of(recipe), times)
     points, skipped = grid(recipe.profile, facts)
-    prefill, decode, probes, slices = [], [], [], []
+    prefill = []
+    decode = []
+    probes = []
+    slices = []
     for point in points:
-        n, length = point.batch_size, point.length
+        n = point.batch_size
+        length = point.length
         if point.kind == "prefill":
             seconds = [times.prefill_s(n, length)]
             prefill.append(PrefillPoint(batch_size=n, input_length=length, seconds=seconds))
@@ -189,7 +194,9 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         )
     shapes = slice_shapes(recipe.profile, safe_tokens(probes, facts), facts.max_model_len)
     for shape in shapes.values():
-        n, length, steps = shape.batch_size, shape.input_length, shape.steps
+        n = shape.batch_size
+        length = shape.input_length
+        steps = shape.steps
         each = [StepShape(n, n * (length + step)) for step in range(1, steps)]
         decode_s = sum(times.seconds(each).tolist()) if each else 0.0
         slice_s = times.prefill_s(n, length) + decode_s
@@ -261,16 +268,20 @@ def _scheme(recipe: Recipe) -> str:
 
 def peaks_of(recipe: Recipe) -> Peaks:
     """The device's peak compute and bandwidth, from the recipe."""
-    tflops, gb_s = recipe.hardware.peak_tflops, recipe.hardware.bandwidth_gb_s
+    tflops = recipe.hardware.peak_tflops
+    gb_s = recipe.hardware.bandwidth_gb_s
     tflops, gb_s = _needed({"hardware.peak_tflops": tflops, "hardware.bandwidth_gb_s": gb_s})
     return Peaks(tflops * 1e12, gb_s * 1e9)
 
 
 def sizes_of(recipe: Recipe) -> ModelSizes:
     """The model's sizes, from the recipe."""
-    model, config = recipe.model, recipe.model.config
-    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
-    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    model = recipe.model
+    config = recipe.model.config
+    layers = config.get("num_hidden_layers")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
+    head_dim = config.get("head_dim")
     width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else hidden
     weight_bytes, kv_bytes, layers, width = _needed(
         {
@@ -334,7 +345,8 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
 
     A pass includes the gap between two passes. A client's further waiting is unknown: 0.
     """
-    spec, vllm = recipe.profile, recipe.engine.vllm
+    spec = recipe.profile
+    vllm = recipe.engine.vllm
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
     # All numbers of rows alone, and a few beside chunks, so that both kinds of pass weigh alike.
     alone = list(product(spec.batch_sizes, _few(spec.cached_lengths, 5), [(0, 0)]))

@@ -56,10 +56,12 @@ class JournalConditions(Strict):
         if self.tool_version != now.tool_version:
             changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
         changed += _environment_changes(self.environment, now.environment)
-        then, engine = self.engine, now.engine
+        then = self.engine
+        engine = now.engine
         if abs(then.capacity_tokens / engine.capacity_tokens - 1.0) < 0.01:
             # On a GPU the KV budget is what was free when the engine loaded.
-            budget, tokens = engine.kv_budget_bytes, engine.capacity_tokens
+            budget = engine.kv_budget_bytes
+            tokens = engine.capacity_tokens
             then = then.model_copy(update={"kv_budget_bytes": budget, "capacity_tokens": tokens})
         if then != engine:
             found = differences(identity(self.engine), identity(engine))
@@ -163,7 +165,8 @@ def _environment_changes(then: Environment, now: Environment) -> list[str]:
     """The packages with other versions now, and whether the machine does."""
     changed = []
     for name in sorted(then.packages.keys() | now.packages.keys()):
-        was, version = then.packages.get(name, "none"), now.packages.get(name, "none")
+        was = then.packages.get(name, "none")
+        version = now.packages.get(name, "none")
         if was != version:
             changed.append(f"{name} ({was}, now {version})")
     same: dict[str, object] = {"packages": now.packages}
@@ -249,9 +252,11 @@ def grid_points(
     points: Sequence[GridPoint], results: dict[str, Result]
 ) -> tuple[list[PrefillPoint], list[DecodePoint]]:
     """The points of the profile, with the samples of all their visits."""
-    prefill, decode = [], []
+    prefill = []
+    decode = []
     for point, seconds in _measured(points, results):
-        rows, length = point.batch_size, point.length
+        rows = point.batch_size
+        length = point.length
         if point.kind == "prefill":
             prefill.append(PrefillPoint(batch_size=rows, input_length=length, seconds=seconds))
         elif point.kind == "decode":
@@ -303,8 +308,10 @@ def find_edge(
     The two are neighbours, or `PRECISION` apart, or what is known when `enough` returns True. The
     second is None if no probe up to `limit` failed.
     """
-    fitted, failed = 0, limit + 1
-    size, step = min(max(guess, 1), limit), 1
+    fitted = 0
+    failed = limit + 1
+    size = min(max(guess, 1), limit)
+    step = 1
     while True:
         if fits(size):
             fitted = size
@@ -372,7 +379,8 @@ def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
 
 def probe_memory(bench: TimedEngine, length: int, steps: int, deadline_s: float) -> MemoryPoint:
     """The memory edge at one input length. The search stops at `deadline_s`, a monotonic time."""
-    total, capacity = length + steps, bench.facts.capacity_tokens
+    total = length + steps
+    capacity = bench.facts.capacity_tokens
     largest_ok, smallest_oom = find_edge(
         lambda size: bench.fits(SliceShape(size, length, steps)),
         guess=capacity // total,

@@ -136,7 +136,10 @@ class LocalTimedEngine(TimedEngine):
         self._clock = CLOCKS[clock]
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        kind, rows, length, clock = point.kind, point.batch_size, point.length, self._clock
+        kind = point.kind
+        rows = point.batch_size
+        length = point.length
+        clock = self._clock
 
         def run() -> float:
             if kind == "prefill":
@@ -160,7 +163,8 @@ class LocalTimedEngine(TimedEngine):
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         (row,) = slice_rows(SliceShape(1, length, self.facts.max_model_len - length))
         engine = cast(RoundEngine, self._engine)
-        entered, runs_out = 0, False
+        entered = 0
+        runs_out = False
         while entered < limit and not runs_out:
             runs_out = engine.run_round(Round(0, (row,), (entered,)), lambda _: True).is_short
             entered += not runs_out
@@ -179,7 +183,8 @@ class LocalTimedEngine(TimedEngine):
 def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
     """Rows of a slice that runs for all its steps, of L tokens down to 3/4 of that, for padding."""
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
-    spread, last = shape.input_length // 4, max(shape.batch_size - 1, 1)
+    spread = shape.input_length // 4
+    last = max(shape.batch_size - 1, 1)
     lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]
     sampling = SamplingParams(ignore_eos=True)
     return [
@@ -345,7 +350,8 @@ class EngineProcess(ProfileBench):
         try:
             reply = read_frame(self._replies, REPLIES)
         except EOFError:
-            reason, self._deaths = self._end(), self._deaths + 1
+            reason = self._end()
+            self._deaths = self._deaths + 1
             if self._deaths >= DEATHS_MAX:
                 raise EngineError(
                     f"the engine's process ended {self._deaths} times, the last time: {reason}",
@@ -367,7 +373,8 @@ class EngineProcess(ProfileBench):
         """Reap the child and return how it ended. Also end what it has started: the other ranks of
         a model would keep the device's memory and compute beside the next measurement.
         """
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         assert child
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(END_S)

@@ -147,7 +147,8 @@ def _line_through(points: Sequence[GridPoint], bench: TimedEngine) -> Callable[[
     if not points:
         return lambda _: 0.0
     ends = sorted(points, key=lambda point: point.tokens)
-    small, large = ends[0], ends[-1]
+    small = ends[0]
+    large = ends[-1]
     small_s = _wall_s(small, bench)
     large_s = max(_wall_s(large, bench), small_s)
     token_s = (large_s - small_s) / max(large.tokens - small.tokens, 1)
@@ -243,8 +244,12 @@ class _Session:
         load_s: float,
     ) -> None:
         facts = bench.facts
-        self._recipe, self._facts, self._load_s = recipe, facts, load_s
-        self._journal, self._progress, self._spec = journal, watch, recipe.profile
+        self._recipe = recipe
+        self._facts = facts
+        self._load_s = load_s
+        self._journal = journal
+        self._progress = watch
+        self._spec = recipe.profile
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps = bench.steps
@@ -285,7 +290,8 @@ class _Session:
 
     def _slices_left(self) -> dict[int, SliceShape]:
         """The slices that the journal lacks."""
-        results, shapes = self._journal.results, self._shapes()
+        results = self._journal.results
+        shapes = self._shapes()
         return {k: shape for k, shape in shapes.items() if f"slice/{k}" not in results}
 
     def plan(self, bench: TimedEngine) -> ProfileEstimate:
@@ -366,10 +372,12 @@ class _Session:
         prefill, decode = grid_points(self._points, results)
         if not prefill or not decode:
             failed = [one.reason for one in of_kind(FailedPoint, results.values())]
-            kind, why = "decode step" if prefill else "prefill", [*failed, "nothing fits"][0]
+            kind = "decode step" if prefill else "prefill"
+            why = [*failed, "nothing fits"][0]
             message = f"no {kind} of the grid could be measured: {why}"
             raise EngineError(message, "see profile in the recipe")
-        steps, visits = self._steps, of_kind(PointVisit, results.values())
+        steps = self._steps
+        visits = of_kind(PointVisit, results.values())
         if steps is not None:  # with all passes that were logged while the grid was measured
             passes = [point for visit in visits for point in visit.steps]
             front = [point for visit in visits for point in visit.front]

@@ -74,10 +74,13 @@ class Feed(ABC, Generic[Work, Point]):
         work: Mapping[int, Work],
         record: Callable[[int, Point | FailedPoint], None],
     ) -> None:
-        self.workers, self._record = workers, record
+        self.workers = workers
+        self._record = record
         self.batches = 0  # sent so far
-        self._waiting, self._unrecorded = deque(work.items()), list(work.values())
-        self._left, self._begun = len(work), False
+        self._waiting = deque(work.items())
+        self._unrecorded = list(work.values())
+        self._left = len(work)
+        self._begun = False
         self._done = asyncio.Event()
 
     async def run(self) -> None:
@@ -204,8 +207,10 @@ class RowsOfSequence:
         left = len(self._stale) + len(output.ended)
         self._stale = ()
         for number, row in self._entering.items():
-            self._cached[number], self._to_come[number] = len(row.tokens), row.max_new_tokens - 1
-        longest, rows = max(self._cached.values(), default=0), len(self._cached)
+            self._cached[number] = len(row.tokens)
+            self._to_come[number] = row.max_new_tokens - 1
+        longest = max(self._cached.values(), default=0)
+        rows = len(self._cached)
         for number in self._cached:
             self._cached[number] += output.steps
             self._to_come[number] -= output.steps
@@ -224,7 +229,9 @@ class RowsOfSequence:
 
     def _draw_row(self) -> Row | None:
         """Another row that fits with the running and entering ones; None if no draw fits."""
-        spec, facts, rng = self._ranges.spec, self._ranges.facts, self._rng
+        spec = self._ranges.spec
+        facts = self._ranges.facts
+        rng = self._rng
         ends = [tokens + self._to_come[number] for number, tokens in self._cached.items()]
         ends += [len(row.tokens) + row.max_new_tokens for row in self._entering.values()]
         for _ in range(DRAWS_MAX):
@@ -234,7 +241,8 @@ class RowsOfSequence:
             has_room = (len(ends) + 1) * longest <= self._ranges.tokens_max
             if has_room and length + output <= facts.max_model_len:
                 tokens = tuple(position % facts.vocab_size for position in range(length))
-                name, sampling = f"profile-{self.next_row}", SamplingParams(ignore_eos=True)
+                name = f"profile-{self.next_row}"
+                sampling = SamplingParams(ignore_eos=True)
                 return Row(name, tokens, 0, output, sampling)
         return None
 
@@ -265,7 +273,8 @@ class SequenceFeed(Feed[int, RoundSequence]):
             self.next(event.worker)  # the worker was lost, and its rows with it
         if not isinstance(event, RoundDone) or event.worker not in self._on:
             return
-        worker, output = event.worker, event.output
+        worker = event.worker
+        output = event.output
         number, rows, sent_s = self._on[worker]
         if output is None or event.failure:
             del self._on[worker]
@@ -298,7 +307,9 @@ class RoundsStage:
     """The part of a profile about rounds: the work that is left, its execution and its results."""
 
     def __init__(self, recipe: Recipe, facts: EngineFacts, journal: Journal) -> None:
-        self._recipe, self._facts, self._journal = recipe, facts, journal
+        self._recipe = recipe
+        self._facts = facts
+        self._journal = journal
         self.points = part_points(recipe.profile, facts)
 
     def lengths_left(self) -> list[int]:
@@ -335,7 +346,8 @@ class RoundsStage:
         """The profile's section on rounds. The memory for swapped caches of one worker is the
         recipe's bound, else its part of half the machine's.
         """
-        recipe, results = self._recipe, self._journal.results
+        recipe = self._recipe
+        results = self._journal.results
         host_bytes = recipe.engine.swap_bytes(recipe.hardware.device)
         if host_bytes is None:
             total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -377,7 +389,9 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, BatchDone):
             number, shape, sent_s = self._sent.pop(event.batch_id)
-            rows, length, steps = shape.batch_size, shape.input_length, shape.steps
+            rows = shape.batch_size
+            length = shape.input_length
+            steps = shape.steps
             tokens = sum(map(len, event.output.tokens))
             if event.failure or tokens != rows * steps:
                 why = event.failure or f"{tokens} tokens came back"

@@ -104,7 +104,8 @@ def gather(source: str, folder: Path | None = None) -> Material:
         path = Path(source)
         plan = read_file(Plan, path)
         files = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
-        fit_sha256, folder = _sha256_of(plan, "fit"), folder or path.parent
+        fit_sha256 = _sha256_of(plan, "fit")
+        folder = folder or path.parent
     else:
         recipe = recipe_path(source)
         files = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])

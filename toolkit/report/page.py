@@ -69,8 +69,10 @@ class Promise:
 
 def summary_section(files: Material) -> Section:
     """The verdict on the files, and the next command."""
-    plan, tuning = files.plan, files.tuning
-    name, fit = files.recipe.name, files.file_name("fit")
+    plan = files.plan
+    tuning = files.tuning
+    name = files.recipe.name
+    fit = files.file_name("fit")
     promise: Promise | None = None
     if plan is not None:
         command = ("Start it", f"llmctl serve {files.file_name('plan')}")
@@ -86,7 +88,8 @@ def summary_section(files: Material) -> Section:
     if promise is not None and not promise.metrics:
         promise = None
     section = Section("verdict", "", badge=_badge(files, promise))
-    section.commands, section.facts = [command], _what_to_run(files)
+    section.commands = [command]
+    section.facts = _what_to_run(files)
     if promise:
         section.tables.append(_table(promise))
         section.figures.append(_shares(promise))
@@ -98,9 +101,11 @@ def _share(limit: Limit) -> float | None:
     """The used share of a limit. A lower limit in percent is used by 100 minus the value."""
     if limit.predicted is None:
         return None
-    used, may = limit.predicted, limit.limit
+    used = limit.predicted
+    may = limit.limit
     if limit.bound == "at least":
-        used, may = 100 - used, 100 - may
+        used = 100 - used
+        may = 100 - may
     return used / may if may else (2.0 if used else 0.0)
 
 
@@ -114,7 +119,8 @@ def _judge(limit: Limit, value: float | None) -> Judged | None:
 
 def _measured(files: Material) -> list[MeasuredTargets]:
     """The newest bench and the validation of the shown plan that ran at its rate."""
-    rate, sla = files.rate_rps, files.recipe.sla
+    rate = files.rate_rps
+    sla = files.recipe.sla
     measured = []
     for bench in files.benches:
         if bench.of_plan and bench.at_rate(rate) and bench.content.sla == sla:
@@ -178,7 +184,9 @@ def _listed(names: list[str]) -> str:
 
 def _what_to_run(files: Material) -> list[tuple[str, str]]:
     """Policy, workers and workload of the plan; without one, of the tuning; else workers only."""
-    plan, tuning, recipe = files.plan, files.tuning, files.recipe
+    plan = files.plan
+    tuning = files.tuning
+    recipe = files.recipe
     facts: list[tuple[str, str]] = []
     if plan is not None:
         facts += _policy(plan.policy.name, plan.policy.parameters, plan.kind_parameters)
@@ -198,7 +206,8 @@ def _what_to_run(files: Material) -> list[tuple[str, str]]:
         where = f"{fit.engine.engine} on {fit.engine.device}"
         facts.append(("Workers", f"{name if several else ''}{workers} with engine {where}"))
     if plan is not None and plan.workload:
-        trace, rate = plan.workload.trace, plan.workload.request_rate_rps
+        trace = plan.workload.trace
+        rate = plan.workload.request_rate_rps
         facts.append(("Tuned for", f"{trace} at {number(rate)} requests/s"))
     elif plan is None and tuning is not None:
         trace = tuning.inputs["trace"].name if "trace" in tuning.inputs else "a trace"
@@ -261,7 +270,8 @@ def _table(promise: Promise) -> Table:
             rows.append([metric_name(key), "none", *shown])
     for limit in promise.limits:
         measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
-        text, kept = limit.prediction(), limit.kept
+        text = limit.prediction()
+        kept = limit.kept
         predicted = text if kept is None else Judged(text, kept)
         rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
     columns = ["", "limit", "predicted", *sources]
@@ -300,7 +310,8 @@ def _notes(files: Material) -> list[str]:
             lines[-1] += f"{'' if lines[-1].endswith(':') else ';'} {line.strip()}"
         else:
             lines.append(line)
-    plan, best = files.plan, tuning.recommended
+    plan = files.plan
+    best = tuning.recommended
     # an older tuning says nothing of a fleet's further kinds
     kinds = plan.kind_parameters if plan is not None and best.kind_parameters else {}
     recommended = (best.policy, best.parameters, best.kind_parameters)

@@ -167,8 +167,13 @@ UNITS = {
 
 
 # Sizes in the units of the charts' view box.
-WIDTH, HEIGHT = 420, 260
-LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT holds half of the last tick's number
+WIDTH = 420
+HEIGHT = 260
+# RIGHT holds half of the last tick's number
+LEFT = 56
+RIGHT = 20
+TOP = 12
+BOTTOM = 40
 ROW = 22  # height of a bar with its gap
 NAME_CHARS = 30  # of a bar's name; longer ones are cut
 MAX_POINTS = 2000  # of a series: more would show nothing new and make the page larger
@@ -241,7 +246,8 @@ def chart(
     if level is not None:
         _line(root, [(x.low, level), (x.high, level)], x, y, "rule")
     for index, (one, points) in enumerate(drawn):
-        cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[one.kind]
+        cls = f"s{index % 4}"
+        radius = {"marks": 5.0, "points": 2.6, "line": 4.0}[one.kind]
         if one.kind == "line":
             _line(root, [(at_x, at_y) for at_x, at_y, _ in points], x, y, cls)
             cls = "hit"  # invisible points that show their title under the pointer
@@ -273,7 +279,8 @@ def bars(
         return Markup()
     left = min(8 + 6.6 * max(map(len, values)), 210.0)  # of the line where bars begin
     marks = [0.0] if limit is None else [0.0, limit]
-    low, high = min(*values.values(), *marks), max(*values.values(), *marks)
+    low = min(*values.values(), *marks)
+    high = max(*values.values(), *marks)
     room = WIDTH - left - (64 if limit is None else 104)  # without the text behind a bar
     span = (high - low) or 1.0
     zero = left + (-low / span) * room
@@ -300,7 +307,8 @@ def bars(
 
 
 def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [10.0**power for power in powers]
@@ -308,18 +316,21 @@ def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _
             ticks = [ticks[0], ticks[0] * 10]
         every = -(-len(ticks) // 6)
         return _Scale(ticks[0], ticks[-1], start, end, True, ticks[::every])
-    low, high = min(low, 0.0), max(high, 0.0)
+    low = min(low, 0.0)
+    high = max(high, 0.0)
     rough = (high - low or 1.0) / 5  # the step is 1, 2 or 5 times a power of ten, not below it
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * times for times in (1, 2, 5, 10) if size * times >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step), math.ceil(high / step)
+    first = math.floor(low / step)
+    last = math.ceil(high / step)
     last = max(last, first + 1)
     ticks = [round(step * k, 12) for k in range(first, last + 1)]
     return _Scale(ticks[0], ticks[-1], start, end, False, ticks)
 
 
 def _grid(root: Element, x_name: str, y_name: str, x: _Scale, y: _Scale) -> None:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    bottom = HEIGHT - BOTTOM
+    right = WIDTH - RIGHT
     for tick in x.ticks:
         at = x.place(tick)
         _add(root, "path", d=f"M{at} {TOP}V{bottom}", cls="grid")

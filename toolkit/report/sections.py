@@ -48,7 +48,8 @@ def bench_section(files: Material) -> Section:
     """The replays against running servers (`llmctl bench --out`), measured and predicted."""
     left_out = [why for name, why in files.why.items() if name.endswith(".json")]
     if not files.benches:
-        plan, rate = files.file_name("plan"), files.rate_rps
+        plan = files.file_name("plan")
+        rate = files.rate_rps
         at = f" --rate {rate:.3g}" if rate else ""
         command = f"llmctl bench --plan {plan} --trace TRACE{at} --out bench.json"
         lead = "No trace was replayed against a running server of this plan yet."
@@ -114,7 +115,8 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     counts = f"{content.answered:,} of {content.requests:,} requests, {failed:,} failed"
     parts = [f"{_title(bench)} ({what}): {counts}"]
     if content.warmup and content.replay_slowdown:
-        slow, warm = content.replay_slowdown, content.warmup.slowdown
+        slow = content.replay_slowdown
+        warm = content.warmup.slowdown
         took = f"{slow:.2f} times as long as fitted, in the warm-up {warm:.2f} times"
         parts.append(f"batches took {took}")
     if content.interrupted:
@@ -218,7 +220,9 @@ def _law_figures(
 def _slices(laws: Laws, profile: Profile) -> Figure:
     points: list[ChartPoint] = []
     for one in profile.slices:
-        size, length, law = one.batch_size, one.input_length, laws.latency
+        size = one.batch_size
+        length = one.input_length
+        law = laws.latency
         decode_s = law.decode_s(size, length, laws.engine.iterations(one.steps))
         by_law_s = law.prefill_s(size, length) + decode_s
         times = f"predicted {seconds(by_law_s)}, measured {seconds(one.seconds)}"
@@ -303,10 +307,12 @@ def tuning_section(files: Material) -> Section:
     ]
     section.tables += _on_trace(tuning)
     if tuning.policies:
-        names, latency = [result.policy for result in tuning.policies], tuning.latency_metric
+        names = [result.policy for result in tuning.policies]
+        latency = tuning.latency_metric
         rows: list[tuple[Cell, ...]] = []
         for result in tuning.policies:
-            name, metrics = marked(result.policy, tuning.engines), result.outcome.metrics
+            name = marked(result.policy, tuning.engines)
+            metrics = result.outcome.metrics
             values = (metrics.get("goodput_rps"), metrics.get(latency))
             rows.append((name, result.trials, *values, result.feasible))
         remark = footnote(names, tuning.engines)
@@ -345,7 +351,8 @@ def _series(
     points: list[ChartPoint] = []
     for trial in trials:
         outcome = trial.outcome
-        latency_s, goodput_rps = outcome.metrics[latency], outcome.metrics["goodput_rps"]
+        latency_s = outcome.metrics[latency]
+        goodput_rps = outcome.metrics["goodput_rps"]
         settings = [f"{key} {word(value)}" for key, value in outcome.every_parameter.items()]
         goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
         values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
@@ -358,7 +365,8 @@ def _series(
 
 def _on_trace(tuning: Tuning) -> list[Table]:
     """The defaults and the best: their metrics on the whole trace, and their settings."""
-    before, after = tuning.defaults, tuning.best
+    before = tuning.defaults
+    after = tuning.best
     rows: list[tuple[Cell, ...]] = []
     for name, old in before.metrics.items():
         if name in after.metrics:

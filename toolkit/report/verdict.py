@@ -96,7 +96,8 @@ def _capacity_lines(result: Tuning) -> list[str]:
 
 def _router_lines(result: Tuning) -> list[str]:
     """What the best settings' router gains over requests in turn; empty without replicas."""
-    best, in_turn = result.best, result.in_turn
+    best = result.best
+    in_turn = result.in_turn
     if best.replica_router is None or in_turn is None:
         return []
     name = best.replica_router.name
@@ -105,7 +106,8 @@ def _router_lines(result: Tuning) -> list[str]:
             "nothing to gain from a router: no other serves notably more than requests to each "
             "replica in turn, with the same flags"
         ]
-    old, new = in_turn.metrics, best.metrics
+    old = in_turn.metrics
+    new = best.metrics
     before, after = (metrics.get("goodput_rps", 0.0) for metrics in (old, new))
     change = f"{100 * (after / before - 1):+.1f} % goodput" if before else "goodput from none"
     if "ttft_mean_s" in old and "ttft_mean_s" in new:
@@ -199,7 +201,8 @@ def size_lines(result: Tuning) -> list[str]:
     """How many workers, or servers of each kind, suffice, and what one more of them does; before
     that the recipes that need fewer workers.
     """
-    sizing, others = result.sizing, result.alternatives
+    sizing = result.sizing
+    others = result.alternatives
     if sizing is None:
         return []
     lines = [
@@ -212,10 +215,12 @@ def size_lines(result: Tuning) -> list[str]:
         counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
         tried = sum(row.settings == sizing.settings for row in sizing.rows)
         usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
-        price, none = "", "no fewer servers keep all limits"
+        price = ""
+        none = "no fewer servers keep all limits"
         order = "of equal number: more of the kinds named first"
         if usd:
-            price, none = f", {number(usd)} USD an hour", "no cheaper counts keep all limits"
+            price = f", {number(usd)} USD an hour"
+            none = "no cheaper counts keep all limits"
             order = "of equal cost: fewer servers, then more of the kinds named first"
         simulated = f"{tried} were simulated with these settings"
         lines += [

@@ -52,7 +52,8 @@ class LatencyLimits(NamedTuple):
 
     def possible(self, alone: PredictedLatency) -> LatencyLimits:
         """These limits without those that a request with this forecast misses."""
-        ttft_s, e2e_s = TARGET_SHARE_MAX * self.ttft_s, TARGET_SHARE_MAX * self.e2e_s
+        ttft_s = TARGET_SHARE_MAX * self.ttft_s
+        e2e_s = TARGET_SHARE_MAX * self.e2e_s
         ttft_s = math.inf if alone.ttft_s > ttft_s else self.ttft_s
         return LatencyLimits(ttft_s, math.inf if alone.e2e_s > e2e_s else self.e2e_s)
 
@@ -61,7 +62,8 @@ class LatencyLimits(NamedTuple):
 
         0 means that it meets them now, or that no other request delays it.
         """
-        ttft_s, e2e_s = TARGET_SHARE_MAX * self.ttft_s, TARGET_SHARE_MAX * self.e2e_s
+        ttft_s = TARGET_SHARE_MAX * self.ttft_s
+        e2e_s = TARGET_SHARE_MAX * self.e2e_s
         late_s = max(predicted.ttft_s - ttft_s, predicted.e2e_s - e2e_s)
         return max(min(late_s, predicted.contention_s), 0.0)
 
@@ -104,7 +106,8 @@ class Admission:
                 for replica, each in zip(able, outlooks, strict=True)
             ]
             best = min(range(len(able)), key=lambda k: excesses[k])
-            home, outlook = able[best], outlooks[best]
+            home = able[best]
+            outlook = outlooks[best]
             excess_s, predicted = excesses[best]
         if excess_s:
             return Overload(predicted, excess_s)

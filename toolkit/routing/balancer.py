@@ -21,7 +21,8 @@ from toolkit.routing.types import PassLaw, ReplicaReport, ReplicaTraits, RoutedR
 from toolkit.sched.eventlog import Lost, whole_lines
 
 HISTORY = 1000  # outputs that the mean length is of
-NONE_UP, REFUSED = -1, -2  # in the log, where a request went to no replica
+NONE_UP = -1
+REFUSED = -2  # in the log, where a request went to no replica
 
 
 class RoutingLogHeader(msgspec.Struct, frozen=True, tag="routing"):
@@ -111,7 +112,8 @@ class Balancer:
         index_limit: int = 0,
         sink: Callable[[BalancerEvent], None] | None = None,
     ) -> None:
-        self.router, self._sink = router, sink
+        self.router = router
+        self._sink = sink
         self._admission = Admission(limits, router) if limits != UNLIMITED else None
         self.replicas: list[Replica] = []
         self._index_limit = index_limit
@@ -136,7 +138,8 @@ class Balancer:
         return replica.index
 
     def _add(self, traits: ReplicaTraits) -> Replica:
-        replica, view = Replica(len(self.replicas), traits), self._view
+        replica = Replica(len(self.replicas), traits)
+        view = self._view
         self.replicas.append(replica)
         view.even &= traits.weight == self.replicas[0].weight
         # How many blocks to remember for it; 0: any number.
@@ -177,7 +180,8 @@ class Balancer:
         barred: tuple[int, ...],
         admission: Admission | None,
     ) -> int | Overload | None:
-        view, up = self._view, self._up
+        view = self._view
+        up = self._up
         able = [replica for replica in up if replica.index not in barred] or up if barred else up
         if not able:
             return None

@@ -44,7 +44,9 @@ def fewest_tokens(view: RouterView, request: RoutedRequest) -> int:
 
 def least_memory(view: RouterView, request: RoutedRequest) -> int:
     """`future-memory`."""
-    size, expected, matched = view.block_tokens, view.expected_tokens, view.matched
+    size = view.block_tokens
+    expected = view.expected_tokens
+    matched = view.matched
     prompt = request.prompt_tokens
     costs = []
     for replica in view.replicas:
@@ -56,7 +58,9 @@ def least_memory(view: RouterView, request: RoutedRequest) -> int:
 
 def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) -> int:
     """`session-hash` with a bound: the ring's first owner, from `at` on, that may take one more."""
-    every, requests, weights = view.every, 0, 0.0
+    every = view.every
+    requests = 0
+    weights = 0.0
     for replica in view.replicas:
         requests += len(replica.sent)
         weights += replica.weight
@@ -79,7 +83,8 @@ def llm_d(view: RouterView, prefix: float, queue: float, kv: float) -> int:
     """`llm-d`: its weights are those of the match, the shorter queue and the free cache."""
     queues = [replica.waiting for replica in view.replicas]
     shares = _shares(view)
-    low, high = min(queues), max(queues)
+    low = min(queues)
+    high = max(queues)
     costs = []
     for place, replica in enumerate(view.replicas):
         shorter = (high - queues[place]) / (high - low) if high > low else 1.0
@@ -90,7 +95,9 @@ def llm_d(view: RouterView, prefix: float, queue: float, kv: float) -> int:
 
 def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: float) -> int:
     """`dynamo`: `credit` of each matched block is taken off the blocks to prefill."""
-    size, blocks, prompt = view.block_tokens, view.blocks, request.prompt_tokens
+    size = view.block_tokens
+    blocks = view.blocks
+    prompt = request.prompt_tokens
     matched = view.matched
     costs = []
     for replica in view.replicas:
@@ -104,7 +111,8 @@ def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: flo
 def sglang(view: RouterView, threshold: float, abs_load: int, rel_load: float) -> int:
     """`sglang`: the bounds are between the most and the least requests of a replica."""
     loads = [float(len(replica.sent)) for replica in view.replicas]
-    low, high = min(loads), max(loads)
+    low = min(loads)
+    high = max(loads)
     if high - low > abs_load and high > rel_load * low:
         return view.least(loads)
     shares = _shares(view)
@@ -116,7 +124,8 @@ def sglang(view: RouterView, threshold: float, abs_load: int, rel_load: float) -
 def load_aware(view: RouterView, beta: float) -> int:
     """`load-aware`: `beta` weighs the load above the mean."""
     loads = [len(replica.sent) for replica in view.replicas]
-    shares, mean = _shares(view), sum(loads) / len(loads)
+    shares = _shares(view)
+    mean = sum(loads) / len(loads)
     scale = mean if mean > 1.0 else 1.0
     return view.least(
         [beta * (load - mean) / scale - shares[place] for place, load in enumerate(loads)]
@@ -142,7 +151,8 @@ def _for_weights(view: RouterView, loads: list[float], one: float) -> list[float
 
 def _shares(view: RouterView) -> list[float]:
     """The share of the request's full blocks that each replica has cached."""
-    matched, blocks = view.matched, view.blocks
+    matched = view.matched
+    blocks = view.blocks
     if not blocks:
         return [0.0] * len(view.replicas)
     return [matched[replica.index] / blocks for replica in view.replicas]
@@ -156,8 +166,12 @@ class LawWeights:
     def __init__(
         self, others: float, first: float, late: float, work: float, ttft_s: float, gap_s: float
     ) -> None:
-        self.others, self.first, self.late, self.work = others, first, late, work
-        self.ttft_s, self.gap_s = ttft_s, gap_s
+        self.others = others
+        self.first = first
+        self.late = late
+        self.work = work
+        self.ttft_s = ttft_s
+        self.gap_s = gap_s
 
 
 def by_law(view: RouterView, request: RoutedRequest, weights: LawWeights) -> int:
@@ -209,7 +223,8 @@ def weigh(
     first_s = left + own_s + plain_s
     first_s += _memory_wait_s(replica, new, context, plain_s, expected)
     lost_s = own_s * decodes + expected * slower_s * decodes
-    late, stalls = 0.0, False
+    late = 0.0
+    stalls = False
     if weights.ttft_s:
         late = _chance(first_s, weights.ttft_s)
     if weights.gap_s:
@@ -243,12 +258,14 @@ class _Few:
     __slots__ = ("_count", "_keys", "_worst", "replicas")
 
     def __init__(self, count: int) -> None:
-        self._count, self._worst = count, 0
+        self._count = count
+        self._worst = 0
         self._keys: list[int] = []
         self.replicas: list[Replica] = []
 
     def offer(self, key: int, replica: Replica) -> None:
-        keys, replicas = self._keys, self.replicas
+        keys = self._keys
+        replicas = self.replicas
         if len(keys) == self._count:
             if key >= self._worst:
                 return
@@ -276,7 +293,8 @@ def _likely(view: RouterView) -> list[Replica]:
         if replica.kind != last:
             last = replica.kind
             kinds.add(last)
-    part, few = max(MOST_WEIGHED // 3 // len(kinds), 1), max(2 // len(kinds), 1)
+    part = max(MOST_WEIGHED // 3 // len(kinds), 1)
+    few = max(2 // len(kinds), 1)
     likely = {kind: [_Few(part), _Few(part), _Few(part), _Few(few)] for kind in kinds}
     matched = view.matched
     by_match, by_tokens, by_requests, by_in_time = likely[last]

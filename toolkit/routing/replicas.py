@@ -41,7 +41,9 @@ class Sent:
     )  # fmt: skip
 
     def __init__(self, request: RoutedRequest, sent_s: float, cached_tokens: int) -> None:
-        self.request, self.sent_s, self.cached_tokens = request, sent_s, cached_tokens
+        self.request = request
+        self.sent_s = sent_s
+        self.cached_tokens = cached_tokens
         self.prompt_tokens = request.prompt_tokens
         self.new_tokens = self.prompt_tokens - cached_tokens
         self.blocks: Sequence[object] = request.blocks
@@ -65,7 +67,9 @@ class RequestOutlook:
     def __init__(
         self, prefilled_s: float, is_late: bool, stalls: bool, cost_s: float = 0.0
     ) -> None:
-        self.prefilled_s, self.is_late, self.stalls = prefilled_s, is_late, stalls
+        self.prefilled_s = prefilled_s
+        self.is_late = is_late
+        self.stalls = stalls
         self.cost_s = cost_s
 
 
@@ -94,9 +98,13 @@ class Replica:
     )  # fmt: skip
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
-        self.index, self.traits = index, traits
-        self.capacity_tokens, self.pass_tokens = traits.capacity_tokens, traits.pass_tokens
-        self.max_rows, self.kind, self.weight = traits.max_rows, traits.kind, traits.weight
+        self.index = index
+        self.traits = traits
+        self.capacity_tokens = traits.capacity_tokens
+        self.pass_tokens = traits.pass_tokens
+        self.max_rows = traits.max_rows
+        self.kind = traits.kind
+        self.weight = traits.weight
         self.is_up = True
         self.sent: dict[str, Sent] = {}
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
@@ -119,7 +127,8 @@ class Replica:
         self.reported = self._reported_waiting = 0
         self._reported_usage = 0.0
         if report is not None:
-            self._reported_waiting, self._reported_usage = report.waiting, float(report.kv_usage)
+            self._reported_waiting = report.waiting
+            self._reported_usage = float(report.kv_usage)
             self.reported = report.waiting + report.running
 
     @property
@@ -214,7 +223,9 @@ class _Prompt:
     __slots__ = ("at_s", "blocks", "left")
 
     def __init__(self, blocks: Sequence[object], at_s: float) -> None:
-        self.blocks, self.at_s, self.left = blocks, at_s, len(blocks)
+        self.blocks = blocks
+        self.at_s = at_s
+        self.left = len(blocks)
 
 
 class PrefixIndex:
@@ -248,7 +259,8 @@ class PrefixIndex:
     def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
         self.expire(now_s)
-        counts, holders = [0] * len(self._used), self._holders
+        counts = [0] * len(self._used)
+        holders = self._holders
         if not blocks:
             return counts
         left = holders.get(blocks[0], 0)  # the replicas that have all blocks so far
@@ -275,8 +287,11 @@ class PrefixIndex:
         """A prompt was sent to a replica."""
         if not blocks:
             return
-        used, holders, bit = self._used[index], self._holders, 1 << index
-        prompt, before = _Prompt(blocks, now_s), len(used)
+        used = self._used[index]
+        holders = self._holders
+        bit = 1 << index
+        prompt = _Prompt(blocks, now_s)
+        before = len(used)
         for block in blocks:
             used[block] = prompt
             if len(used) > before:
@@ -298,13 +313,16 @@ class PrefixIndex:
                 old.left = len(old.blocks)
                 if old.left:
                     kept.append(old)
-            self._prompts[index], self._kept[index] = kept, len(used)
+            self._prompts[index] = kept
+            self._kept[index] = len(used)
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
         for block in self._used[index]:
             self._forget(index, block)
-        self._used[index], self._prompts[index], self._kept[index] = {}, deque(), 0
+        self._used[index] = {}
+        self._prompts[index] = deque()
+        self._kept[index] = 0
 
     def expire(self, now_s: float) -> None:
         """Forget what was not used for too long, where the oldest prompts were sent to."""
@@ -317,7 +335,8 @@ class PrefixIndex:
 
     def _drop(self, index: int, most: int) -> None:
         """Forget up to so many blocks of the oldest prompt; without any left it goes."""
-        used, prompt = self._used[index], self._prompts[index][0]
+        used = self._used[index]
+        prompt = self._prompts[index][0]
         while prompt.left and most:
             prompt.left -= 1
             self._kept[index] -= 1
@@ -378,9 +397,13 @@ class RouterView:
     def __init__(
         self, every: list[Replica], index: PrefixIndex, block_tokens: int, rng: np.random.Generator
     ) -> None:
-        self.every, self.replicas, self._index = every, every, index
-        self.block_tokens, self.expected_tokens = block_tokens, float(DEFAULT_EXPECTED_TOKENS)
-        self.rng, self.even = rng, True  # rng: for ties
+        self.every = every
+        self.replicas = every
+        self._index = index
+        self.block_tokens = block_tokens
+        self.expected_tokens = float(DEFAULT_EXPECTED_TOKENS)
+        self.rng = rng
+        self.even = True  # rng: for ties
         self.routed = self.blocks = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0
@@ -390,8 +413,11 @@ class RouterView:
 
     def begin(self, request: RoutedRequest, replicas: list[Replica], now_s: float) -> None:
         """A request is to be routed to one of these."""
-        self.replicas, self.now_s, self.outlook = replicas, now_s, None
-        self._blocks, self._matched = request.blocks, None
+        self.replicas = replicas
+        self.now_s = now_s
+        self.outlook = None
+        self._blocks = request.blocks
+        self._matched = None
         self.blocks = len(self._blocks)
 
     @property
@@ -412,12 +438,17 @@ class RouterView:
 
     def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""
-        replicas, lowest, at, ties = self.replicas, costs[0], 0, 0
+        replicas = self.replicas
+        lowest = costs[0]
+        at = 0
+        ties = 0
         if len(costs) != len(replicas):
             raise ValueError(f"{len(costs)} costs of {len(replicas)} replicas")
         for place, cost in enumerate(costs):
             if cost < lowest:
-                lowest, at, ties = cost, place, 1
+                lowest = cost
+                at = place
+                ties = 1
             elif cost == lowest:
                 ties += 1
         if ties == 1:

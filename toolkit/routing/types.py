@@ -14,7 +14,8 @@ DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
 BLOCK_TOKENS = 64
 REPORT_EVERY_S = 0.25
 # Requests by which kinds of replicas are weighed, in tokens.
-TYPICAL_PROMPT, TYPICAL_OUTPUT = 768, 256
+TYPICAL_PROMPT = 768
+TYPICAL_OUTPUT = 256
 
 
 class RoutedRequest(msgspec.Struct, frozen=True):

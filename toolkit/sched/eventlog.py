@@ -215,9 +215,12 @@ class RecordingScheduler(Scheduler):
 
 def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
-    moved, moves = None, batch.moves
+    moved = None
+    moves = batch.moves
     if moves is not None:
-        paused, resumed, promoted = _ids(moves.pause), _ids(moves.resume), _ids(moves.promote)
+        paused = _ids(moves.pause)
+        resumed = _ids(moves.resume)
+        promoted = _ids(moves.promote)
         swapped = _ids(moves.swap_out), _ids(moves.swap_in)
         moved = Moved(paused, resumed, *swapped, promoted, moves.overlap)
     what = batch.batch_id, batch.worker, batch.steps, _ids(batch.jobs), batch.estimated_s

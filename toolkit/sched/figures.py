@@ -88,14 +88,16 @@ class WorkerFigure:
         self._changed.clear()
         values, rows, computed = self._cells
         while True:
-            least, found = 0, -1
+            least = 0
+            found = -1
             for index in able:
                 value: int = values[index]
                 drop: int = computed[index] - expected
                 if drop > 0:
                     value -= drop * rows[index]
                 if found < 0 or value < least:
-                    least, found = value, index
+                    least = value
+                    found = index
             if computed[found] == expected:
                 return found
             self._work_out(found, expected)
@@ -124,7 +126,9 @@ class WorkerFigure:
     def write(self, index: int, expected: int, value: int, rows: int) -> None:
         """Set the worker's number to what it will be once the scheduler has applied a decision."""
         values, numbers, computed = self._cells
-        values[index], numbers[index], computed[index] = value, rows, expected
+        values[index] = value
+        numbers[index] = rows
+        computed[index] = expected
         self._set_bound(index)
 
     def add(self, index: int, tokens: int) -> None:
@@ -197,7 +201,8 @@ class Loads:
         place = key.place
         if place < 0:
             return
-        key.load_s, key.assigned = worker.load_s, worker.assigned
+        key.load_s = worker.load_s
+        key.assigned = worker.assigned
         while place > 0:
             other = heap[(place - 1) // 2]
             if not key.is_before(other):
@@ -225,7 +230,8 @@ class Loads:
 
         At least `count` of them, or all if there are fewer; in ascending order if a heap is kept.
         """
-        heap, workers = self.kept, self._workers
+        heap = self.kept
+        workers = self._workers
         if len(workers) <= FEW_WORKERS:
             return [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive

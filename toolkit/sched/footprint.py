@@ -158,7 +158,9 @@ class SlabFootprint(Footprint):
         self._newcomers = len(residents.prefilling)
         self._entering = _longest_input(residents.prefilling) if self._newcomers else 0
         if self._lengths or self._left:
-            self._left, self._lengths, self._promises = set(), [], []
+            self._left = set()
+            self._lengths = []
+            self._promises = []
         return self
 
     @property

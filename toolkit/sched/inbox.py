@@ -27,7 +27,8 @@ NO_JOBS: deque[Job] = deque()  # of every inbox that defers nothing; never chang
 MOST_ENTRIES: Final = 512  # entries of a block: few enough to move at once when one comes or goes
 
 # Of jobs, to sort by. Those that wait are in the order `turn_of`: of urgency, then of arrival.
-priority_of, _ticket = attrgetter("priority"), attrgetter("ticket")
+priority_of = attrgetter("priority")
+_ticket = attrgetter("ticket")
 turn_of = attrgetter("priority", "ticket")
 
 Key = tuple[Any, ...]
@@ -100,7 +101,8 @@ class SortedBlocks(Generic[Entry]):
     def _block_of(self, key: Key) -> int:
         """The index of the first block that does not end before this key, else of the last."""
         blocks = self._blocks
-        low, high = 0, len(blocks) - 1
+        low = 0
+        high = len(blocks) - 1
         if high and blocks[0][-1] >= key:
             return 0
         while low < high:
@@ -129,7 +131,8 @@ class LengthCounts:
     @property
     def least(self) -> int:
         """The least length of a job; there must be one."""
-        heap, counts = self._heap, self._counts
+        heap = self._heap
+        counts = self._counts
         while not counts[heap[0]]:
             del counts[heappop(heap)]
         return heap[0]
@@ -266,7 +269,8 @@ class Inbox:
 
     def _place(self, job: Job, *, last: bool) -> None:
         """Insert among the jobs that are not deferred, as the last or the first of its urgency."""
-        jobs, priority = self.jobs, job.priority
+        jobs = self.jobs
+        priority = job.priority
         if last and (not jobs or jobs[-1].priority <= priority):
             jobs.append(job)
         elif not last and (not jobs or priority <= jobs[0].priority):
@@ -308,7 +312,8 @@ class RankedInbox(Inbox):
         self._by_age: SortedBlocks[Aged] = SortedBlocks()
         self._by_standing: SortedBlocks[Ranked] = SortedBlocks()
         self._counts: dict[float, int] = {}  # how many of `_by_standing` have each standing
-        self._now_s, self._patience_s = -math.inf, math.inf  # of the last query
+        self._now_s = -math.inf
+        self._patience_s = math.inf  # of the last query
         self._lengths = LengthCounts()
         self._left = 0  # jobs that came in at the left; the others are in order of tickets, mostly
 
@@ -352,15 +357,21 @@ class RankedInbox(Inbox):
         It follows from the ticket, unless the job came in at the left, or came back from being
         stranded. The search goes in from both ends: most jobs leave near one.
         """
-        jobs, left, ticket = self.jobs, self._left, job.ticket
-        low, high, reach = left, len(jobs), 1
+        jobs = self.jobs
+        left = self._left
+        ticket = job.ticket
+        low = left
+        high = len(jobs)
+        reach = 1
         while high - low > reach:
             if jobs[low + reach].ticket > ticket:
                 high = low + reach
             elif jobs[high - reach].ticket <= ticket:
                 low = high - reach
             else:
-                low, high, reach = low + reach, high - reach, 2 * reach
+                low = low + reach
+                high = high - reach
+                reach = 2 * reach
         place = bisect_left(jobs, ticket, low, high, key=_ticket)
         if place < len(jobs) and jobs[place] is job:
             return place
@@ -402,8 +413,10 @@ class RankedInbox(Inbox):
 
     def _ask(self, now_s: float, patience_s: float) -> None:
         """Bring `_starved` up to the time of a query."""
-        starved, others = self._starved, self._by_age
-        self._now_s, self._patience_s = now_s, patience_s
+        starved = self._starved
+        others = self._by_age
+        self._now_s = now_s
+        self._patience_s = patience_s
         while others.size and now_s - others.first[0] >= patience_s:
             aged = others.remove(others.first)
             self._pass_over(aged[2], aged[1])

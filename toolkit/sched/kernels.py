@@ -54,7 +54,8 @@ def split_by_serving_time(
     starts = np.zeros(n + 1, dtype=np.int64)
     for i in range(1, n + 1):
         length = float(input_lengths[i - 1])
-        best, start = np.inf, i - 1
+        best = np.inf
+        start = i - 1
         for size in range(1, max(min(i, max_batch[i - 1]), 1) + 1):
             t = (
                 total_s[i - size]
@@ -79,7 +80,8 @@ def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.in
     The first `count` of `values` ascend. An out of -1 removes nothing. Returns the new count.
     """
     for c in range(len(changes)):
-        removed, added = changes[c, 0], changes[c, 1]
+        removed = changes[c, 0]
+        added = changes[c, 1]
         if removed < 0:
             at = count
             count += 1
@@ -108,7 +110,9 @@ def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], padded: 
         padded: whether the rows are one slab.
     """
     order = np.argsort(remaining)
-    held, peak, n = 0, 0, len(used)
+    held = 0
+    peak = 0
+    n = len(used)
     for i in range(n):
         k = order[n - 1 - i]
         if padded:
@@ -142,7 +146,8 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
     count = len(history)
     if count == 0:
         return limit
-    low, span = 0, count
+    low = 0
+    span = count
     while span > 0:  # binary search for the first longer length, without a branch to mispredict
         half = span >> 1
         beyond = history[low + half] <= generated
@@ -168,7 +173,8 @@ def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) ->
         keys[at] = keys[at - 1]
         at -= 1
     keys[at] = key
-    held, peak = 0, 0
+    held = 0
+    peak = 0
     if padded:
         for i in range(n + 1):
             held = max(held, keys[i] & 0xFFFFFFFF)
@@ -210,7 +216,8 @@ def admit_past_future(
         seed: of the samples.
         padded: whether memory is rows x the longest row.
     """
-    n, m = rows, count
+    n = rows
+    m = count
     state = np.array([seed], dtype=np.uint64)
     keys = np.empty((samples, n + m), dtype=np.int64)
     for s in range(samples):
@@ -223,7 +230,8 @@ def admit_past_future(
             keys[s, i] = -keys[s, i]
     for k in range(m):
         for s in range(samples):
-            generated, limit = waiting[k, 1], waiting[k, 2]
+            generated = waiting[k, 1]
+            limit = waiting[k, 2]
             u = _uniform(state)
             if generated or not len(history):
                 final = _sampled_length(history, generated, limit, u)

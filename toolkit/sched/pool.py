@@ -122,7 +122,8 @@ class WaitingPool:
 
     def take_back(self, lost: Worker) -> None:
         """Return the jobs in a lost worker's inbox to the pool."""
-        inbox, lost.inbox = lost.inbox, lost.inbox.emptied()
+        inbox = lost.inbox
+        lost.inbox = lost.inbox.emptied()
         self.add(inbox.all_jobs())
 
     def worker_lost(self, now_s: float) -> None:
@@ -145,7 +146,8 @@ class WaitingPool:
         """Remove and return the jobs that were stranded too long."""
         if now_s < self.wake_at_s:
             return []
-        jobs, self.stranded = self.stranded, []
+        jobs = self.stranded
+        self.stranded = []
         for worker in self._workers:
             if not worker.alive:
                 jobs += [job for batch in worker.queue for job in batch.jobs]

@@ -94,7 +94,8 @@ class BatchQueues:
 
     def leave(self, lost: Worker) -> None:
         """Move the queue of a lost worker to other workers."""
-        queue, lost.queue = lost.queue, deque()
+        queue = lost.queue
+        lost.queue = deque()
         lost.load_s = 0.0
         for batch in queue:
             if self._view.mixed:

@@ -140,7 +140,8 @@ class Residents:
         if cells is not None:  # the last slot moves into the job's
             last = self._slots.pop()
             if last is not job:
-                at, end = COLUMNS * job.slot, COLUMNS * last.slot
+                at = COLUMNS * job.slot
+                end = COLUMNS * last.slot
                 for k in range(COLUMNS):
                     cells[at + k] = cells[end + k]
                 self._slots[job.slot] = last
@@ -174,7 +175,8 @@ class Residents:
         cells = array("q", bytes(8 * COLUMNS * rows))
         matrix = np.frombuffer(cells, dtype=np.int64).reshape(rows, COLUMNS)
         matrix[: len(self._matrix)] = self._matrix
-        self._cells, self._matrix = cells, matrix
+        self._cells = cells
+        self._matrix = matrix
 
     def _write(self, job: Job) -> None:
         slot = len(self._slots)
@@ -182,7 +184,9 @@ class Residents:
         self._slots.append(job)
         if slot == len(self._matrix):
             self._lengthen(2 * slot)
-        cells, at, joined = self._cells, COLUMNS * slot, job.joined
+        cells = self._cells
+        at = COLUMNS * slot
+        joined = job.joined
         assert cells is not None
         cells[at] = job.length - joined
         cells[at + GENERATED] = job.generated - joined
@@ -191,7 +195,8 @@ class Residents:
 
     def _add(self, job: Job, tokens: int) -> None:
         """Add to the job's length and to its generated tokens."""
-        cells, at = self._cells, COLUMNS * job.slot
+        cells = self._cells
+        at = COLUMNS * job.slot
         assert cells is not None
         cells[at] += tokens
         cells[at + GENERATED] += tokens
@@ -240,7 +245,8 @@ def forget(worker: Worker, job: Job) -> None:
 
 def _transfer(worker: Worker, moves: Moves) -> None:
     """Move the caches, except those of jobs that were cancelled meanwhile."""
-    held, swapped = worker.held, worker.swapped
+    held = worker.held
+    swapped = worker.swapped
     for job in moves.swap_out:
         if job in held.jobs:
             held.take(job)
@@ -266,11 +272,13 @@ class WorkerRounds:
 
     def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
         """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
-        residents, jobs = worker.residents, batch.jobs
+        residents = worker.residents
+        jobs = batch.jobs
         for job in batch.evict:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
-            moves, held = batch.moves, worker.held
+            moves = batch.moves
+            held = worker.held
             for job in (*moves.pause, *moves.swap_out):
                 if job in residents.jobs:
                     residents.leave(job)
@@ -349,7 +357,8 @@ class WorkerRounds:
 
     def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
         """Jobs that joined get the prefill's token and the steps since; the others get neither."""
-        residents, emits = worker.residents, worker.emits > 0
+        residents = worker.residents
+        emits = worker.emits > 0
         waited = dict.fromkeys((*residents.prefilling, *batch.jobs))
         joined = result.joined
         after = dict(joined) if joined is not None else {job.request_id: 0 for job in waited}

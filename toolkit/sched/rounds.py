@@ -29,7 +29,8 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
     members: list[int] = []
     # The sort is stable, so among equals the oldest comes first.
     for index in sorted(range(len(lengths)), key=lambda k: abs(lengths[k] - first)):
-        low, high = min(low, lengths[index]), max(high, lengths[index])
+        low = min(low, lengths[index])
+        high = max(high, lengths[index])
         too_wide = high - low > max(PADDING_TOKENS, PADDING_SHARE * high)
         if too_wide or (members and limit is not None and high * (len(members) + 1) > limit):
             break
@@ -39,7 +40,8 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
 def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
     """All indices in groups of similar length; each begins with the oldest row that is left."""
-    left, groups = list(range(len(lengths))), []
+    left = list(range(len(lengths)))
+    groups = []
     while left:
         members = [left[k] for k in alike([lengths[index] for index in left])]
         groups.append(members)
@@ -168,7 +170,8 @@ class PrefillPasses(Generic[Key]):
             chosen = list(range(len(lengths))) if self._mixes else alike(lengths, bound or None)
             while fits and not fits([lengths[index] for index in chosen]) and len(chosen) > 1:
                 chosen = chosen[: (len(chosen) + 1) // 2]
-            waiting, taken = self._waiting, set(chosen)
+            waiting = self._waiting
+            taken = set(chosen)
             members = sorted([waiting[index] for index in chosen], key=lambda entry: -entry[1])
             self._waiting = [entry for k, entry in enumerate(waiting) if k not in taken]
             lengths = [length for _, length in members]

@@ -128,7 +128,8 @@ class Scheduler:
         `number` is for drivers that would rather look jobs up in a list than by id: `Job.number`.
         Such a driver gives each id once. `ValueError`: a request with this id has not ended yet.
         """
-        total, most = request.prompt_tokens + request.max_new_tokens, self._longest
+        total = request.prompt_tokens + request.max_new_tokens
+        most = self._longest
         if total > most:
             reason = f"prompt + max_tokens is {total} tokens; a worker's memory holds {most}"
             return Refusal(request.request_id, reason)
@@ -143,7 +144,8 @@ class Scheduler:
 
     def tick(self, now_s: float) -> list[Batch]:
         """The batches to start now, at most one per worker."""
-        view, pool = self._view, self._pool
+        view = self._view
+        pool = self._pool
         view.now_s = now_s
         if view.mixed:
             self._refuse_stranded(now_s)
@@ -187,7 +189,8 @@ class Scheduler:
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
-        due, queues = self._view.due, self._queues
+        due = self._view.due
+        queues = self._queues
         started: list[Batch] = []
         for worker in due:
             worker.is_due = False
@@ -205,7 +208,8 @@ class Scheduler:
 
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""
-        due, idle = self._view.due, self._view.idle
+        due = self._view.due
+        idle = self._view.idle
         if len(due) > 1:
             due.sort(key=_index)
         started: list[Batch] = []
@@ -232,7 +236,8 @@ class Scheduler:
 
         A driver may ignore them if its engine cannot stop a round: then the round ends later.
         """
-        interrupts, self.interrupts = self.interrupts, []
+        interrupts = self.interrupts
+        self.interrupts = []
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
@@ -274,7 +279,8 @@ class Scheduler:
     def _complete_batch(
         self, worker: Worker, batch: Batch, result: BatchResult, now_s: float
     ) -> None:
-        ended, going_on = [], []
+        ended = []
+        going_on = []
         for job, generated, finished in zip(
             batch.jobs, result.generated, result.finished, strict=True
         ):
@@ -378,7 +384,8 @@ class Scheduler:
 
     def take_refusals(self) -> list[Refusal]:
         """The accepted requests that were given up since the last call."""
-        refused, self._refused = self._refused, []
+        refused = self._refused
+        self._refused = []
         return refused
 
     def _refuse_stranded(self, now_s: float) -> None:
@@ -393,14 +400,16 @@ class Scheduler:
             self._end([job])
 
     def _route(self, now_s: float) -> None:
-        view, planner = self._view, self._planner
+        view = self._view
+        planner = self._planner
         if planner is None or planner.router is None:
             homes = self.policy.route(view, now_s)
         else:
             homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
             self._has_routed = True
-            pool, arrived = self._pool.jobs, view.arrived
+            pool = self._pool.jobs
+            arrived = view.arrived
             if len(homes) != len(pool):
                 raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
             for k, home in enumerate(homes):

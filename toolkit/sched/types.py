@@ -95,7 +95,8 @@ class Job:
         generated: int = 0,
         waiting_since_s: float = 0.0,
     ) -> None:
-        prompt, limit = request.prompt_tokens, request.max_new_tokens
+        prompt = request.prompt_tokens
+        limit = request.max_new_tokens
         # What every slice and the end of a job need lies together, as in `Worker`: the jobs of a
         # long backlog come from memory each time.
         self.length = length

@@ -139,8 +139,10 @@ class AccessGate:
     local_hosts_only: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, status = Headers(scope=scope), 0
-        account, keyed = self.keyring.find(headers), None
+        headers = Headers(scope=scope)
+        status = 0
+        account = self.keyring.find(headers)
+        keyed = None
         # The client's request id, if it is plain, only goes back in a header.
         client_id = headers.get("x-request-id", "")
         request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
@@ -297,7 +299,9 @@ class KeyedRequest:
 
     def enter(self, scope: Scope) -> None:
         """Count the request. Raises `ApiError` if the key may not send one now."""
-        account, bucket, now_s = self._account, self._account.requests, self._now_s()
+        account = self._account
+        bucket = self._account.requests
+        now_s = self._now_s()
         if bucket and (wait_s := bucket.wait_s(1, now_s)):
             text = f"sends at most {bucket.size} requests a minute"
             raise self._refusal("requests", text, wait_s)
@@ -328,11 +332,14 @@ class KeyedRequest:
         self._check_tokens(tokens)
         if self._account.tokens:
             self._account.tokens.take(tokens, self._now_s())
-        self._reserved, self._used = tokens, used
+        self._reserved = tokens
+        self._used = used
 
     def leave(self, status: int) -> None:
         """Give back what was not used. A request that got 429 or 503 does not count."""
-        account, now_s, used = self._account, self._now_s(), self._used()
+        account = self._account
+        now_s = self._now_s()
+        used = self._used()
         account.running -= self._choices
         account.taken_tokens += used
         if account.tokens:
@@ -342,7 +349,9 @@ class KeyedRequest:
 
     def headers(self) -> dict[str, str]:
         """Response headers with the remaining limits, under OpenAI's names."""
-        headers, now_s, account = {}, self._now_s(), self._account
+        headers = {}
+        now_s = self._now_s()
+        account = self._account
         for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
             if bucket:
                 left = max(math.floor(bucket.level(now_s)), 0)
@@ -373,7 +382,8 @@ class KeyedRequest:
         """An error that tells OpenAI's client how long to wait, or not to try again."""
         self._account.refused[limit] += 1
         if math.isinf(wait_s):
-            remedy, headers = "ask for less", {"x-should-retry": "false"}
+            remedy = "ask for less"
+            headers = {"x-should-retry": "false"}
         else:
             remedy = f"try again in {_duration(wait_s)}"
             headers = {"Retry-After": str(math.ceil(wait_s))}
@@ -414,7 +424,8 @@ class Bucket:
     def level(self, now_s: float) -> float:
         """The units in the bucket now. A clock that goes backwards adds nothing."""
         gained = max(now_s - self._at_s, 0.0) * self.size / MINUTE_S
-        self._level, self._at_s = min(self._level + gained, self.size), now_s
+        self._level = min(self._level + gained, self.size)
+        self._at_s = now_s
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:

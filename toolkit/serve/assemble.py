@@ -110,7 +110,8 @@ def make_settings(
     plan: Plan, *, model: str = "", request_timeout_s: float | None = None, **others: bool
 ) -> FrontSettings:
     """The front's settings: limits from the plan, `others` by the names of `FrontSettings`."""
-    serve, engine = plan.recipe.serve, plan.fit.engine
+    serve = plan.recipe.serve
+    engine = plan.fit.engine
     return FrontSettings(
         model=model or model_name(plan),
         max_model_len=engine.max_model_len,

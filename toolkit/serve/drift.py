@@ -44,7 +44,8 @@ from toolkit.workers.protocol import (
 )
 
 POINT_STEPS_MAX = 16
-RUNS_MIN, RUNS_MAX = 3, 9  # of each point
+RUNS_MIN = 3
+RUNS_MAX = 9  # of each point
 ALLOWED_PERCENT_MIN = 10.0  # a fit made in a quiet hour states too small an error for a busy one
 BUDGET_S = 3.0  # of all points, as the laws predict it
 OUTLIERS_MAX = 1  # among several points
@@ -124,7 +125,8 @@ def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[DriftCheck]:
     even one takes longer.
     """
     policy = make_policy(plan.policy.name, plan.policy.parameters)
-    checks, first = [], 0
+    checks = []
+    first = 0
     for kind in plan.kinds:
         workers = tuple(range(first, first + kind.workers))
         checks.append(_check_of(kind, policy, budget_s / len(plan.kinds), workers))
@@ -133,12 +135,15 @@ def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[DriftCheck]:
 
 
 def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, ...]) -> DriftCheck:
-    laws, fit, spec = laws_from_fit(kind.fit), kind.fit, kind.recipe.profile
+    laws = laws_from_fit(kind.fit)
+    fit = kind.fit
+    spec = kind.recipe.profile
     law: LatencyLaw = laws.latency
     memory: MemoryLaw = laws.memory
     overhead = fit.overhead
     if policy.continuous:
-        law, memory = laws.rounds, laws.round_memory
+        law = laws.rounds
+        memory = laws.round_memory
         overhead = fit.rounds.overhead if fit.rounds else fit.overhead
     steps = min(POINT_STEPS_MAX, *spec.slice_tokens)
 
@@ -149,8 +154,10 @@ def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, .
             return 2 * rows * (length + steps) <= memory.usable_tokens and rows <= laws.slots
         return rows <= int(memory.max_batch(np.array([length]), steps, 0.0)[0])
 
-    sizes, lengths = sorted(spec.batch_sizes), sorted(spec.input_lengths)
-    size, length = sizes[len(sizes) // 2], lengths[len(lengths) // 2]
+    sizes = sorted(spec.batch_sizes)
+    lengths = sorted(spec.input_lengths)
+    size = sizes[len(sizes) // 2]
+    length = lengths[len(lengths) // 2]
     wanted = dict.fromkeys(
         [(sizes[0], length), (size, lengths[0]), (size, length), (sizes[-1], lengths[0])]
     )
@@ -244,10 +251,12 @@ class CheckedWorkers(WrappedWorkers):
 
     async def _run(self, check: DriftCheck, point: DriftPoint, worker: int) -> float | None:
         """Run a point on a worker: the seconds from dispatch to result, or None if it failed."""
-        rows, expected_s = check.rows(point, self._rows), check.expected_s(point)
+        rows = check.rows(point, self._rows)
+        expected_s = check.expected_s(point)
         numbers = tuple(range(self._rows, self._rows + len(rows)))
         self._rows += len(rows)
-        end, begin_s = self._expect_end(worker), self.clock()
+        end = self._expect_end(worker)
+        begin_s = self.clock()
         batch: RunBatch = RunSlice(self._batches, tuple(rows), point.steps)
         if check.in_rounds:
             batch = RunRound(self._batches, Round(point.steps, tuple(rows), numbers))

@@ -160,7 +160,8 @@ class Driver:
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
         predicted = self.forecast.predict_by_laws(now_s)
-        prompt_tokens, max_new_tokens = len(request.prompt), request.max_new_tokens
+        prompt_tokens = len(request.prompt)
+        max_new_tokens = request.max_new_tokens
         submitted = Request(
             request.request_id, now_s, prompt_tokens, max_new_tokens, request.priority
         )
@@ -360,7 +361,8 @@ class WorkerActivity:
         """
         started: list[ActiveRequest] = []
         for batch in batches:
-            worker, follows = batch.worker, batch.worker in self._just_freed
+            worker = batch.worker
+            follows = batch.worker in self._just_freed
             requests = tuple(self._find(job.request_id) for job in batch.jobs)
             started += requests
             flight = self.flights[worker] = InFlightBatch(batch, follows, submitted)
@@ -368,7 +370,8 @@ class WorkerActivity:
                 plan = self._resident[worker].begin(batch, self._find)
                 self._workers.run(worker, RunRound(batch.batch_id, plan), batch.estimated_s)
                 continue
-            flight.requests, flight.received = requests, [0] * len(requests)
+            flight.requests = requests
+            flight.received = [0] * len(requests)
             for active in requests:
                 active.flight = flight
             rows = tuple([active.row() for active in requests])
@@ -418,7 +421,8 @@ class WorkerActivity:
 
     def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
         """Returns the round that has ended, and its result. All its tokens have arrived."""
-        flight, resident = self._take(event.worker), self._resident[event.worker]
+        flight = self._take(event.worker)
+        resident = self._resident[event.worker]
         if event.output is None:
             return flight, resident.crashed(flight.batch)
         return flight, resident.result(flight.batch, event.output)
@@ -459,7 +463,8 @@ class ResidentRows:
             self._numbers[job.request_id] = number
         self._prefilling.update(dict.fromkeys(entered))
         self._prefilling_before = tuple(self._prefilling)
-        self._received, self._ended = {}, []
+        self._received = {}
+        self._ended = []
 
         def numbers(jobs: Iterable[Job]) -> tuple[int, ...]:
             return tuple(self._numbers[job.request_id] for job in jobs)
@@ -502,7 +507,8 @@ class ResidentRows:
 
     def crashed(self, batch: Batch) -> RoundResult:
         """The result of a round that lost its worker, and so all rows, from the tokens so far."""
-        received, prefilling = self._received, self._prefilling_before
+        received = self._received
+        prefilling = self._prefilling_before
         # Steps that a row ran after its prefill ended: one token came from the prefill itself.
         steps_after = {number: received[number] - 1 for number in prefilling if number in received}
         decoded = [count for number, count in received.items() if number not in prefilling]

@@ -61,7 +61,8 @@ def overloaded(text: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
 
 def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
     """The error for a request that would miss a target: its forecast, and for how many seconds."""
-    first, last = f"{predicted.ttft_s:.1f} s", f"{predicted.e2e_s:.1f} s"
+    first = f"{predicted.ttft_s:.1f} s"
+    last = f"{predicted.e2e_s:.1f} s"
     text = f"too many requests wait: the first token would come in {first}, the last in {last}"
     return overloaded(text, retry_after_s(wait_s))
 

@@ -57,7 +57,8 @@ class Forecast:
         self._prompt_tokens = Mean(typical_tokens)
         self._output_tokens = Mean(typical_tokens)
         self._slice_steps = typical_tokens  # of the last slice
-        self._ttft_delay, self._e2e_delay = Delay(limits.ttft_s), Delay(limits.e2e_s)
+        self._ttft_delay = Delay(limits.ttft_s)
+        self._e2e_delay = Delay(limits.e2e_s)
 
     def predict(self, now_s: float) -> PredictedLatency:
         """The forecast with both corrections; only few requests should take longer."""
@@ -109,7 +110,8 @@ class Forecast:
     ) -> PredictedLatency:
         """The mean over the kinds of workers, weighted by their share of the throughput."""
         kinds = by_kind(workers)
-        prompt, output = self._prompt_tokens.value, max(self._output_tokens.value, 1.0)
+        prompt = self._prompt_tokens.value
+        output = max(self._output_tokens.value, 1.0)
         rates = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
         shares = rates / rates.sum()
         predicted = [
@@ -122,7 +124,8 @@ class Forecast:
         self, workers: Sequence[Worker], now_s: float, waiting: int
     ) -> PredictedLatency:
         pooled = waiting + 1
-        law, steps = workers[0].latency, self._slice_steps
+        law = workers[0].latency
+        steps = self._slice_steps
         length = int(self._prompt_tokens.value + self._output_tokens.value / 2)
         fitting = max(int(workers[0].memory.max_batch(np.array([length]), steps, 0.0)[0]), 1)
         rows = min(fitting, math.ceil(pooled / len(workers)))
@@ -144,8 +147,10 @@ class Forecast:
     def _predict_rounds(
         self, workers: Sequence[Worker], now_s: float, waiting: int
     ) -> PredictedLatency:
-        prompt, output = self._prompt_tokens.value, self._output_tokens.value
-        law, length = workers[0].latency, int(prompt + output / 2)
+        prompt = self._prompt_tokens.value
+        output = self._output_tokens.value
+        law = workers[0].latency
+        length = int(prompt + output / 2)
         prefill_s = law.prefill_s(1, prompt)
 
         def stay_s(rows: int) -> float:
@@ -193,7 +198,8 @@ class Pace:
         """The seconds that all batches took so far, and what the laws predict for them."""
         took_s = took_total_s - self._took_total_s
         expected_s = expected_total_s - self._expected_total_s
-        self._took_total_s, self._expected_total_s = took_total_s, expected_total_s
+        self._took_total_s = took_total_s
+        self._expected_total_s = expected_total_s
         keep = math.exp(-expected_s / PACE_TIME_CONSTANT_S)
         self._took_s = keep * self._took_s + took_s
         self._expected_s = keep * self._expected_s + expected_s

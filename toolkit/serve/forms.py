@@ -342,7 +342,8 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
     """Raise `ApiError` for an unsupported parameter with a value that would change the answer."""
     harmless = harmless_values(chat=chat)
     for name in data.keys() & harmless.keys():
-        value, is_bool = data[name], isinstance(data[name], bool)  # in Python True equals 1
+        value = data[name]
+        is_bool = isinstance(data[name], bool)  # in Python True equals 1
         if not any(value == one and is_bool == isinstance(one, bool) for one in harmless[name]):
             text = f"'{name}' is not supported by this engine"
             text += "" if name in NOT_IN_VLLM else "; a recipe with engine 'vllm' serves it"
@@ -389,9 +390,11 @@ class BodyReader:
         if (form.prompt is None) == (form.messages is None):
             raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
         if form.messages is not None:
-            param, tokens = "messages", self.chat_tokens(form.messages)
+            param = "messages"
+            tokens = self.chat_tokens(form.messages)
         else:
-            param, (tokens,) = "prompt", self.prompts([form.prompt or ""])
+            param = "prompt"
+            (tokens,) = self.prompts([form.prompt or ""])
         limit = max(MAX_RESPONSE_TOKENS, self._max_model_len)
         if len(tokens) > limit:
             text = f"the text has {len(tokens)} tokens; a response holds at most {limit}"

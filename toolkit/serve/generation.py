@@ -64,7 +64,8 @@ class Generation:
         self._admit(form, keyed)
         if prompts is None:
             prompts = self._reader.tokens(form)
-        is_chat, model = isinstance(form, ChatForm), self._settings.model
+        is_chat = isinstance(form, ChatForm)
+        model = self._settings.model
         default = self._settings.max_new_tokens if is_chat else COMPLETION_TOKENS
         limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
         shape = ChatFormat(model) if is_chat else CompletionFormat(model)
@@ -73,9 +74,11 @@ class Generation:
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
         self._check_ready()
-        settings, driver = self._settings, self._driver
+        settings = self._settings
+        driver = self._driver
         if driver.waiting + choices > settings.max_waiting:
-            waiting, limit = driver.waiting, settings.max_waiting
+            waiting = driver.waiting
+            limit = settings.max_waiting
             text = f"{waiting} requests wait; with {choices} more it would exceed {limit}"
             driver.stats.refused += 1
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
@@ -83,7 +86,8 @@ class Generation:
 
     def _admit(self, form: GenerationForm, keyed: KeyedRequest) -> None:
         """Refuse, before tokenizing, by model, server state, key, queue and forecast."""
-        settings, driver = self._settings, self._driver
+        settings = self._settings
+        driver = self._driver
         if form.model not in (None, settings.model):
             raise unknown_model(form.model)
         if form.llmctl_end_after is not None and not settings.allow_end_after:
@@ -120,7 +124,8 @@ class Generation:
         keyed: KeyedRequest,
     ) -> Exchange:
         """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
-        n, prompt_tokens = form.n or 1, sum(map(len, prompts))
+        n = form.n or 1
+        prompt_tokens = sum(map(len, prompts))
         sampling = self._sampling(form, min(limits))
         reply = Reply(len(prompts) * n, patient=not form.stream)
         tokens = [tuple(prompt) for prompt in prompts]
@@ -279,8 +284,10 @@ class EventStream(Response):
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, reply = self._exchange, self._exchange.reply
-        left, tokens = reply.choices, 0
+        exchange = self._exchange
+        reply = self._exchange.reply
+        left = reply.choices
+        tokens = 0
         async with watched(exchange, receive):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while left:
@@ -364,11 +371,14 @@ class Completion(Struct, frozen=True):
 class CompletionFormat:
     """The JSON objects of a response of /v1/completions."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def __init__(self, model: str) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._created, self._model = int(time.time()), model
+        self._created = int(time.time())
+        self._model = model
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         return self._object(self.kind, [self._choice(choice) for choice in choices], usage)
@@ -397,7 +407,9 @@ class ChatFormat(CompletionFormat):
     chunk as the first token.
     """
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, model: str) -> None:
         super().__init__(model)

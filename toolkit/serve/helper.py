@@ -72,7 +72,8 @@ class ReadingProcess:
         await asyncio.to_thread(guard.watch, self._process.pid)
 
     async def stop(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -99,7 +100,8 @@ class ReadingProcess:
             if self._process is None or self._process.returncode is not None:
                 await self.start()
             assert self._process
-            stdin, stdout = self._process.stdin, self._process.stdout
+            stdin = self._process.stdin
+            stdout = self._process.stdout
             assert stdin
             assert stdout
             async with asyncio.timeout(READING_TIMEOUT_S):
@@ -163,7 +165,8 @@ def work(prepare: Callable[[bytes], ReadBody]) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    pipe, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    pipe = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not write among the answers
     with contextlib.suppress(BrokenPipeError):
         begin = _read_frame(pipe)
@@ -177,7 +180,8 @@ def work(prepare: Callable[[bytes], ReadBody]) -> None:
                 answer = read_body(kind, body)
             except ApiError as error:
                 refusal: _Refusal = (error.message, error.status, error.param, error.code)
-                answer, refused = msgspec.msgpack.encode(refusal), True
+                answer = msgspec.msgpack.encode(refusal)
+                refused = True
             answers.write(_framed(answer, refused=refused))
             answers.flush()
             if len(frame) > TRIM_BYTES:

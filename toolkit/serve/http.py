@@ -203,7 +203,8 @@ class HttpServer:
 
     def admit(self, connection: Connection, address: str) -> ApiError | None:
         """Add a connection, closing an inactive one if necessary; an error if there is none."""
-        total, part = self.total, self.limits.client_share
+        total = self.total
+        part = self.limits.client_share
         name = self._client_of(address) if part < 1 else None
         if name is not None:
             client = self.clients.get(name) or Share(

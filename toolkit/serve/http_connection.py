@@ -85,7 +85,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
-        self._peer, self._local = _address(transport, "peername"), _address(transport, "sockname")
+        self._peer = _address(transport, "peername")
+        self._local = _address(transport, "sockname")
         self._progress = 0, self.server.now_s()  # bytes that the client had read, and when
         refusal = self.server.admit(self, self._peer[0] if self._peer else "")
         if refusal:
@@ -98,7 +99,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.server.remove(self)
-        self._closing, self._parses = True, False
+        self._closing = True
+        self._parses = False
         for exchange in (self._answering, self._receiving, *self._queue):
             if exchange:
                 exchange.abandon()
@@ -205,7 +207,8 @@ class Connection(asyncio.Protocol):
             raise RequestRefusedError(None)
 
     def body_complete(self) -> None:
-        exchange, self._receiving = self._receiving, None
+        exchange = self._receiving
+        self._receiving = None
         if exchange is None:
             return
         exchange.end_body()
@@ -277,7 +280,8 @@ class Connection(asyncio.Protocol):
 
     def _stop_reading(self, error: ApiError | None) -> None:
         """Drop further input. `error` is the response to what was being read, if there is one."""
-        exchange, self._receiving = self._receiving, None
+        exchange = self._receiving
+        self._receiving = None
         self._parses = self._parser.in_head = False
         self._input_left = not self._half_closed
         self.server.heads.pop(self, None)
@@ -320,7 +324,8 @@ class Connection(asyncio.Protocol):
         self.server.heads.pop(self, None)
         self._deadline_s = self.server.now_s() + self._limits.linger_timeout_s
         sending = not self._half_closed and (self._receiving is not None or self._input_left)
-        self._parses, self._receiving = False, None
+        self._parses = False
+        self._receiving = None
         if sending and not self.transport.is_closing() and self.transport.can_write_eof():
             self.transport.write_eof()
         else:

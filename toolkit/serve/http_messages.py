@@ -144,7 +144,8 @@ class RequestParser:
 
     def on_headers_complete(self) -> None:
         parser = self._parser
-        method, version = parser.get_method(), parser.get_http_version()
+        method = parser.get_method()
+        version = parser.get_http_version()
         if parser.should_upgrade():
             if method == b"CONNECT":
                 raise RequestRefusedError(ApiError("this server is not a proxy"))
@@ -245,7 +246,8 @@ class HttpExchange:
         self._expects_100 = False
         while not (self.complete or self._abandoned):
             if not self._end_delivered and (self._body or self._body_complete):
-                body, self._body = bytes(self._body), bytearray()
+                body = bytes(self._body)
+                self._body = bytearray()
                 self._end_delivered = self._body_complete
                 return {"type": "http.request", "body": body, "more_body": not self._body_complete}
             self._changed.clear()
@@ -269,7 +271,9 @@ class HttpExchange:
     def _send_head(self, message: Message) -> None:
         if message["type"] != "http.response.start":
             raise RuntimeError(f"{message['type']} before http.response.start")
-        server, status, closes = self._connection.server, message["status"], False
+        server = self._connection.server
+        status = message["status"]
+        closes = False
         lines = [_status_line(status), server.common_headers]
         for name, value in message.get("headers", ()):
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):

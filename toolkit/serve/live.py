@@ -87,7 +87,8 @@ class Reply:
         if not self._ready:
             return []
         self._ready = False
-        unread, self._unread = self._unread, {}
+        unread = self._unread
+        self._unread = {}
         return list(unread.values())
 
     def _wake(self) -> None:
@@ -127,7 +128,8 @@ class StopFinder:
         return text[:keep], False
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 

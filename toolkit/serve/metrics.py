@@ -70,7 +70,8 @@ class Exposition:
             yield from self._vllm(gauges)
 
     def _own(self, now: Gauges) -> Iterator[Metric]:
-        stats, labels = self.stats, {"model_name": self.model}
+        stats = self.stats
+        labels = {"model_name": self.model}
         alive = sum(worker.alive for worker in now.workers)
         usage = "Share of KV cache that running batches may fill."
         predicted = "Predicted TTFT of a request that arrives now."
@@ -91,9 +92,11 @@ class Exposition:
         text = "Actual over predicted batch time, for the steps that ran."
         yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
         for attribute, text in _COUNTERS.items():
-            name, value = re.sub("_s$", "_seconds", attribute), getattr(stats, attribute)
+            name = re.sub("_s$", "_seconds", attribute)
+            value = getattr(stats, attribute)
             yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
-        name, text = "llmctl_requests_within_targets", "Requests that met every target."
+        name = "llmctl_requests_within_targets"
+        text = "Requests that met every target."
         yield family_of(CounterMetricFamily, name, text, labels, stats.within_targets)
         limited = "Connections and bodies that got 429 or a reset because of a client's share."
         sums = "Sums over slices: measured time, predicted time, arrivals, and their products."
@@ -114,7 +117,8 @@ class Exposition:
         text = "Choices of a key that run or wait."
         running = {account.name: account.running for account in accounts}
         yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
-        name, text = "llmctl_key_limited", "Requests of a key that got 429, by limit."
+        name = "llmctl_key_limited"
+        text = "Requests of a key that got 429, by limit."
         limited = CounterMetricFamily(name, text, labels=[*labels, "key", "limit"])
         for account in accounts:
             for limit in LIMITS:
@@ -122,7 +126,8 @@ class Exposition:
         yield limited
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
-        stats, labels = self.stats, {"model_name": self.model, "engine": "0"}
+        stats = self.stats
+        labels = {"model_name": self.model, "engine": "0"}
         for name, text, value in (
             ("num_requests_running", "As llmctl_requests_running.", now.running),
             ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
@@ -130,7 +135,8 @@ class Exposition:
         ):
             yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
         for name, attribute in _VLLM_LATENCIES.items():
-            text, histogram = f"As llmctl_{attribute}_seconds.", getattr(stats, attribute)
+            text = f"As llmctl_{attribute}_seconds."
+            histogram = getattr(stats, attribute)
             yield histogram_family(f"vllm:{name}_seconds", text, labels, histogram)
         for name, text, value in (
             ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
@@ -139,7 +145,8 @@ class Exposition:
         ):
             yield family_of(CounterMetricFamily, f"vllm:{name}", text, labels, value)
         succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
-        name, text = "vllm:request_success", "Requests that ended well."
+        name = "vllm:request_success"
+        text = "Requests that ended well."
         yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
 

@@ -105,7 +105,8 @@ class PromptBlocks:
     """
 
     def __init__(self, block_tokens: int, ask: Callable[[str, bytes], Awaitable[bytes]]) -> None:
-        self._block_tokens, self._ask = block_tokens, ask
+        self._block_tokens = block_tokens
+        self._ask = ask
         self._block_bytes = 0  # of text; 0: no text was counted yet
 
     async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:

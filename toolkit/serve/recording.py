@@ -55,7 +55,8 @@ MAX_COUNTED_PROMPTS = 1024
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-READ, WITH_USAGE = "read", "with usage"  # jobs about a body, beside that of `PromptBlocks`
+READ = "read"
+WITH_USAGE = "with usage"  # jobs about a body, beside that of `PromptBlocks`
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 # One of several prompts in a list: a string or a list of tokens.
@@ -114,10 +115,12 @@ async def _record(
                 "name the server behind it as --upstream",
             )
         await upstream.check_certificate()
-        local, block_tokens = is_loopback(order.host), order.block_tokens
+        local = is_loopback(order.host)
+        block_tokens = order.block_tokens
         recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
         limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
-        signals, server = Signals(), HttpServer(recorder, limits, dated=False)
+        signals = Signals()
+        server = HttpServer(recorder, limits, dated=False)
         try:
             await server.start(listener)
             on_ready(url(listener))
@@ -151,7 +154,8 @@ class RecordedRequest:
         inputs, outputs = (split(tokens, rows) for tokens in counts)
         ttft_ms = ms_or_none(self.first_token_s - self.arrival_s)
         e2e_ms = ms_or_none(self.last_token_s - self.arrival_s)
-        limit, status = self.request.max_tokens, self.status
+        limit = self.request.max_tokens
+        status = self.status
         return [
             TraceLine(timestamp, *lengths, limit, ttft_ms, e2e_ms, status)
             for lengths in zip(inputs, outputs, strict=True)
@@ -395,9 +399,11 @@ def _count_prompts(prompt: Raw) -> int:
     text = bytes(prompt).lstrip()
     if not text.startswith(b"["):
         return 1
-    count, match = 0, _PROMPT.match(text, 1)
+    count = 0
+    match = _PROMPT.match(text, 1)
     while match and count < MAX_COUNTED_PROMPTS:
-        count, match = count + 1, _PROMPT.match(text, match.end())
+        count = count + 1
+        match = _PROMPT.match(text, match.end())
     return max(count, 1)
 
 
@@ -459,7 +465,8 @@ class StreamReader:
     def feed(self, piece: bytes) -> bytes:
         """What to pass on now: with `strip` whole events, otherwise the piece itself."""
         passed = []
-        text, at = self._rest + piece, 0
+        text = self._rest + piece
+        at = 0
         seen = max(len(self._rest) - 3, 0)  # no event ends before; the end of one may be cut
         for end in _EVENT_END.finditer(text, seen):
             only_usage = self._read_event(text[at : end.start()])
@@ -474,7 +481,8 @@ class StreamReader:
 
     def end(self) -> bytes:
         """What is left to pass on at the end of the response."""
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         only_usage = self._read_event(rest)
         return rest if self._strip and not only_usage else b""
 

@@ -302,7 +302,8 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
 
     In a terminal SIGHUP ends the server (`end_signals`), and checks nothing.
     """
-    loop, hangup = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    hangup = asyncio.Event()
     rereads_at_hangup = bool(everything) and not sys.stderr.isatty()
     if rereads_at_hangup:
         loop.add_signal_handler(signal.SIGHUP, hangup.set)

@@ -85,7 +85,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
     Returns None if nothing was counted, and the last bound for values above it.
     """
-    wanted, below = share * sum(counts), 0
+    wanted = share * sum(counts)
+    below = 0
     if not wanted:
         return None
     for index, count in enumerate(counts):
@@ -220,7 +221,8 @@ class Stats:
         self.ended[status] += 1
         if status not in ("stop", "length"):
             return
-        ttft, e2e = first_token_s - arrival_s, last_token_s - arrival_s
+        ttft = first_token_s - arrival_s
+        e2e = last_token_s - arrival_s
         tpot = (e2e - ttft) / (tokens - 1) if tokens > 1 else 0.0
         self.e2e.observe(e2e)
         self.mtpot.observe(max_gap_s)
@@ -261,8 +263,10 @@ class Stats:
 
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
         """Count a round that has ended. Call this before the scheduler updates the residents."""
-        residents, law = worker.residents, worker.latency
-        rows, longest = len(residents), residents.longest
+        residents = worker.residents
+        law = worker.latency
+        rows = len(residents)
+        longest = residents.longest
         self._count_batch(result.failure, rows, longest + result.steps)
         # With chunked prefills only the engine knows which passes the round made.
         if not (result.failure or residents.prefilling):
@@ -301,7 +305,8 @@ class Stats:
 
 def _transfers_s(batch: Batch, worker: Worker) -> float:
     """Swap time that a round waits for. Transfers that overlap its compute count as free."""
-    moves, law = batch.moves, worker.swap
+    moves = batch.moves
+    law = worker.swap
     if moves is None or law is None or (moves.overlap and law.overlaps):
         return 0.0
     out_s = sum(law.out_s(job.length) for job in moves.swap_out)

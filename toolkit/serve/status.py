@@ -39,7 +39,8 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.metrics import Gauges, WorkerGauges
 from toolkit.serve.stats import Histogram, Stats, quantile
 
-PAGE, DATA = "/", "/status.json"
+PAGE = "/"
+DATA = "/status.json"
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -145,7 +146,9 @@ class StatusPage(ABC):
 
     async def data(self, request: Request) -> Response:
         """What the page shows. For this server's `instance`, only points from `since` on."""
-        history, facts, query = self.history, self.facts, request.query_params
+        history = self.history
+        facts = self.facts
+        query = request.query_params
         since = query.get("since", "")
         is_ours = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
         oldest = history.taken - len(history.points)
@@ -192,7 +195,8 @@ class Status(StatusPage):
             self.history.sample()
 
     def _now(self) -> dict[str, Any]:
-        driver, stats = self._driver, self._driver.stats
+        driver = self._driver
+        stats = self._driver.stats
         predicted_s = stats.predicted_batch_s
         return {
             "state": state(driver),
@@ -214,7 +218,8 @@ class Status(StatusPage):
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        driver, workers = self._driver, []
+        driver = self._driver
+        workers = []
         for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
             now_state = "running" if worker.index in driver.flights else "idle"
             if worker.index not in driver.facts:
@@ -302,7 +307,8 @@ class MetricHistory:
 
     def sample(self) -> None:
         """Take a point, and note the incidents since the last one."""
-        before, now = self._window[-1], self._count()
+        before = self._window[-1]
+        now = self._count()
         self._window.append(now)
         for counter, singular, plural in INCIDENTS:
             count = getattr(now, counter) - getattr(before, counter)
@@ -318,7 +324,9 @@ class MetricHistory:
     def recent(self, key: str) -> float | None:
         """A statistic such as `ttft_p99_s` over the last minute; None if no request ended."""
         metric, statistic, _ = key.split("_")
-        old, now, index = self._window[0], self._window[-1], MEASURED.index(metric)
+        old = self._window[0]
+        now = self._window[-1]
+        index = MEASURED.index(metric)
         counts = [b - a for a, b in zip(old.buckets[index], now.buckets[index], strict=True)]
         if statistic == "mean":
             count = sum(counts)
@@ -327,12 +335,14 @@ class MetricHistory:
 
     def attainment(self) -> float | None:
         """The share of requests in the last minute that met every target; None if none ended."""
-        old, now = self._window[0], self._window[-1]
+        old = self._window[0]
+        now = self._window[-1]
         ended = now.well + now.failed - old.well - old.failed
         return (now.within - old.within) / ended if ended else None
 
     def _point(self, before: Counts, now: Counts) -> list[float | int | list[float | None] | None]:
-        old, gauges = self._window[0], self._gauges()
+        old = self._window[0]
+        gauges = self._gauges()
         span_s = max(now.at_s - old.at_s, 1e-9)
         compared = [
             (b[0] - a[0], b[1] - a[1]) for a, b in zip(old.compared, now.compared, strict=True)
@@ -434,7 +444,8 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
     for worker in driver.scheduler.workers:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
-        rows, padded_tokens = len(worker.residents), 0
+        rows = len(worker.residents)
+        padded_tokens = 0
         flight = driver.flights.get(worker.index)
         if flight and not flight.batch.keep_cache:
             # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).

@@ -74,7 +74,8 @@ def requests_of(
     trace: Trace, max_new_tokens: int, *, limits_hold: bool = True
 ) -> tuple[list[Request], list[int]]:
     """The requests of a trace as a scheduler sees them, and the output lengths, hidden from it."""
-    requests, outputs = [], []
+    requests = []
+    outputs = []
     for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
         limit = limit or max_new_tokens
         requests.append(Request(str(k), arrival_s, prompt, limit, priority))
@@ -163,7 +164,8 @@ def _served_by_engines(
         for one in kinds:
             ledger.add(one.ledger, engine.capacity_tokens / one.engine.capacity_tokens)
     # as clients see the requests, each behind the front of the kind that served it
-    kind_of, fronts = np.array(routed.kind_of), [kind.usual_front for kind in kinds]
+    kind_of = np.array(routed.kind_of)
+    fronts = [kind.usual_front for kind in kinds]
     served = ledger.served()
     first_s = np.array([front.first_s for front in fronts])[kind_of]
     served = replace(
@@ -180,14 +182,17 @@ def _parts(
     served: Served, kinds: Sequence[ServedKind], kind_of: NDArray[np.int64]
 ) -> list[SimResult]:
     """The result of each kind: the requests that it served, and its own counters."""
-    results, first = [], 0
+    results = []
+    first = 0
     for number, kind in enumerate(kinds):
-        chosen, book = kind_of == number, kind.ledger
+        chosen = kind_of == number
+        book = kind.ledger
         part = Served(**{f.name: getattr(served, f.name)[chosen] for f in fields(Served)})
         last = first + kind.count
         book.outcomes = list(compress(book.outcomes, chosen))
         book.token_gaps = None
-        book.busy_s, book.completed_s = book.busy_s[first:last], book.completed_s[first:last]
+        book.busy_s = book.busy_s[first:last]
+        book.completed_s = book.completed_s[first:last]
         results.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
         first = last
     return results
@@ -225,7 +230,8 @@ def virtual_workers(
     `requests` into `ledger`. Of a fleet, these are the workers of the first kind, since each kind
     has a ledger of its own (`Ledger.of_kind`).
     """
-    latency, valid = world.latency, world.valid
+    latency = world.latency
+    valid = world.valid
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
     outside = valid.left_by if valid is not None and counts else None
     if policy.continuous:
@@ -301,5 +307,6 @@ def compare(
             except SimulationStalledError as error:
                 yield PolicyRun(policy.name, given, rate, problem=error.message)
                 continue
-            metrics, e2e_s = result.metrics(sla), latencies(result.served)["e2e"]
+            metrics = result.metrics(sla)
+            e2e_s = latencies(result.served)["e2e"]
             yield PolicyRun(policy.name, given, rate, metrics, e2e_s, result.refusals)

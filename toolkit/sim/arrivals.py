@@ -73,7 +73,8 @@ class DueRequests:
 
     def _look(self) -> None:
         """Set what is next."""
-        number, next_s = -1, math.inf
+        number = -1
+        next_s = math.inf
         if self._taken < len(self._first):
             number = self._first[self._taken]
             next_s = self._arrival_s[number]
@@ -81,7 +82,8 @@ class DueRequests:
         if self._later:
             later_s, later = self._later[0]
             if later_s < next_s or (later_s == next_s and later < number):
-                self._later_is_next, next_s = True, later_s
+                self._later_is_next = True
+                next_s = later_s
         self.next_s = next_s
 
 

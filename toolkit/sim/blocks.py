@@ -43,7 +43,9 @@ class Node:
     __slots__ = ("end", "first", "parent", "runs", "seen", "start", "stop")
 
     def __init__(self, parent: Node | None, start: int, end: int) -> None:
-        self.parent, self.start, self.end = parent, start, end
+        self.parent = parent
+        self.start = start
+        self.end = end
         self.first = self.stop = self.seen = 0
         self.runs: list[Run] = []
 
@@ -57,7 +59,8 @@ class Node:
             node = node.parent
         if tokens < node.end:
             lower = Node(node.parent, node.start, tokens)
-            node.parent, node.start = lower, tokens
+            node.parent = lower
+            node.start = tokens
             return lower
         return node
 
@@ -100,8 +103,12 @@ class PagedRequest:
         content: Node | None = None,
         watched: bool = False,
     ) -> None:
-        self.number, self.prompt, self.left = number, prompt, output
-        self.stops, self.content, self.watched = stops, content, watched
+        self.number = number
+        self.prompt = prompt
+        self.left = output
+        self.stops = stops
+        self.content = content
+        self.watched = watched
         self.computed = self.filled = self.end = self.mark = self.order = 0
         self.preempted = False
         self.path: list[Node] = []
@@ -131,7 +138,9 @@ class BlockPool:
     )  # fmt: skip
 
     def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
-        self.blocks, self.block_tokens, self.keeps = blocks, block_tokens, keeps
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.keeps = keeps
         self.free = blocks
         self.held = 0
         self.queries = self.hits = self.preempted_queries = self.preempted_hits = self.lost = 0
@@ -204,7 +213,10 @@ class Run:
     __slots__ = ("after", "before", "first", "node", "rows", "stop")
 
     def __init__(self, node: Node | None, first: int, stop: int, rows: int) -> None:
-        self.node, self.first, self.stop, self.rows = node, first, stop, rows
+        self.node = node
+        self.first = first
+        self.stop = stop
+        self.rows = rows
         self.before = self.after = self
 
 
@@ -239,7 +251,9 @@ class SharedPool(BlockPool):
     def find(self, row: PagedRequest) -> int:
         path = row.path or self._walk(row)
         limit = (row.prompt - 1) // self.block_tokens
-        found, at, held = self._found, 0, 0
+        found = self._found
+        at = 0
+        held = 0
         found.clear()
         for node in path:
             stop = node.stop if node.stop < limit else limit
@@ -272,13 +286,17 @@ class SharedPool(BlockPool):
             part.rows += 1
             runs.append(part)
         self._found.clear()
-        row.registered, row.place = found // self.block_tokens, 0
+        row.registered = found // self.block_tokens
+        row.place = 0
         self._rows[row] = None
         if row.watched:
             self.writers[row] = None
 
     def register(self, row: PagedRequest, tokens: int) -> None:
-        full, at, path, place = tokens // self.block_tokens, row.registered, row.path, row.place
+        full = tokens // self.block_tokens
+        at = row.registered
+        path = row.path
+        place = row.place
         while at < full:
             node = path[place]
             if node.stop <= at:
@@ -300,7 +318,8 @@ class SharedPool(BlockPool):
             if node.seen < stop:
                 node.seen = stop
             at = stop
-        row.registered, row.place = max(at, row.registered), place
+        row.registered = max(at, row.registered)
+        row.place = place
 
     def give(self, row: PagedRequest, tokens: int, known: int) -> None:
         self.register(row, known)
@@ -334,9 +353,11 @@ class SharedPool(BlockPool):
 
     def _walk(self, row: PagedRequest) -> list[Node]:
         """The row's path, from its content."""
-        size, node = self.block_tokens, row.content
+        size = self.block_tokens
+        node = row.content
         while node is not None:
-            node.first, node.stop = node.start // size, node.end // size
+            node.first = node.start // size
+            node.stop = node.end // size
             if node.first < node.stop:
                 row.path.append(node)
             node = node.parent
@@ -345,7 +366,8 @@ class SharedPool(BlockPool):
 
     def _lost(self, row: PagedRequest, found: int) -> int:
         """Tokens behind those that a row found that were registered once."""
-        limit, at = (row.prompt - 1) // self.block_tokens, found // self.block_tokens
+        limit = (row.prompt - 1) // self.block_tokens
+        at = found // self.block_tokens
         first = at
         for node in row.path:
             if node.stop <= at:
@@ -400,7 +422,8 @@ def _first_copy(runs: Sequence[Run], at: int, stop: int) -> tuple[Run | None, in
 
 def _link(run: Run, before: Run) -> None:
     """Put a run into the queue, after `before`."""
-    run.before, run.after = before, before.after
+    run.before = before
+    run.after = before.after
     run.after.before = before.after = run
 
 
@@ -445,7 +468,8 @@ def contents(
     size = shared.block_tokens if shared is not None else 1
     longest: dict[int, int] = {}  # a block's id to a row that has more of it than its first owner
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        begins, owner = 0, -1
+        begins = 0
+        owner = -1
         if shared is not None and known[row]:
             count = known[row]
             last = int(shared.ids[shared.offsets[row] + count - 1])
@@ -457,7 +481,8 @@ def contents(
         if before >= 0:
             common = min(prompts[before] + outputs[before], prompt)
             if common > begins:
-                begins, owner = common, before
+                begins = common
+                owner = before
         parent: Node | None = None
         if begins:
             parent = leaves[owner].until(begins)

@@ -81,11 +81,13 @@ class RoundWorker(Decoding):
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""
-        times, jobs = self._times, batch.jobs
+        times = self._times
+        jobs = batch.jobs
         self._batch = batch
         self._start_s = now_s
         if self._failure:
-            self._failure, self._dropped = "", ()
+            self._failure = ""
+            self._dropped = ()
         begun_s = now_s + times.round_s
         if batch.evict or batch.release or batch.moves is not None:
             for job in batch.evict:
@@ -108,7 +110,8 @@ class RoundWorker(Decoding):
                 self._prefilled_s = prefilled_s
                 self._done_s = max(prefilled_s, self._moved_s)
                 return self._done_s
-        ends, n = self._ends, len(self._resident)
+        ends = self._ends
+        n = len(self._resident)
         if len(ends) > n:
             self._drop_stale_ends()
         due = ends[0].end - self._steps
@@ -135,7 +138,8 @@ class RoundWorker(Decoding):
             ran = 0
             for stretch in self._stretches:
                 if now_s <= stretch.end_s:
-                    n, span = stretch.rows, (stretch.begin_s, stretch.end_s)
+                    n = stretch.rows
+                    span = (stretch.begin_s, stretch.end_s)
                     within = self._steps_within(n, stretch.length, stretch.steps, *span, now_s)
                     ran += max(within, 1)
                     break
@@ -143,9 +147,12 @@ class RoundWorker(Decoding):
             ran += -(self._steps + ran) % batch.stop_every
             if ran <= self._ran:
                 self._cut(ran)
-                self._ran, self._stepped_s = ran, self._stretches[-1].end_s
+                self._ran = ran
+                self._stepped_s = self._stretches[-1].end_s
         else:
-            n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
+            n = len(self._resident)
+            length = self._length()
+            begin_s = self._prefilled_s
             ran = self._steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s)
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as in a round with passes
@@ -158,14 +165,18 @@ class RoundWorker(Decoding):
 
     def finish(self) -> RoundResult:
         """The round has ended: record what happened in it."""
-        batch, ledger, ran = self._batch, self._ledger, self._ran
-        done_s, index = self._done_s, self._index
+        batch = self._batch
+        ledger = self._ledger
+        ran = self._ran
+        done_s = self._done_s
+        index = self._index
         assert batch is not None
         ledger.busy_s[index] += done_s - self._start_s
         ledger.completed_s[index] = done_s
         moves = batch.moves
         if self._outside is not None and self._resident:
-            rows, entering = len(self._resident), self._prefilled_rows(batch)
+            rows = len(self._resident)
+            entering = self._prefilled_rows(batch)
             longest = batch.input_length if entering else 0
             ledger.extrapolated += self._outside(entering, longest, rows, self._length() + ran)
         if self._failure:
@@ -175,7 +186,8 @@ class RoundWorker(Decoding):
             return RoundResult(batch.batch_id, index, 0, (), (), failed, dropped=self._dropped)
         if self._future:
             # the true peak to come, once for each attempt to admit: it is constant until an end
-            steps, every = self._steps, batch.stop_every
+            steps = self._steps
+            every = batch.stop_every
             attempts = -(-(steps + ran) // every) - -(-steps // every)
             if attempts:
                 coming = [
@@ -208,7 +220,8 @@ class RoundWorker(Decoding):
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
         """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
         self._in_passes = True
-        newcomers, rows = self._newcomers, len(self._resident)
+        newcomers = self._newcomers
+        rows = len(self._resident)
         for job in batch.jobs:
             newcomers.add(job, job.length)
         if batch.jobs and self._runs_out:
@@ -233,11 +246,16 @@ class RoundWorker(Decoding):
         """The stretches of a round that begins at `now_s`. While a row decodes, `chunk_tokens`
         bounds a pass; at 0 all passes come before the first step.
         """
-        newcomers, times, chunk_tokens = self._newcomers.copy(), self._times, batch.chunk_tokens
+        newcomers = self._newcomers.copy()
+        times = self._times
+        chunk_tokens = batch.chunk_tokens
         # of the rows that will decode: how many, their keys, and the step at which the first ends
-        rows, keys, longest = len(self._resident), self._key_sum, self._longest_key
+        rows = len(self._resident)
+        keys = self._key_sum
+        longest = self._longest_key
         first_end = self._ends[0].end if rows else NO_LIMIT
-        steps, step_is_due = self._steps, self._step_is_due
+        steps = self._steps
+        step_is_due = self._step_is_due
         last = steps + batch.steps
         stretches: list[Stretch] = []
         while True:
@@ -277,7 +295,8 @@ class RoundWorker(Decoding):
         """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up
         to the first that ends at or after `now_s`.
         """
-        times, steps = self._times, 0
+        times = self._times
+        steps = 0
         if now_s > begin_s and ran:
             steps = int(ran * (now_s - begin_s) / (end_s - begin_s))  # a guess
         while steps > 0 and begin_s + times.decode_s(n, length, steps - 1) >= now_s:
@@ -303,14 +322,16 @@ class RoundWorker(Decoding):
     def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
         """Record the stretches; each request that joined, and after how many steps of the round."""
         joined: list[tuple[str, int]] = []
-        before, ledger = self._steps, self._ledger
+        before = self._steps
+        ledger = self._ledger
         for stretch in self._stretches:
             for bound, end_s in stretch.passes:
                 made = self._newcomers.next(bound)
                 self._newcomers.made(made)
                 self._step_is_due = bound > 0
                 if made.completes:
-                    total, rows = self._enter(made.group.keys), len(made.group.keys)
+                    total = self._enter(made.group.keys)
+                    rows = len(made.group.keys)
                     ledger.batches += 1
                     ledger.rows += rows
                     if self._padded:
@@ -320,7 +341,8 @@ class RoundWorker(Decoding):
                         self._gaps.joined(end_s)
                     joined += [(job.request_id, self._steps - before) for job in made.group.keys]
             if stretch.steps:
-                group, beside = self._newcomers.group, self._beside(batch.moves)
+                group = self._newcomers.group
+                beside = self._beside(batch.moves)
                 if group is not None:
                     beside += self._taken_by(group)
                 self._take_steps(stretch.begin_s, stretch.steps, stretch.end_s, beside)
@@ -330,7 +352,8 @@ class RoundWorker(Decoding):
 
     def _pass_s(self, made: PrefillPass[Job]) -> float:
         """Seconds of a pass; in a paged engine by the mean length of its rows."""
-        rows, lengths = len(made.group.keys), made.group.lengths
+        rows = len(made.group.keys)
+        lengths = made.group.lengths
         share = 1.0 if self._padded else sum(lengths) / rows / made.group.width
         return self._latency.pass_s(rows, made.start * share, made.end * share)
 
@@ -345,7 +368,8 @@ class RoundWorker(Decoding):
     def _move(self, moves: Moves, now_s: float) -> float:
         """Move caches; when the round's own work begins."""
         self._has_moved = True
-        store, resident = self._swap_store, self._resident
+        store = self._swap_store
+        resident = self._resident
         for job in (*moves.pause, *moves.swap_out):
             row = resident.get(job)
             if row is not None:
@@ -363,7 +387,8 @@ class RoundWorker(Decoding):
 
     def _prefill(self, batch: Batch) -> float:
         """Seconds of the prefill of the batch's jobs, which decode from here on."""
-        jobs, ledger = batch.jobs, self._ledger
+        jobs = batch.jobs
+        ledger = self._ledger
         total = self._enter(jobs)
         ledger.batches += 1
         ledger.rows += len(jobs)
@@ -380,7 +405,8 @@ class RoundWorker(Decoding):
         """Memory has run out: drop `jobs` and end the round."""
         self._failure = "oom"
         self._ledger.oom_batches += 1
-        self._stretches, self._step_is_due = [], False
+        self._stretches = []
+        self._step_is_due = False
         self._give_up(jobs)
 
     def _give_up(self, jobs: Sequence[Job]) -> None:

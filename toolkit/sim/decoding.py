@@ -82,7 +82,8 @@ class SwapStore:
 
     def transfer(self, moves: Moves) -> None:
         """Make the transfers of a round and count them."""
-        ledger, host = self._ledger, self._host
+        ledger = self._ledger
+        host = self._host
         for job in moves.swap_out:
             host[job] = tokens = self.take(job)
             self.host_tokens += tokens
@@ -167,8 +168,12 @@ class Decoding:
 
     def _enter(self, jobs: Sequence[Job]) -> int:
         """Jobs with a prefilled input start to decode; the sum of their lengths in tokens."""
-        resident, ends, steps, tokenless = self._resident, self._ends, self._steps, self._tokenless
-        outcomes, admission = self._ledger.outcomes, self._admissions
+        resident = self._resident
+        ends = self._ends
+        steps = self._steps
+        tokenless = self._tokenless
+        outcomes = self._ledger.outcomes
+        admission = self._admissions
         mark = self._gaps.mark(alone=not resident)
         longest = self._longest_key if resident else jobs[0].length - steps
         decoded = steps - self._emits
@@ -194,7 +199,8 @@ class Decoding:
 
     def _resume(self, jobs: Sequence[Job]) -> None:
         """Jobs decode again with kept caches; their next token comes with the next step."""
-        resident, before = self._resident, self._steps + self._emits
+        resident = self._resident
+        before = self._steps + self._emits
         outcomes = self._ledger.outcomes
         mark = self._gaps.mark(alone=not resident)
         for job in jobs:
@@ -229,8 +235,11 @@ class Decoding:
 
         The first step ends the gap since each row's last token; of the others the last is longest.
         """
-        ledger, gaps, times = self._ledger, self._gaps, self._times
-        n, used = len(self._resident), self.used + beside
+        ledger = self._ledger
+        gaps = self._gaps
+        times = self._times
+        n = len(self._resident)
+        used = self.used + beside
         row_steps = n * ran
         ledger.decoding_steps += ran
         ledger.row_steps += row_steps
@@ -294,7 +303,8 @@ class Decoding:
 
     def _end_due(self) -> tuple[str, ...]:
         """Remove the rows that ended; their request ids."""
-        ends, steps = self._ends, self._steps
+        ends = self._ends
+        steps = self._steps
         ended: list[str] = []
         while ends and ends[0].end <= steps:
             row = heappop(ends)
@@ -306,7 +316,9 @@ class Decoding:
 
     def _leave(self, row: DecodingRow) -> None:
         """Remove a row, and write its last token and largest gap into the ledger."""
-        resident, outcome, gaps = self._resident, row.outcome, self._gaps
+        resident = self._resident
+        outcome = row.outcome
+        gaps = self._gaps
         del resident[row.job]
         row.stays = False
         key = row.key

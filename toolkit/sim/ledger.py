@@ -54,7 +54,8 @@ class TokenGaps:
         if not len(counts):
             return {}
         mean = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
-        low, high = np.minimum(first, last), np.maximum(first, last)
+        low = np.minimum(first, last)
+        high = np.maximum(first, last)
         values = _quantiles(counts, low, high, np.array(PERCENTILES) / 100.0)
         return mean | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
 
@@ -69,7 +70,9 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
     jumps = np.concatenate([counts[point], np.zeros(2 * len(slope))])
     slopes = np.concatenate([np.zeros(int(point.sum())), slope, -slope])
     order = np.argsort(places, kind="stable")
-    places, jumps, slopes = places[order], jumps[order], np.cumsum(slopes[order])
+    places = places[order]
+    jumps = jumps[order]
+    slopes = np.cumsum(slopes[order])
     # gaps up to each place that the linear stretches contribute
     along = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(places))])
     upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not make it fall
@@ -211,7 +214,9 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     number of rows per decode step.
     """
     ended = sum([outcome.ok for outcome in ledger.outcomes])
-    batches, requests, steps = max(ledger.batches, 1), max(ended, 1), max(ledger.decoding_steps, 1)
+    batches = max(ledger.batches, 1)
+    requests = max(ended, 1)
+    steps = max(ledger.decoding_steps, 1)
     metrics = {
         "refused": float(refused),
         "unfinished": float(len(ledger.outcomes) - ended - refused),
@@ -354,7 +359,8 @@ class Gaps:
         """The largest gap of requests with this mark; 0 if there is none."""
         if not self._has_gap or mark > self._top_mark:
             return 0.0
-        marks, below = self._marks, self._below
+        marks = self._marks
+        below = self._below
         if not below or mark > marks[below - 1]:
             return self._top_s
         k = 0
@@ -368,7 +374,8 @@ class Gaps:
             self._gaps.append(self._top_s)
             self._below += 1
         elif self._below:
-            gaps, marks = self._gaps, self._marks
+            gaps = self._gaps
+            marks = self._marks
             while gaps and gaps[-1] <= gap_s:
                 gaps.pop()
                 marks.pop()

@@ -90,7 +90,8 @@ class PagedScheduler:
         self._most_tokens: int = flags.max_num_batched_tokens
         self._chunked: bool = flags.chunked_prefill
         self._unknown = int(ahead)
-        self._shares, self._reserves_input = shares and flags.prefix_caching, reserves
+        self._shares = shares and flags.prefix_caching
+        self._reserves_input = reserves
         self.pool: BlockPool = (
             SharedPool(blocks, block_tokens)
             if self._shares
@@ -125,7 +126,8 @@ class PagedScheduler:
         if due + self._due_chunk() > self.pool.free:
             taken = self._make_room(preempted)
             due = self._due() - taken
-        decodes, cached = self.decoding, self._key_sum + self.decoding * self._steps
+        decodes = self.decoding
+        cached = self._key_sum + self.decoding * self._steps
         for row in self._ended:
             if row.stops:  # it is in one more pass, since its end was not known
                 decodes += 1
@@ -133,7 +135,8 @@ class PagedScheduler:
         budget = self._most_tokens - decodes
         if due:
             self.pool.take(due)
-        partial, pool = self._partial, self.pool
+        partial = self._partial
+        pool = self.pool
         if pool.writers:
             for row in pool.writers:  # the tokens that will be known with this pass
                 if row is partial:
@@ -145,7 +148,8 @@ class PagedScheduler:
                 pool.register(row, written)
         chunks: list[Chunk] = []
         if partial is not None:
-            computed, new = partial.computed, min(partial.prompt - partial.computed, budget)
+            computed = partial.computed
+            new = min(partial.prompt - partial.computed, budget)
             pool.take(pool.needed(computed + new) - pool.needed(computed))
             if self._shares:
                 pool.register(partial, computed + new)
@@ -154,7 +158,9 @@ class PagedScheduler:
         if self.waiting and not preempted:
             self._admit(budget, chunks)
         if chunks:
-            new, before, attended = 0, 0, 0.0
+            new = 0
+            before = 0
+            attended = 0.0
             for chunk in chunks:
                 new += chunk.new
                 before += chunk.computed
@@ -193,7 +199,8 @@ class PagedScheduler:
         while ends[0][2].end != ends[0][0]:
             heappop(ends)
         most = ends[0][0] - self._steps
-        free, tokens = self.pool.free, self._block_tokens
+        free = self.pool.free
+        tokens = self._block_tokens
         if self.decoding * (most // tokens + 1) <= free:
             return most
         for k in range(1, most):
@@ -204,7 +211,8 @@ class PagedScheduler:
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
         """Record the planned pass and `steps - 1` more of its rows; return those that ended."""
-        plan, tokens = self._plan, self._block_tokens
+        plan = self._plan
+        tokens = self._block_tokens
         assert plan is not None
         if steps > 1:  # the blocks that decodes take in the passes after the planned one
             count = steps - 1
@@ -271,7 +279,8 @@ class PagedScheduler:
         Rows take blocks in the order of their admission: the first ones have theirs when one finds
         none and another is preempted for it.
         """
-        pool, taken = self.pool, 0
+        pool = self.pool
+        taken = 0
         while True:
             due = self._due() - taken
             if due <= pool.free and due + self._due_chunk() <= pool.free:
@@ -306,7 +315,8 @@ class PagedScheduler:
 
     def _due(self) -> int:
         """New blocks that the decoding rows need for the next pass."""
-        tokens, steps = self._block_tokens, self._steps
+        tokens = self._block_tokens
+        steps = self._steps
         due = self._fill[-steps % tokens]
         for row in self._ended:
             if row.stops and (row.computed + steps) % tokens == 0:
@@ -326,7 +336,10 @@ class PagedScheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
-        pool, waiting, running, most = self.pool, self.waiting, self.running, self._most_rows
+        pool = self.pool
+        waiting = self.waiting
+        running = self.running
+        most = self._most_rows
         while waiting and budget > 0 and len(running) < most:
             row = waiting[0]
             reserve = self._reserve if running else 0

@@ -177,7 +177,8 @@ class Reuse:
             return FixedConcurrency(arrival_s, self.concurrency, self.ramp_s)
         turns: dict[int, list[Later]] = {}
         if self.sessions is not None and self.closed:
-            previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
+            previous = self.sessions.previous.tolist()
+            think_s = self.sessions.think_s.tolist()
             for number in numbers:
                 if previous[number] >= 0:
                     turns.setdefault(previous[number], []).append((number, think_s[number]))
@@ -240,9 +241,15 @@ class PagedRun:
         shares: bool,
         tells: bool,
     ) -> None:
-        self._index, self._engine, self._flags, self._ledger = index, engine, flags, ledger
-        self._ahead, self._shares, self._tells = engine.ahead, shares, tells
-        self._blocks, self._block_tokens = engine.blocks, engine.block_tokens
+        self._index = index
+        self._engine = engine
+        self._flags = flags
+        self._ledger = ledger
+        self._ahead = engine.ahead
+        self._shares = shares
+        self._tells = tells
+        self._blocks = engine.blocks
+        self._block_tokens = engine.block_tokens
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
@@ -361,7 +368,8 @@ class PagedRun:
 
     def close(self) -> None:
         """Write what was found in the cache into the ledger."""
-        ledger, pool = self._ledger, self._scheduler.pool
+        ledger = self._ledger
+        pool = self._scheduler.pool
         ledger.query_tokens += pool.queries
         ledger.hit_tokens += pool.hits
         ledger.lost_tokens += pool.lost

@@ -163,8 +163,11 @@ class RoutedRun:
         reuse: Reuse,
         routing: Routing,
     ) -> None:
-        self._requests, self._ledger, self._kinds = requests, ledger, kinds
-        self._reuse, shares = reuse, bool(reuse)
+        self._requests = requests
+        self._ledger = ledger
+        self._kinds = kinds
+        self._reuse = reuse
+        shares = bool(reuse)
         # the kind of each replica
         self._numbers = [number for number, kind in enumerate(kinds) for _ in range(kind.count)]
         self.kind_of = [-1] * len(requests)
@@ -196,7 +199,8 @@ class RoutedRun:
         # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
-        self._outages, self._back_s = routing.outages, [-math.inf] * len(self._replicas)
+        self._outages = routing.outages
+        self._back_s = [-math.inf] * len(self._replicas)
         self._slow: list[int] = []  # those that came back shortly
         self._report_age_s = routing.report_age_s
         self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
@@ -207,7 +211,9 @@ class RoutedRun:
 
         Without `drain` a replica stops when the last request has arrived and none waits there.
         """
-        ledger, events, replicas = self._ledger, self._events, self._replicas
+        ledger = self._ledger
+        events = self._events
+        replicas = self._replicas
         for book in (ledger, *(kind.ledger for kind in self._kinds)):
             book.shares = bool(self._reuse)
         for outage in self._outages:
@@ -216,7 +222,8 @@ class RoutedRun:
                 events.append((outage.to_s, CHANGE, outage.replica, 2))
         heapify(events)
         refusals: list[Refusal] = []
-        report_s, arrivals = self._report_s, self._arrivals
+        report_s = self._report_s
+        arrivals = self._arrivals
         while events or arrivals.next_s < math.inf:
             check()
             if not events or (arrivals.next_s, ARRIVE) < events[0][:2]:
@@ -243,7 +250,8 @@ class RoutedRun:
                     replica.work(drain=drain or arrivals.left > 0, follow=arrivals.follow)
                     self._take(replica, subject)
             elif kind == ARRIVE:
-                request, output = self._requests[subject], ledger.output_tokens[subject]
+                request = self._requests[subject]
+                output = ledger.output_tokens[subject]
                 # each kind must be able to serve all, as servers of one context are
                 reasons = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
                 refused = next(filter(None, reasons), None)
@@ -264,7 +272,8 @@ class RoutedRun:
 
     def _change(self, index: int, now_s: float, what: int) -> None:
         """A replica dies (0), gets no more requests (1), or comes back with an empty cache (2)."""
-        replica, comes = self._replicas[index], what == 2
+        replica = self._replicas[index]
+        comes = what == 2
         if not comes:
             self._balancer.change(index, is_up=False)
         lost = [] if what == 1 else replica.die(now_s)
@@ -274,7 +283,8 @@ class RoutedRun:
             self._back_s[index] = now_s
             self._slow = sorted({*self._slow, index})
             self._balancer.change(index, is_up=True, is_fresh=True)
-            lost, self._lost = [*self._lost, *lost], []
+            lost = [*self._lost, *lost]
+            self._lost = []
         for row in lost:
             self._balancer.ended(self._requests[row.number].request_id, -1)
         for row in lost:
@@ -300,8 +310,10 @@ class RoutedRun:
         """Send a request to a replica. One that moves lacks `left` tokens; a new one may be
         refused.
         """
-        request, output = self._requests[number], self._ledger.output_tokens[number]
-        moved, left = left is not None, output if left is None else left
+        request = self._requests[number]
+        output = self._ledger.output_tokens[number]
+        moved = left is not None
+        left = output if left is None else left
         prompt = request.prompt_tokens + output - left
         routed = self._routed(number, request)
         if left < output:
@@ -339,7 +351,8 @@ class RoutedRun:
 
     def _take(self, replica: PagedRun, index: int) -> None:
         """Schedule what a replica does next, and what the router learns of what it did."""
-        events, kind = self._events, self._kinds[self._numbers[index]]
+        events = self._events
+        kind = self._kinds[self._numbers[index]]
         if replica.next_s < math.inf:
             heappush(events, (replica.next_s, WORK, index, 0))
         for first_s, number in replica.first_tokens:
@@ -360,12 +373,14 @@ class RoutedRun:
 
         Without hashes in the trace, the turns of a session have one chain of blocks.
         """
-        shared, sessions = self._reuse.shared, self._sessions
+        shared = self._reuse.shared
+        sessions = self._sessions
         blocks: tuple[int, ...] = ()
         session = "" if sessions is None else str(sessions[number])
         full = request.prompt_tokens // self._router_block_tokens
         if shared is not None:
-            first, merged = int(shared.offsets[number]), self._merged
+            first = int(shared.offsets[number])
+            merged = self._merged
             last = first + full * merged
             blocks = tuple(shared.ids[first + merged - 1 : last : merged].tolist())
         elif sessions is not None:

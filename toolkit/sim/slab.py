@@ -50,7 +50,8 @@ class SlabWorker(RoundWorker):
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""
-        self._shaped, self._spills_after = 0, -1
+        self._shaped = 0
+        self._spills_after = -1
         super().run(batch, now_s)
         if self._failure or self._stretches:
             # a row prefilled in chunks counts with its whole input from admission on: memory
@@ -59,14 +60,16 @@ class SlabWorker(RoundWorker):
         if self._shaped and self._ran == batch.steps:  # the pass was the first of the steps
             self._stop_after(batch.steps - 1)
         n = len(self._resident)
-        left, width = self._capacity - self._beside(batch.moves), self._width()
+        left = self._capacity - self._beside(batch.moves)
+        width = self._width()
         if n * (width + self._ran) > left:
             self._spills_after = max(left // n - width, 0)
             self._stop_after(self._spills_after)
         return self._done_s
 
     def _stop_after(self, steps: int) -> None:
-        self._ran, n = steps, len(self._resident)
+        self._ran = steps
+        n = len(self._resident)
         decoded_s = self._times.decode_s(n, self._length(), steps) if steps else 0.0
         self._stepped_s = self._prefilled_s + decoded_s
         self._done_s = max(self._stepped_s, self._moved_s)
@@ -78,7 +81,9 @@ class SlabWorker(RoundWorker):
         if self._failure:
             self._passes.clear()
         elif self._shaped:  # the new rows were prefilled in a step, which ends with the prefill
-            ledger, at_s, n = self._ledger, self._prefilled_s, len(self._resident)
+            ledger = self._ledger
+            at_s = self._prefilled_s
+            n = len(self._resident)
             ledger.decoding_steps += 1
             ledger.row_steps += n
             taken = self.used + n * (batch.input_length - 1) + self._beside(batch.moves)
@@ -103,7 +108,8 @@ class SlabWorker(RoundWorker):
         if spills and self._resident:
             self._shaped = 0  # its step is done
             self._run_out_of_memory([next(reversed(self._swap_store.device or self._resident))])
-            result.failure, result.dropped = self._failure, self._dropped
+            result.failure = self._failure
+            result.dropped = self._dropped
         return result
 
     def _prefill(self, batch: Batch) -> float:

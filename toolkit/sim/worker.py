@@ -46,7 +46,8 @@ class FrontDelay:
 
     def seen(self, served: Served) -> Served:
         """The requests as their clients see them."""
-        first_s, finish_s = served.first_token_s + self.first_s, served.finish_s + self.last_s
+        first_s = served.first_token_s + self.first_s
+        finish_s = served.finish_s + self.last_s
         return replace(served, first_token_s=first_s, finish_s=finish_s)
 
 
@@ -75,7 +76,8 @@ class Intake:
         end_s = start_s + work_s
         if not self._cost_s:
             return end_s
-        arrivals_s, met = self._arrivals_s, 0
+        arrivals_s = self._arrivals_s
+        met = 0
         first = bisect_right(arrivals_s, start_s)  # arrivals up to the start cost it nothing
         while (now_met := bisect_left(arrivals_s, end_s, first + met) - first) > met:
             met = now_met
@@ -121,7 +123,8 @@ class SimWorker:
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a batch; when it ends, in seconds."""
-        size, length = len(batch.jobs), batch.input_length
+        size = len(batch.jobs)
+        length = batch.input_length
         prefill_s = self._latency.prefill_s(size, length)
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
@@ -182,8 +185,10 @@ class SimWorker:
         done_s: float,
     ) -> None:
         """Record when each job's tokens reached its client."""
-        streams, emits = self._streams, self._emits
-        size, length = len(batch.jobs), batch.input_length
+        streams = self._streams
+        emits = self._emits
+        size = len(batch.jobs)
+        length = batch.input_length
         generated = result.generated
 
         def made_s(tokens: int) -> float:
@@ -231,7 +236,9 @@ class SimWorker:
         if not self._streams:
             gaps.add_rows(generated, 0.0, 0.0)
             return
-        size, length, step = len(batch.jobs), batch.input_length, 2 - self._emits
+        size = len(batch.jobs)
+        length = batch.input_length
+        step = 2 - self._emits
         before_s, second_s, third_s = (
             self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1)
         )

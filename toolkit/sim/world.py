@@ -60,7 +60,8 @@ class Validity:
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
         """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
-        prefill, decode = self.prefill, self.decode
+        prefill = self.prefill
+        decode = self.decode
         steps = rows > decode.batch_size_max or cached_length > decode.length_max
         return steps or entering > prefill.batch_size_max or input_length > prefill.length_max
 
@@ -212,7 +213,8 @@ def world_from_fit(
     """The world that a fit describes: its laws, and a memory edge that is drawn for each static
     batch. Rounds have none: their probe counts as usable only what ran at every length.
     """
-    laws, rounds = laws_from_fit(fit), None
+    laws = laws_from_fit(fit)
+    rounds = None
     if laws.rounds is not laws.latency:
         front = FrontDelay(laws.front_s, laws.front_s)
         rounds = RoundLaws(laws.rounds, laws.round_memory, front=front)
@@ -486,7 +488,8 @@ def make_world(
 
 def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> None:
     """`InputError` if the capacity in `given` is too small for the longest prompt of the trace."""
-    usable, longest = world.memory.usable_tokens, int(trace.prompt_tokens.max())
+    usable = world.memory.usable_tokens
+    longest = int(trace.prompt_tokens.max())
     if given.get("capacity_tokens") and usable <= longest:
         raise InputError(
             f"capacity_tokens is {given['capacity_tokens']}, of which {usable:,} are usable; "

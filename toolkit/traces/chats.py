@@ -22,7 +22,9 @@ MODEL = {"gpt", "assistant", "model", "chatgpt", "bing", "bard", "claude"}  # th
 NO_MESSAGES = "without messages"
 NO_TEXT = "with a message that is not text"
 NO_ANSWER = "without an answer"
-PROMPT, OUTPUT, SESSION = "prompt tokens", "output tokens", "conversation"
+PROMPT = "prompt tokens"
+OUTPUT = "output tokens"
+SESSION = "conversation"
 
 
 @dataclass(frozen=True, slots=True)

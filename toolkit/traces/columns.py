@@ -244,7 +244,8 @@ class _Finder:
         self, sample: Sequence[Record], chosen: Mapping[str, NamedColumn], source: str
     ) -> None:
         self._rows = [record for record in sample if record is not None]
-        self._chosen, self._source = chosen, source
+        self._chosen = chosen
+        self._source = source
         self.paths = paths_of(sample)
         self.taken: dict[str, _Column] = {}
         for role in sorted(ROLES, key=lambda role: role not in chosen):

@@ -25,7 +25,8 @@ LATEST_S = 253_402_300_800.0
 
 MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces, which do not say it
 
-PARTS, WHOLE = "deltas_without_responses", "message_array_with_responses"  # of AIPerf
+PARTS = "deltas_without_responses"
+WHOLE = "message_array_with_responses"  # of AIPerf
 AFTER_UNUSABLE = "after an unusable turn of their session"
 ANEW = "\0anew"  # a key of rows that might continue another and do not
 
@@ -234,7 +235,8 @@ class _Turn(NamedTuple):
         cls, record: Mapping[str, object], before: _Turn | None, whole: bool, fresh: Iterator[int]
     ) -> _Turn:
         """The turn of a row. ValueError and OverflowError for values that are not usable."""
-        new, output = length(record.get("input_length")), length(record.get("output_length"))
+        new = length(record.get("input_length"))
+        output = length(record.get("output_length"))
         if new < 1 or output < 1:
             raise ValueError("no tokens")
         delay_ms = number(record.get("delay") or 0.0)
@@ -286,7 +288,8 @@ class _AgentFile:
         if self._block < 1:
             raise ValueError("a block without tokens")
         self._base = base if session.get("hash_id_scope") == "local" else 0
-        self._labels, self._fresh = labels, fresh
+        self._labels = labels
+        self._fresh = fresh
         self._open: dict[int, _Open] = {}  # by the id of the last whole block of the prompt
 
     def rows(self, requests: object, start_s: float = 0.0) -> Iterator[Record]:
@@ -302,7 +305,8 @@ class _AgentFile:
     def _row(self, request: Mapping[str, object], place: int, start_s: float) -> Record:
         try:
             time_s = start_s + number(request.get("t"))
-            prompt, output = length(request.get("in")), length(request.get("out"))
+            prompt = length(request.get("in"))
+            output = length(request.get("out"))
             api_s = number(request.get("api_time") or 0.0)
         except (ValueError, OverflowError):
             return request
@@ -344,7 +348,9 @@ class _AgentFile:
 
 def agent_requests(records: Iterator[Record], _: str = "") -> Iterator[Record]:
     """The requests of coding agents' sessions, each of which is one record, as rows."""
-    labels, fresh, base = count(), count(-1, -1), 0
+    labels = count()
+    fresh = count(-1, -1)
+    base = 0
     for record in records:
         try:
             file = _AgentFile(record or {}, labels, fresh, base)

@@ -98,7 +98,8 @@ class Lengths:
                 values: Floats
                 values = self.a * np.exp(self.b * rng.standard_normal(count))
             case "uniform":
-                low, high = round(self.a), round(self.b)
+                low = round(self.a)
+                high = round(self.b)
                 values = rng.integers(low, high, count, endpoint=True).astype(np.float64)
             case "pareto":
                 values = self.a * (1.0 - rng.random(count)) ** (-1.0 / self.b)
@@ -371,13 +372,17 @@ def _content_blocks(
     end = (place + 1) * size
     of = session[row]
     # The part is the one of four kinds, and its number.
-    kind, number = np.full(blocks, 2), of.copy()
+    kind = np.full(blocks, 2)
+    number = of.copy()
     in_template = end <= ahead[of]
-    kind[in_template], number[in_template] = 1, template[of][in_template]
+    kind[in_template] = 1
+    number[in_template] = template[of][in_template]
     in_system = end <= content.system_tokens
-    kind[in_system], number[in_system] = 0, 0
+    kind[in_system] = 0
+    number[in_system] = 0
     alone = end > prompts[row]
-    kind[alone], number[alone] = 3, row[alone]
+    kind[alone] = 3
+    number[alone] = row[alone]
     key = (number * 4 + kind) * int(counts.max()) + place
     ids = np.unique(key, return_inverse=True)[1].reshape(-1).astype(np.int64)
     return SharedBlocks(size, ids, offsets)
@@ -409,12 +414,14 @@ def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
 
     Of a session, the first turn's time is drawn, and the others stay as long after it as they are.
     """
-    rng, sessions = np.random.default_rng(seed), trace.sessions
+    rng = np.random.default_rng(seed)
+    sessions = trace.sessions
     if sessions is None:
         arrival_s = np.concatenate([np.zeros(1), np.cumsum(arrivals.gaps(rng, len(trace) - 1))])
         notes = (*trace.notes, f"arrival times drawn: {arrivals}, seed {seed}")
         return replace(trace, arrival_s=arrival_s, notes=notes)
-    first, starts = sessions.first, np.flatnonzero(sessions.previous < 0)
+    first = sessions.first
+    starts = np.flatnonzero(sessions.previous < 0)
     drawn = replace(arrivals, rate_rps=arrivals.rate_rps * (len(starts) / len(trace)))
     start_s = np.zeros(len(trace))
     start_s[starts] = np.concatenate([np.zeros(1), np.cumsum(drawn.gaps(rng, len(starts) - 1))])

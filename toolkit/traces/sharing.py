@@ -64,8 +64,10 @@ class Sharing:
     def __init__(self, form: Format, source: str) -> None:
         self.unshared = Problems()  # rows that are read as sharing nothing
         self.unlinked = Problems()  # turns that are read as first turns
-        self._form, self._source = form, source
-        self._block_tokens, self._said_in = 0, 0  # and the row that says it first
+        self._form = form
+        self._source = source
+        self._block_tokens = 0
+        self._said_in = 0  # and the row that says it first
         self._ids = array("q")
         self._counts = array("q")
         self._rows = array("q")  # the numbers of the kept rows in the file
@@ -85,7 +87,8 @@ class Sharing:
         given = record.get(self._form.blocks)
         self._counts.append(0)
         if given is not None:
-            block, ids = self._size(record, row), block_ids(given)
+            block = self._size(record, row)
+            ids = block_ids(given)
             wanted = -(-prompt // block)
             if ids is None:
                 self.unshared.add(NO_LIST, f"row {row:,}")
@@ -95,7 +98,9 @@ class Sharing:
             else:
                 self._ids.extend(ids)
                 self._counts[-1] = wanted
-        label, previous, think_s = record.get(self._form.session), -1, 0.0
+        label = record.get(self._form.session)
+        previous = -1
+        think_s = 0.0
         if label is not None:
             if isinstance(label, str | int):
                 previous = self._latest.get(label, -2)
@@ -111,7 +116,8 @@ class Sharing:
                 except (ValueError, OverflowError):
                     shown = f"row {row:,}: {self._form.think} is {given!r}, must be at least 0 ms"
                     self.unlinked.add(THOUGHTLESS, shown)
-                    previous, think_s = -1, 0.0
+                    previous = -1
+                    think_s = 0.0
             elif ANEW in record:
                 self.unlinked.add(EDITED, f"row {row:,}")
         self._previous.append(max(previous, -1))
@@ -136,7 +142,8 @@ class Sharing:
                 f"row {self._said_in:,} of {self._block_tokens}",
                 "a trace has blocks of one size: split the file",
             )
-        self._block_tokens, self._said_in = block, row
+        self._block_tokens = block
+        self._said_in = row
         return block
 
     def attach(self, trace: Trace) -> Trace:
@@ -191,11 +198,13 @@ class Sharing:
                 shown = self._shown(reason, trace, row, int(previous[row]))
                 self.unlinked.add(reason, shown, int(wrong.sum()))
         cut = linked[early | short | other]
-        previous[cut], think_s[cut] = -1, 0.0
+        previous[cut] = -1
+        think_s[cut] = 0.0
         return Sessions(previous, think_s) if (previous >= 0).any() else None
 
     def _shown(self, reason: str, trace: Trace, row: int, before: int) -> str:
-        here, there = f"row {self._rows[row]:,}", f"row {self._rows[before]:,}"
+        here = f"row {self._rows[row]:,}"
+        there = f"row {self._rows[before]:,}"
         if reason == EARLY:
             here += f": at {trace.arrival_s[row]:.6g} s"
             there += f" at {trace.arrival_s[before]:.6g} s"
@@ -410,7 +419,8 @@ def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptRe
     curve = reuse_curve(trace)
     if curve is None:
         return None
-    prompt_tokens, reusable = curve.prompt_tokens, int(reusable_tokens(trace).sum())
+    prompt_tokens = curve.prompt_tokens
+    reusable = int(reusable_tokens(trace).sum())
     largest = max(int(curve.capacity_blocks[-1]), 1)
     sizes = np.unique(np.geomspace(1, largest, CURVE_POINTS).round().astype(np.int64))
     return PromptReuse(
@@ -444,7 +454,8 @@ def reuse_curve(trace: Trace) -> ReuseCurve | None:
     # A request uses its runs from the tail to the head, so that the head is the last to be evicted.
     order = np.lexsort((-starts, rows))
     distance, again = _distances(unit[starts][order], size[order], rows[order])
-    size, tokens = size[order][again], tokens[order][again]
+    size = size[order][again]
+    tokens = tokens[order][again]
     # Of a run at distance d, block j from its head hits at a capacity of d + j.
     places = np.concatenate([[0], distance, distance + size])
     slopes = [np.concatenate([[0.0], rise, -rise]) for rise in (np.ones(len(size)), tokens / size)]

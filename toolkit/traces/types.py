@@ -51,7 +51,8 @@ class SharedBlocks:
 
     def take(self, rows: Rows) -> SharedBlocks:
         """The blocks of some prompts, in the order of `rows`."""
-        counts, firsts = self.counts[rows], self.offsets[:-1][rows]
+        counts = self.counts[rows]
+        firsts = self.offsets[:-1][rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         places = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], counts)
         return SharedBlocks(self.block_tokens, self.ids[places], offsets)

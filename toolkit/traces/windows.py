@@ -21,7 +21,8 @@ from toolkit.traces.sharing import cold_tokens, keep_sessions, scale_blocks
 from toolkit.traces.types import Trace
 
 MAX_DIVISOR = 1e6  # of lengths
-MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one request in 11 days; more than any server takes
+MIN_RATE_RPS = 1e-6
+MAX_RATE_RPS = 1e6  # one request in 11 days; more than any server takes
 FITTED_PERCENTILE = 99.0  # of the lengths: must fit after dividing; longer ones are clipped
 # Share of the trace that windows cover where their length is not given or does not fit.
 COVERED = 0.8

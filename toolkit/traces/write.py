@@ -62,7 +62,8 @@ def write_trace(trace: Trace, path: Path) -> None:
     """Write `trace` to `path` atomically, without its notes. Raises `InputError` where it cannot be
     written.
     """
-    shared, count = trace.shared, len(trace)
+    shared = trace.shared
+    count = len(trace)
     block = shared.block_tokens if shared else MOONCAKE_BLOCK
     size = None if block == MOONCAKE_BLOCK else block
     ids = (shared.of(row).tolist() or None if shared else None for row in range(count))

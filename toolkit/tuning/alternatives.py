@@ -85,9 +85,11 @@ def fewest(keeps: Callable[[int], bool], known: int | None = None) -> int | None
     `known` is a number that keeps. Where more workers are not always better, a smaller number may
     exist. None where no power of two up to `WORKERS_MAX` keeps.
     """
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high != known and not keeps(high):
-        low, high = high, min(2 * high, known or 2 * high)
+        low = high
+        high = min(2 * high, known or 2 * high)
         if high > WORKERS_MAX:
             return None
     while high - low > 1:
@@ -213,12 +215,14 @@ def try_siblings(
     """
     found = []
     for kind in siblings:
-        spec, recipe = kind.recipe, runs.recipe
+        spec = kind.recipe
+        recipe = runs.recipe
         # replicas stand beside replicas; a single server stands beside several workers
         server, own = (traits_of(each.engine.name).server for each in (spec, recipe))
         workers = 1 if server and not own else runs.world.size
         as_many = kind.model_copy(update={"workers": workers})
-        limit, seed = recipe.serve.max_new_tokens, recipe.tune.seed
+        limit = recipe.serve.max_new_tokens
+        seed = recipe.tune.seed
         world = world_of([as_many], max_new_tokens=limit, seed=seed)
         world = replace(world, concurrency=runs.world.concurrency)
         outcome = Outcome(policy=spec.policy.name, parameters=spec.policy.parameters, metrics={})

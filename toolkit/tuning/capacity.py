@@ -148,7 +148,8 @@ class LoadSearch:
         """A load that is kept and a higher one that is not. The first is None where none was found,
         the second where the greatest possible load is kept.
         """
-        low, high = None, None
+        low = None
+        high = None
         load = self._possible(guess)
         [point] = self.tried([load])
         if not point.kept:

@@ -244,12 +244,14 @@ class Task:
         batch out of memory. No share of a limit can be lower: one more request in time cannot raise
         a mean or a percentile. The attainment's confidence bound is below the attainment itself.
         """
-        windows, sla = self.setup.windows, self.setup.sla
+        windows = self.setup.windows
+        sla = self.setup.sla
         rest = sum(window.counted for window in windows[len(results) :])
         if self.stops_above is None or not results or not rest:
             return False
         # The others are served at once; fewer than 2 tokens have no time per output token.
-        none, two = np.zeros(rest), np.full(rest, 2)
+        none = np.zeros(rest)
+        two = np.full(rest, 2)
         perfect = Served(none, none, none, two, none, np.ones(rest, dtype=np.bool_))
         served = _joined([*(result.served for result in results), perfect])
         late = sum(int(np.count_nonzero(~meets_sla(result.served, sla))) for result in results)
@@ -364,7 +366,8 @@ def make_screen(setup: EvaluationSetup) -> Screen | None:
             targets[f"{metric}_p{100.0 - late:.6f}_{unit}"] = limit
     if not targets:
         return None
-    sla, label = {**setup.sla, **targets}, f"{setup.label}, first part"
+    sla = {**setup.sla, **targets}
+    label = f"{setup.label}, first part"
     return Screen(replace(setup, windows=windows, sla=sla, label=label), targets)
 
 
@@ -409,7 +412,8 @@ def _effective_count(good: NDArray[np.float64], size: NDArray[np.float64]) -> fl
 
     At most the number of requests. `good` and `size` count requests in each block.
     """
-    total, blocks = float(size.sum()), len(size)
+    total = float(size.sum())
+    blocks = len(size)
     share = good.sum() / total
     between = blocks / (blocks - 1) * np.square(good - share * size).sum() / total**2
     design_effect = max(between / (share * (1.0 - share) / total), 1.0)

@@ -107,10 +107,12 @@ class Pieces:
 
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
         """Yield the task's index and evaluation if it ends with this piece."""
-        index, task = piece.index, self._tasks[piece.index]
+        index = piece.index
+        task = self._tasks[piece.index]
         if index in self._ended:
             return
-        first, others = self._first[index], self._results[index]
+        first = self._first[index]
+        others = self._results[index]
         others[piece.window] = result
         while len(first) in others:
             first.append(others.pop(len(first)))
@@ -160,7 +162,8 @@ class ProcessPool:
             while running:
                 ended, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in [future for future in running if future in ended]:
-                    piece, result = running.pop(future), _unwrap(future.result())
+                    piece = running.pop(future)
+                    result = _unwrap(future.result())
                     submit(1)
                     yield from pieces.add(piece, result)
         except BrokenProcessPool:
@@ -216,7 +219,9 @@ class _Failure:
     """A user's error, sent to the parent. Exceptions would lose their hint between processes."""
 
     def __init__(self, error: LlmctlError) -> None:
-        self.kind, self.message, self.hint = type(error), error.message, error.hint
+        self.kind = type(error)
+        self.message = error.message
+        self.hint = error.hint
 
 
 def _simulate(piece: Piece) -> SimulatedWindow | _Failure:

@@ -291,7 +291,8 @@ def _behind_others(
             kept = next((one for one in near if sizes.keeps(other, one)), None)
             if kept is None:
                 break
-            chosen, counts = other, kept
+            chosen = other
+            counts = kept
     return chosen, counts
 
 
@@ -329,7 +330,8 @@ def _sizes(
 
 def _sizing(sizes: FleetCounts, chosen: JudgedSettings, counts: Counts) -> Sizing:
     """The answer, with the table of all tried counts."""
-    mixes, kinds = sizes.mixes, []
+    mixes = sizes.mixes
+    kinds = []
     for number, kind in enumerate(sizes.inputs.kinds):
         more = mixes.more(counts, number)
         kinds.append(
@@ -419,7 +421,9 @@ class LeastWork:
     """
 
     def __init__(self, setup: EvaluationSetup, policy: VllmPolicy) -> None:
-        windows, world, limits = setup.windows, setup.world, setup.limits
+        windows = setup.windows
+        world = setup.world
+        limits = setup.limits
         self._kinds = [(kind.engine(), kind.flags or policy) for kind in world.kinds]
         self._promises = _promises(setup)
         requests = [_requests(window, world.max_new_tokens) for window in windows]
@@ -448,7 +452,8 @@ class LeastWork:
             else min(engine.capacity_tokens, flags.max_num_batched_tokens)
             for engine, flags in kinds
         )
-        fit, requests = int((self._longest <= room).sum()), len(self._longest)
+        fit = int((self._longest <= room).sum())
+        requests = len(self._longest)
         served = max(0, math.floor(fit - self._refused * requests))
         found = []
         for shares in SHARES:
@@ -469,7 +474,9 @@ class LeastWork:
         self, engine: PagedEngine, flags: VllmPolicy, shares: tuple[float, float, float]
     ) -> Floats:
         """The least seconds that each request adds to the passes of such a server."""
-        law, prompt, output = engine.steps, self._prompt, self._output
+        law = engine.steps
+        prompt = self._prompt
+        output = self._output
         if isinstance(law, PipelineLaw):
             return self._overlapping_s(law, flags)
         if law.beside_s is not None and law.beside_s < law.cached_s:
@@ -530,7 +537,8 @@ def _promises(setup: EvaluationSetup) -> list[Promised]:
     """When requests must end, by the targets and the attainment. A target on the first token counts
     together with one on the gaps between tokens. Means promise nothing, nor do traces of sessions.
     """
-    windows, limits = setup.windows, setup.limits
+    windows = setup.windows
+    limits = setup.limits
     if any(window.sessions is not None for window in windows):
         return []
     steps = [_requests(window, setup.world.max_new_tokens)[1] - 1.0 for window in windows]

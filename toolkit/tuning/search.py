@@ -110,7 +110,8 @@ class _AlikeFirst(optuna.samplers.TPESampler):  # type: ignore[misc]  # optuna s
 
     def __init__(self, seed: int, alike: int, twins: Mapping[str, str]) -> None:
         super().__init__(seed=seed, constant_liar=True)
-        self._alike, self._twins = alike, twins
+        self._alike = alike
+        self._twins = twins
 
     def sample_independent(
         self,
@@ -120,7 +121,8 @@ class _AlikeFirst(optuna.samplers.TPESampler):  # type: ignore[misc]  # optuna s
         param_distribution: optuna.distributions.BaseDistribution,
     ) -> object:
         """See `BaseSampler.sample_independent`."""
-        twin, among = self._twins.get(param_name), param_distribution
+        twin = self._twins.get(param_name)
+        among = param_distribution
         if twin is not None and trial.number < self._alike:
             value = trial.params[twin]
             if isinstance(among, optuna.distributions.CategoricalDistribution):
@@ -318,7 +320,8 @@ def sensitivity(
     setup: EvaluationSetup, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
 ) -> list[Sensitivity]:
     """Sweep each parameter over its range, the others as in `best`; greatest swing first."""
-    chosen, best_rps = space.values(best.outcome), best.goodput_rps
+    chosen = space.values(best.outcome)
+    best_rps = best.goodput_rps
     tasks = [space.task(setup, candidate) for candidate in sweeps(space, chosen)]
     evaluations = iter(collect(runner, tasks, lambda: progress(best_rps)))
     found = []
@@ -343,7 +346,8 @@ def importance(found: Found, space: PolicySpace) -> dict[str, float]:
     """
     # With few trials, some starts are in the study but were never asked for.
     tried = found.study.trials[: len(found.evaluations)]
-    prefix, key = f"{space.policy}.", space.key
+    prefix = f"{space.policy}."
+    key = space.key
     own = [number for number, one in enumerate(found.evaluations) if one.outcome.key == key]
     keeping = [k for k in own if found.evaluations[k].feasible(found.limits)] or own
     trials = [

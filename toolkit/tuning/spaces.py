@@ -80,7 +80,8 @@ class PolicySpace:
         for key, value in values.items():
             owner, _, name = key.rpartition(".")
             by_owner[owner][name] = value
-        router, own = self.router, {**self.start, **by_owner[""]}
+        router = self.router
+        own = {**self.start, **by_owner[""]}
         if router is not None:
             changed = {"parameters": router.parameters | by_owner[router.name]}
             router = router.model_copy(update=changed)
@@ -133,7 +134,8 @@ def with_kinds(own: PolicySpace, kinds: Sequence[Kind], workers: int) -> PolicyS
 
     Raises `InputError` for a kind with another policy, and for ranges as `make_spaces`.
     """
-    starts, distributions = {}, dict(own.distributions)
+    starts = {}
+    distributions = dict(own.distributions)
     for kind in kinds:
         recipe = kind.recipe
         starts[recipe.name] = parameters(flags_of(kind, {}))
@@ -149,7 +151,8 @@ def router_spaces(space: PolicySpace, recipe: Recipe, workers: int) -> list[Poli
     at its values, those of others at their defaults. Raises `InputError` for an unknown router or
     parameter, and a range that cannot be searched.
     """
-    own, routers = recipe.replica_router.name, recipe.tune.routers
+    own = recipe.replica_router.name
+    routers = recipe.tune.routers
     groups = {ALL: list(ROUTERS), OWN: [own]}
     for name in routers:
         if name not in groups:
@@ -203,7 +206,8 @@ def make_spaces(
     for key, values in narrowed.items():
         policy, dot, parameter = key.rpartition(".")
         if policy in ROUTERS:
-            known_ones, first = knobs(ROUTERS[policy]), defaults(ROUTERS[policy])
+            known_ones = knobs(ROUTERS[policy])
+            first = defaults(ROUTERS[policy])
             _distributions(f"router '{policy}'", known_ones, first, {parameter: values})
             continue
         if dot and policy not in KNOWN:
@@ -231,7 +235,8 @@ def search_space(
     worker, all routers are the same, so a word is searched only if `narrowed` names it. Raises
     `InputError` for an unknown parameter, and for a range outside the parameter's limits.
     """
-    known, first = knobs(KNOWN[policy]), defaults(KNOWN[policy]) | dict(start)
+    known = knobs(KNOWN[policy])
+    first = defaults(KNOWN[policy]) | dict(start)
     return _distributions(f"policy '{policy}'", known, first, narrowed, workers)
 
 
@@ -291,7 +296,8 @@ def _range(
             knob.doc,
         )
     start = float(first) or (numbers[1] if knob.log else 0.0)  # no logarithmic range has a 0
-    low, high = min(numbers[0], start), max(numbers[1], start)
+    low = min(numbers[0], start)
+    high = max(numbers[1], start)
     log = knob.log and low > 0
     if isinstance(first, int):
         return optuna.distributions.IntDistribution(int(low), int(high), log=log)

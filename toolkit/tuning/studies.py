@@ -30,7 +30,9 @@ USAGE = (
     "sqlite:///tuning.db, or postgresql://USER@HOST/DATABASE with the password in PGPASSWORD or "
     "~/.pgpass"
 )
-KEY, OUTCOME, RATIOS = "llmctl_key", "llmctl_outcome", "llmctl_ratios"
+KEY = "llmctl_key"
+OUTCOME = "llmctl_outcome"
+RATIOS = "llmctl_ratios"
 STOPPED = "llmctl_stopped_after"
 
 
@@ -77,10 +79,13 @@ class Studies:
             OUTCOME: evaluation.outcome.model_dump(mode="json"),
             RATIOS: evaluation.ratios,
         }
-        state, steps, windows = optuna.trial.TrialState.COMPLETE, {}, evaluation.stopped_after
+        state = optuna.trial.TrialState.COMPLETE
+        steps = {}
+        windows = evaluation.stopped_after
         if windows is not None:
             attributes[STOPPED] = windows
-            state, steps = optuna.trial.TrialState.PRUNED, {windows: evaluation.score}
+            state = optuna.trial.TrialState.PRUNED
+            steps = {windows: evaluation.score}
         trial = optuna.trial.create_trial(
             state=state,
             value=None if steps else evaluation.score,

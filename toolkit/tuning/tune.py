@@ -201,10 +201,12 @@ def tune_to_size(
         )
     sizes = WorkerCounts(inputs.whole, partial(collect, runner, tick=partial(progress, 0.0)))
     own = inputs.settings.spaces[0]
-    chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
+    chosen = Outcome(policy=own.policy, parameters=dict(own.start), metrics={})
+    name = RECIPE
     if traits_of(inputs.recipe.engine.name).server and own.policy not in BUILT_IN:
         found = search_of(inputs, runner, progress)
-        result, name = reported(inputs, found, runner, head, progress), "tuned for 1"
+        result = reported(inputs, found, runner, head, progress)
+        name = "tuned for 1"
         if not sizes.keeps(name, result.best, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
@@ -221,15 +223,19 @@ def tune_to_size(
         tuned_name = settings_name(tuned, workers)
         if not sizes.keeps(tuned_name, tuned, workers):
             break
-        chosen, name = tuned, tuned_name
+        chosen = tuned
+        name = tuned_name
         fewer = fewest(partial(sizes.keeps, name, chosen), known=workers) or workers
         for space in inputs.settings.spaces:
             best = found.best([space.key])
             if space.router is None or best is None:
                 continue
-            other, other_name = best.outcome, settings_name(best.outcome, workers)
+            other = best.outcome
+            other_name = settings_name(best.outcome, workers)
             while fewer > 1 and sizes.keeps(other_name, other, fewer - 1):
-                chosen, name, fewer = other, other_name, fewer - 1
+                chosen = other
+                name = other_name
+                fewer = fewer - 1
         if fewer == workers:
             break
         workers = fewer
@@ -395,7 +401,8 @@ def _settle_router(
     task = replace(Task.of(setup, chosen.outcome), router=RouterSpec())
     [in_turn] = runs.evaluate([task])
     if not _router_gains(in_turn, chosen, setup.limits):
-        chosen, space = in_turn, space.in_turn()
+        chosen = in_turn
+        space = space.in_turn()
     return chosen, space, in_turn.outcome
 
 
@@ -429,11 +436,13 @@ def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str,
     """The fields of a tuning that compare the best with the recipe's settings on the whole trace,
     and judge the recommended one of the two by each limit.
     """
-    before, after = default.goodput_rps, best.goodput_rps
+    before = default.goodput_rps
+    after = best.goodput_rps
     limits = inputs.whole(best.outcome.policy).limits
     keep = not is_better(best, default, limits)
     recommended = default if keep else best
-    usage, metrics = recommended.usage(limits), recommended.outcome.metrics
+    usage = recommended.usage(limits)
+    metrics = recommended.outcome.metrics
     behind = Limit(name=BEHIND, bound="at most", limit=MOST_BEHIND_PERCENT)
     judged = []
     for limit in [*recipe_limits(inputs.recipe), *([behind] if BEHIND in usage else [])]:
@@ -466,7 +475,8 @@ def _result(
     engines: Sequence[str],
     inputs: Inputs,
 ) -> PolicyResult:
-    policy, key = best.outcome.policy, best.outcome.key
+    policy = best.outcome.policy
+    key = best.outcome.key
     return PolicyResult(
         policy=policy,
         trials=sum(trial.outcome.key == key for trial in found.evaluations),
@@ -488,7 +498,8 @@ def _uncertainty(
     a live server. The defaults and the best get the same draws. Fits are resampled from the profile
     where it is known and was measured, else scaled by their held-out errors.
     """
-    draws, seed = inputs.recipe.tune.draws, inputs.recipe.tune.seed
+    draws = inputs.recipe.tune.draws
+    seed = inputs.recipe.tune.seed
     setup = inputs.setup("held out", inputs.workload.windows.held_out)
     if not draws:
         return None
@@ -519,7 +530,8 @@ def _uncertainty(
 
 
 def _drawn_world(world: World, fit: Fit) -> World:
-    laws, rounds = laws_from_fit(fit), world.rounds
+    laws = laws_from_fit(fit)
+    rounds = world.rounds
     if rounds is not None:
         rounds = replace(rounds, latency=laws.rounds, believed=rounds.latency)
     paged = world.paged

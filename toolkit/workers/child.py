@@ -115,7 +115,8 @@ class BatchInProgress:
         or if the worker stops.
         """
         self._outbox.put(step)
-        batch, goes_on = self._batch, True
+        batch = self._batch
+        goes_on = True
         for frame in self._channel.poll():
             if isinstance(frame, Stop):
                 self.stops = True
@@ -138,7 +139,8 @@ class Stopwatch:
         self._end_s: float | None = None  # of the last batch
 
     def start(self) -> None:
-        self._start_s, self._reporting_s = self._clock(), 0.0
+        self._start_s = self._clock()
+        self._reporting_s = 0.0
         self._gap_s = 0.0 if self._end_s is None else self._start_s - self._end_s
 
     def reporting(self, on_step: OnStep) -> OnStep:
@@ -187,7 +189,8 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
         outbox.begin(frame)
         running = BatchInProgress(frame, channel, outbox)
         on_step = watch.reporting(running.on_step)
-        output, ran_out = None, False
+        output = None
+        ran_out = False
         if isinstance(frame, RunSlice):
             try:
                 engine.run_slice(frame.rows, frame.steps, on_step)

@@ -94,11 +94,13 @@ class LifeSigns:
     def _is_due(self) -> bool:
         if self.state != "loading":
             return self.state == "idle" and self._idle
-        cpu_s, read = time.process_time() - time.thread_time(), _bytes_read()
+        cpu_s = time.process_time() - time.thread_time()
+        read = _bytes_read()
         worked = cpu_s - self._at_last_sign[0] >= CPU_S_MIN or read != self._at_last_sign[1]
         if not worked:  # asked second, because it costs more
             children_s = _children_s()
-            worked, self._children_s = children_s - self._children_s >= CPU_S_MIN, children_s
+            worked = children_s - self._children_s >= CPU_S_MIN
+            self._children_s = children_s
         if worked:
             self._at_last_sign = cpu_s, read
         return worked

@@ -59,15 +59,18 @@ from toolkit.workers.protocol import (
 )
 
 # The wait before a worker that ended twice in a row is restarted; it doubles each time.
-BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
 STOP_TIMEOUT_S = 10.0  # for a step to end before `stop` kills
 CHECK_EVERY_S = 1.0
 START_S = 20.0  # until a process's first sign of life: its interpreter starts on a busy machine
 SPAWN_S = 60.0  # for a process to start
-BATCH_TIMES, WAITING_TIMES = 10.0, 4.0
+BATCH_TIMES = 10.0
+WAITING_TIMES = 4.0
 # A reload may take this many times the longest load so far, plus the grace. The grace is long: the
 # first load may have read the weights from the page cache, and a reload from a cold disk.
-LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
+LOAD_TIMES = 3.0
+LOAD_GRACE_S = 300.0
 # When every worker has failed to load this many times in a row, the pool gives up: a process
 # manager then restarts the server, perhaps on another machine, and reports it to operators.
 MAX_FAILED_LOADS = 5
@@ -150,7 +153,8 @@ class Supervisor:
         worker hangs.
         """
         now_s = time.monotonic()
-        late_s, self._checked_s = now_s - self._checked_s - CHECK_EVERY_S, now_s
+        late_s = now_s - self._checked_s - CHECK_EVERY_S
+        self._checked_s = now_s
         if late_s > CHECK_EVERY_S:
             for watched in self.watched:
                 watched.sign_s += late_s
@@ -161,9 +165,11 @@ class Supervisor:
 
     def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
-        now_s, silent = time.monotonic(), []
+        now_s = time.monotonic()
+        silent = []
         for worker, watched in enumerate(self.watched):
-            silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
+            silence_s = now_s - watched.sign_s
+            total_s = now_s - watched.since_s
             if silence_s > watched.silence_s:
                 silent.append(SilentWorker(worker, watched.state, silence_s))
             elif total_s > watched.total_s:
@@ -332,7 +338,8 @@ class WorkerPool(ABC):
         while not self._stopping.is_set():
             ended = await self._run_body(slot)
             reason = slot.kill_reason or ended
-            was_ready, refusal = slot.facts is not None, slot.refusal
+            was_ready = slot.facts is not None
+            refusal = slot.refusal
             slot.body = slot.facts = None
             slot.exits += 1
             slot.failed_loads += not was_ready
@@ -366,7 +373,9 @@ class WorkerPool(ABC):
     async def _run_body(self, slot: _Slot) -> str:
         """Run one body of a worker from its start to its end. Returns why it ended."""
         loop = asyncio.get_running_loop()
-        slot.refusal, slot.kill_reason, slot.load_began_s = None, "", loop.time()
+        slot.refusal = None
+        slot.kill_reason = ""
+        slot.load_began_s = loop.time()
         spawning = self.spawn(slot.index, lambda frame: self._receive(slot, frame))
         try:
             slot.body = await asyncio.wait_for(spawning, SPAWN_S)
@@ -400,7 +409,9 @@ class WorkerPool(ABC):
             slot.body.kill()
 
     def _receive(self, slot: _Slot, frame: FromWorker) -> None:
-        index, supervisor, waiting_s = slot.index, self.supervisor, self._patience.waiting_s
+        index = slot.index
+        supervisor = self.supervisor
+        waiting_s = self._patience.waiting_s
         state = supervisor.watched[index].state
         if isinstance(frame, Alive):
             if slot.facts is None:
@@ -440,7 +451,8 @@ class WorkerPool(ABC):
         self, slot: _Slot, times: Times, failure: Failure, output: RoundOutput | None = None
     ) -> None:
         """End the running batch, if there is one. `output` is that of a round."""
-        batch_id, slot.batch_id = slot.batch_id, None
+        batch_id = slot.batch_id
+        slot.batch_id = None
         if batch_id is None:
             return
         if slot.facts is not None:
@@ -481,7 +493,8 @@ class ProcessWorkers(WorkerPool):
         self._gpus = share_gpus(sizes, visible, shared=shared)
 
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
-        recipe, share = self._recipes[worker], self._gpus[worker]
+        recipe = self._recipes[worker]
+        share = self._gpus[worker]
         engine = recipe.engine.on_part_of_gpu(share.workers)
         start = Start(recipe.model_copy(update={"engine": engine}).model_dump_json())
         environment = engine_environment(engine.threads, recipe.hardware.device)

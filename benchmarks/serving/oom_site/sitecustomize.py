@@ -39,7 +39,9 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._rng, self._crowded, self._due = random.Random(0), 0, 0
+        self._rng = random.Random(0)
+        self._crowded = 0
+        self._due = 0
 
     def begin(self, rows: int) -> int:
         """The pass after which a batch of this many rows fails; 0: it does not fail."""
@@ -72,7 +74,10 @@ def failing_slices(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def failing_rounds(engine: Any) -> Callable[..., Any]:
-    turns, left, run, network = Turns(), 0, engine.run_round, engine._network
+    turns = Turns()
+    left = 0
+    run = engine.run_round
+    network = engine._network
 
     def failing_pass(*arguments: Any, **options: Any) -> Any:
         nonlocal left

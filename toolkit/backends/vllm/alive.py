@@ -25,7 +25,8 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 PAGE_S = 5.0  # for /metrics
-NEVER, HANGS = 1, 3  # exit codes
+NEVER = 1
+HANGS = 3  # exit codes
 # What vLLM's engine reports with each pass; vLLM's API server changes none of it by itself.
 _FIGURES = re.compile(
     r"^vllm:(?:prompt_tokens_total|generation_tokens_total|num_requests_running"
@@ -62,7 +63,8 @@ def generates(url: str, model: str, limit_s: float, key: str = "") -> bool:
 def main() -> None:
     """The program; see above."""
     url, model, seconds, note, *mode = sys.argv[1:]
-    path, now = Path(note), figures(url)
+    path = Path(note)
+    now = figures(url)
     before = path.read_text(encoding="utf-8") if path.exists() else None
     if not now or now == before:
         has_token = generates(url, model, float(seconds))

@@ -75,7 +75,8 @@ IMAGES = {
 }
 NEEDED = "mypy-extensions"  # of llmctl's code inside vLLM, and not in vLLM's environment
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
-ENDED_METRIC, REASON_LABEL = "vllm:request_success", "finished_reason"
+ENDED_METRIC = "vllm:request_success"
+REASON_LABEL = "finished_reason"
 AT_LIMIT = "length"  # the reason of a request that has all its tokens
 POLL_EVERY_S = 0.2
 ASK_EVERY_S = 5.0  # whether it is healthy
@@ -124,7 +125,8 @@ class VllmBackend:
         """See `StartsReplicas.replica`. Raises `InputError` for a plan that was fitted on another
         device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
         """
-        whole, kind = order.plan, order.plan.kind_numbers[number]
+        whole = order.plan
+        kind = order.plan.kind_numbers[number]
         if whole.others:
             order = replace(order, plan=whole.alone(kind))
         recipe = order.plan.recipe
@@ -148,7 +150,8 @@ class VllmBackend:
         else:
             command = replace(command, own_cpus=given.cpus, used_cpus=given.used_cpus)
             if len(command.cpus[0]) < len(given.cpus):
-                needs, has = ", ".join(map(str, given.cpus)), len(os.sched_getaffinity(0))
+                needs = ", ".join(map(str, given.cpus))
+                has = len(os.sched_getaffinity(0))
                 raise EngineError(
                     f"a server needs the CPUs {needs} of this machine, and it has {has}",
                     "start Ray with fewer CPUs there: ray start --num-cpus",
@@ -178,11 +181,13 @@ class VllmBackend:
         """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one
         that has llmctl, too.
         """
-        recipe, policy = plan.recipe, plan.policy.name
+        recipe = plan.recipe
+        policy = plan.policy.name
         command = VllmCommand(recipe, recipe.model.source, served_model)
         words = " ".join(scheduler_flags(plan, counted=False)).replace(" --", "\n--")
         scheduling = [flag.split(" ") for flag in words.splitlines()]
-        ours, image = policy != POLICY, IMAGES[recipe.hardware.device]
+        ours = policy != POLICY
+        image = IMAGES[recipe.hardware.device]
         source = "vLLM's own, of the version that was tried; it was not pulled here"
         if ours:
             lines = [f"FROM {image}", "COPY toolkit /opt/llmctl/toolkit"]
@@ -212,7 +217,8 @@ def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
     """The command of server `number` with its share of this machine's devices, which all servers of
     the plan divide. Raises `EngineError` if there are too few.
     """
-    gpus, threads = [], []
+    gpus = []
+    threads = []
     for kind in whole.kind_numbers:
         recipe = whole.kinds[kind].recipe
         on_cpu = recipe.hardware.device == "cpu"
@@ -225,7 +231,8 @@ def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
             variables[GPUS_VARIABLE] = names
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
     first = sum(threads[:number])
-    own, used = range(first, first + threads[number]), range(sum(threads))
+    own = range(first, first + threads[number])
+    used = range(sum(threads))
     command = replace(command, variables=variables, own_cpus=own, used_cpus=used)
     if len(command.cpus[0]) < threads[number]:
         raise EngineError(
@@ -240,7 +247,8 @@ def _refuse_other_gpu(plan: Plan, on_foreign: OnForeign | None) -> None:
     """Raise `ForeignError` for a fit of a GPU that this machine does not have, where the driver
     says which it has; `on_foreign` gets the message instead.
     """
-    device, models = plan.fit.engine.device, gpu_models()
+    device = plan.fit.engine.device
+    models = gpu_models()
 
     def words(name: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", name.lower()))
@@ -269,8 +277,10 @@ def _refuse_other(order: ServerOrder) -> None:
 
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
-    plan, policy = order.plan, order.plan.policy
-    path, metrics = folder / "plan.json", folder / METRICS_FOLDER
+    plan = order.plan
+    policy = order.plan.policy
+    path = folder / "plan.json"
+    metrics = folder / METRICS_FOLDER
     metrics.mkdir()
     write_file(plan, path)
     flags = scheduler_flags(plan, counted=plan.fit.steps is not None)
@@ -351,8 +361,10 @@ class EngineWatch:
     """
 
     def __init__(self, order: ServerOrder, url: str) -> None:
-        self.asked, self.hangs = 0, ""
-        self._url, self._order = url, order
+        self.asked = 0
+        self.hangs = ""
+        self._url = url
+        self._order = order
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -364,20 +376,25 @@ class EngineWatch:
         self._ended.set()  # it may still wait for a token: it ends with the process
 
     def _watch(self) -> None:
-        order, url, now_s = self._order, self._url, time.monotonic
+        order = self._order
+        url = self._url
+        now_s = time.monotonic
         limit_s = order.plan.recipe.serve.hang_s
-        seen, since_s = "", now_s()
+        seen = ""
+        since_s = now_s()
         while not self._ended.wait(min(ASK_EVERY_S, limit_s / 2)):
             figures = alive.figures(url)
             if figures and figures != seen:
-                seen, since_s = figures, now_s()
+                seen = figures
+                since_s = now_s()
             elif now_s() - since_s > limit_s:
                 if alive.generates(url, order.served_model, limit_s, order.api_key):
                     self.asked += 1
                 elif alive.figures(url) in ("", seen):
                     self.hangs = f"vLLM generated no token for {limit_s:g} s when asked"
                     return
-                seen, since_s = alive.figures(url), now_s()
+                seen = alive.figures(url)
+                since_s = now_s()
 
 
 def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: EngineWatch) -> None:
@@ -385,8 +402,11 @@ def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: Eng
     timeout or until a second signal. Raises `EngineError` if vLLM ends, does not answer for
     `hang_s` seconds, or hangs: the service manager starts it again.
     """
-    now_s, hang_s, ending = time.monotonic, order.plan.recipe.serve.hang_s, order.ending
-    answered_s, asked_s = now_s(), -math.inf
+    now_s = time.monotonic
+    hang_s = order.plan.recipe.serve.hang_s
+    ending = order.ending
+    answered_s = now_s()
+    asked_s = -math.inf
     while not signals.count:
         if server.wait(POLL_EVERY_S) is not None:
             raise server.died("while it served")

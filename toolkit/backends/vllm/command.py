@@ -92,8 +92,11 @@ class VllmCommand:
 
     def settings(self) -> list[tuple[list[str], str]]:
         """The flags about the model and the engine, each with its key of the recipe."""
-        spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
-        budget, on_cpu = engine.kv_cache_memory_mib, self.recipe.hardware.device == "cpu"
+        spec = self._spec
+        model = self.recipe.model
+        engine = self.recipe.engine
+        budget = engine.kv_cache_memory_mib
+        on_cpu = self.recipe.hardware.device == "cpu"
         load_format = None if model.source == "random" else model.load_format
         size = None if budget is None else int(budget * MIB)
         share = engine.gpu_memory_utilization if budget is None and not on_cpu else None
@@ -217,7 +220,8 @@ class VllmServer:
         self, command: VllmCommand, host: str, port: int, *, quiet: bool, folder: Path
     ) -> None:
         self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-        self._quiet, self._ready = quiet, False
+        self._quiet = quiet
+        self._ready = False
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._engine_cpus, self._other_cpus = command.cpus
         link_package(folder)
@@ -306,7 +310,8 @@ class VllmServer:
         if self.wait(STOP_S if self._ready else STOP_LOADING_S) is None:
             self._child.kill()
             self._child.wait()
-        group, deadline_s = self._child.pid, time.monotonic() + STOP_LOADING_S
+        group = self._child.pid
+        deadline_s = time.monotonic() + STOP_LOADING_S
         # A server that was killed leaves its engine behind, in the session of the same number.
         with contextlib.suppress(ProcessLookupError):  # no process is left
             os.killpg(group, signal.SIGTERM)

@@ -284,7 +284,8 @@ class PassCounts:
     """
 
     def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
-        self._law, self._series = law, series
+        self._law = law
+        self._series = series
         self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
         self._arrived_s: dict[str, float] = {}  # requests that have not ended
         self._without_token: set[str] = set()  # a subset of them
@@ -293,7 +294,8 @@ class PassCounts:
         self._looked_s: float | None = None
         self._ended_s: float | None = None
         self._rows = 0  # of the last pass
-        self._hops_s, self._hops = 0.0, 0  # from the front to an idle engine: the sum, the number
+        self._hops_s = 0.0
+        self._hops = 0  # from the front to an idle engine: the sum, the number
 
     def arrived(self, request_id: str, now_s: float, made_s: float) -> None:
         """The engine sees a new request, which the front made at `made_s`."""
@@ -324,13 +326,15 @@ class PassCounts:
             self._count_overlapping(self._overlapping.ended(logged, following))
         elif logged.rows:
             shape = shape_of_rows(logged.rows)
-            start_s, predicted_s = logged.start_s, self._law.forward_s(shape)
+            start_s = logged.start_s
+            predicted_s = self._law.forward_s(shape)
             if self._ended_s is not None:
                 start_s = self._ended_s
                 predicted_s += self._law.after_s(self._rows)
             self._series.took.inc(logged.end_s - start_s)
             self._series.predicted.inc(predicted_s)
-            self._ended_s, self._rows = logged.end_s, shape.rows
+            self._ended_s = logged.end_s
+            self._rows = shape.rows
         for row in logged.rows:
             ends_prompt = row.computed + row.new >= row.prompt_tokens
             if row.request_id in self._without_token and ends_prompt:
@@ -377,7 +381,8 @@ class Counted(PassLoggingMixin):
 
     def add_request(self, request: VllmRequest) -> None:
         if request.request_id not in self.requests:
-            now_s, age_s = time.monotonic(), time.time() - request.arrival_time
+            now_s = time.monotonic()
+            age_s = time.time() - request.arrival_time
             self._counts.arrived(request.request_id, now_s, now_s - age_s)
         super().add_request(request)
 

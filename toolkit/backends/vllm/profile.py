@@ -84,7 +84,8 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
         assert one is not None
         idle = one.start_s >= end_s
         launch_s = one.launched_s - one.start_s if one.launched_s else None
-        start_s, end_s = max(one.start_s, end_s), one.end_s
+        start_s = max(one.start_s, end_s)
+        end_s = one.end_s
         busy = following is not None and (
             one.waiting or {row.request_id for row in one.rows} - set(one.ended)
         )
@@ -155,7 +156,8 @@ class VllmBench(ServerBench):
 
     def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
         super().__init__(Endpoint(recipe, server.url), "vLLM")
-        self._server, self._log = server, log
+        self._server = server
+        self._log = log
         self._header: IterationLogHeader = header_of(log.readline())
         refuse_not_modelled(self._header)
         self.facts = facts_of(recipe, self._header)
@@ -355,7 +357,8 @@ class VllmBench(ServerBench):
         """The requests of a point, with their times. Those of traffic have exponential gaps, and
         about N of them run at once.
         """
-        length, longest = point.length, self.facts.max_model_len
+        length = point.length
+        longest = self.facts.max_model_len
         if point.kind == "prefill":
             return [Sample(0.0, length, 1) for _ in range(point.batch_size)]
         if point.kind == "decode":
@@ -374,11 +377,14 @@ class VllmBench(ServerBench):
             decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
             gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
             return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
-        around, sizes, rng = (length // 2 + 1, 2 * length), (8, self._longest), self._rng
+        around = (length // 2 + 1, 2 * length)
+        sizes = (8, self._longest)
+        rng = self._rng
         prompts = [min(log_uniform(around, rng), longest - 1) for _ in range(point.others)]
         outputs = [min(log_uniform(sizes, rng), longest - prompt) for prompt in prompts]
         rate = point.batch_size / (fmean(outputs) * self._step_s)
-        start_s, samples = 0.0, []
+        start_s = 0.0
+        samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             samples.append(Sample(start_s, prompt, output))
             start_s += rng.expovariate(rate)
@@ -468,7 +474,8 @@ class NeverAtOnce(Unmeasurable):
 
 def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> FrontPoint:
     """The time outside the passes: of one request before its first token, of several at the end."""
-    rows, prompt = len(samples), samples[0].prompt_tokens
+    rows = len(samples)
+    prompt = samples[0].prompt_tokens
     if rows == 1:
         first_end_s = next(one.end_s for one in passes if _emits(one, prompt))
         seconds = samples[0].first_token_s - samples[0].sent_s - (first_end_s - passes[0].start_s)
@@ -516,7 +523,8 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
     no prompt but where a point wants that: prompts are random. Raises as `vllm_server`.
     """
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
-        path, policy = Path(name) / "passes.jsonl", recipe.policy
+        path = Path(name) / "passes.jsonl"
+        policy = recipe.policy
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})

@@ -96,7 +96,8 @@ class Steps:
         if not started:
             return None
         batch = started[0]
-        entering, leaving = _ids(batch.jobs), _ids(batch.evict) + _ids(batch.release)
+        entering = _ids(batch.jobs)
+        leaving = _ids(batch.evict) + _ids(batch.release)
         self._entering.update(entering)
         self._entering.difference_update(leaving)
         if batch.moves is None:
@@ -172,7 +173,8 @@ class CountedBlocks:
         """A request comes, with the keys of its full blocks; a key stands for all tokens up to the
         block's end. Returns how many of them are counted without it.
         """
-        counted, holders = self._counted, self._holders
+        counted = self._counted
+        holders = self._holders
         self._blocks[request_id] = blocks
         shared = 0
         for block in blocks:
@@ -187,7 +189,8 @@ class CountedBlocks:
         if request_id in self._running or request_id not in self._blocks:
             return
         self._running.add(request_id)
-        holders, counted = self._holders, self._counted
+        holders = self._holders
+        counted = self._counted
         for block in self._blocks[request_id]:
             before = holders.get(block, 0)
             holders[block] = before + 1
@@ -202,7 +205,8 @@ class CountedBlocks:
         if request_id not in self._running:
             return
         self._running.remove(request_id)
-        holders, counted = self._holders, self._counted
+        holders = self._holders
+        counted = self._counted
         for block in self._blocks[request_id]:
             holders[block] -= 1
             owner = counted.get(block)

@@ -190,7 +190,8 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         Each row's last block is half empty on average; this rounding is added to its prompt. The
         blocks of its prompt that are counted with other requests are subtracted.
         """
-        now_s, prompt_tokens = time.monotonic(), request.num_prompt_tokens
+        now_s = time.monotonic()
+        prompt_tokens = request.num_prompt_tokens
         waited_s = max(time.time() - request.arrival_time, 0.0)
         max_new = min(request.max_tokens, self.max_model_len - prompt_tokens)
         rounding = min(self.block_size // 2, self.capacity_tokens - prompt_tokens - max_new)
@@ -259,6 +260,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         def sink(event: Event) -> None:
             log.write(to_line(event))
 
-        capacity, values = self.capacity_tokens, parameters(setup.policy)
+        capacity = self.capacity_tokens
+        values = parameters(setup.policy)
         sink(EventLogHeader(setup.policy.name, values, 1, capacity_tokens=capacity, slots=slots))
         return RecordingScheduler(setup.policy, [worker], sink)

@@ -95,7 +95,8 @@ def read_setup(environ: Mapping[str, str]) -> Setup:
     fit: Fit | None = None
     if plan_path:
         plan = read_file(Plan, plan_path)
-        policy, fit = make_policy(plan.policy.name, plan.policy.parameters), plan.fit
+        policy = make_policy(plan.policy.name, plan.policy.parameters)
+        fit = plan.fit
     else:
         name, *parameters = words.split() or [PastFuturePolicy.name]
         policy = make_policy(name, from_words(parameters))

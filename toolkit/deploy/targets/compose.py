@@ -30,7 +30,10 @@ Service = dict[str, Any]  # a part of the file, or one of its services
 
 ASKS = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
 SECRET = "llmctl_api_key"
-FOLDER, PORT, ANY = "/etc/llmctl", 8000, "0.0.0.0"  # in a container
+# in a container
+FOLDER = "/etc/llmctl"
+PORT = 8000
+ANY = "0.0.0.0"
 PLAN = f"{FOLDER}/plan.json"
 PREPARES = "models"  # the service that makes the volume of models
 KEY = ("--api-key-file", f"/run/secrets/{SECRET}")
@@ -42,8 +45,11 @@ MODELS: Service = {"type": "volume", "source": "models", "target": "/models", "r
 
 def render(order: Order) -> Rendered:
     """Render compose.yaml."""
-    drain, image, devices = drain_s(order), llmctl_image(order), gpus(order.plan.recipe)
-    grace, startup = grace_s(drain), startup_s(order)
+    drain = drain_s(order)
+    image = llmctl_image(order)
+    devices = gpus(order.plan.recipe)
+    grace = grace_s(drain)
+    startup = startup_s(order)
     command = ["serve", PLAN, "--host", ANY, "--port", str(PORT), *KEY]
     command += ["--shutdown-timeout", str(drain.value), *order.allowances]
     reserved = _reserved({"count": devices.value}) if devices.value else {}
@@ -67,7 +73,8 @@ def render_replicas(order: Order) -> Rendered:
     replicas = Replication(order)
     replicas.check_containable()
     where = at([kind.at(f"http://{name}:{PORT}") for kind, _, name in replicas.named])
-    command, image = replicas.front(PLAN, where, ANY, PORT, *KEY), replicas.front_image
+    command = replicas.front(PLAN, where, ANY, PORT, *KEY)
+    image = replicas.front_image
     behind = {name: _replica(kind, number) for kind, number, name in replicas.named}
     # The engine's image has no folder for models: a volume that a replica made would be root's. The
     # folder of this service's image gives an empty volume its owner.
@@ -80,7 +87,9 @@ def render_replicas(order: Order) -> Rendered:
     }
     front = _ours(order, command, image.value, replicas.drain, replicas=list(behind))
     text = _file(order, {"llmctl": front, PREPARES: prepares, **behind})
-    grace, startup, hang_s = grace_s(replicas.drain), replicas.startup, replicas.kinds[0].hang_s
+    grace = grace_s(replicas.drain)
+    startup = replicas.startup
+    hang_s = replicas.kinds[0].hang_s
     checked = (
         f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for {hang_s} s "
         "and it generates no token for as long, the check ends it, and Docker starts it again; the "
@@ -101,7 +110,8 @@ def render_replicas(order: Order) -> Rendered:
     ]
     for kind in replicas.kinds:
         if kind.gpus.value:
-            shares, source = "; ".join(kind.devices), kind.gpus.source
+            shares = "; ".join(kind.devices)
+            source = kind.gpus.source
             lines += kind.about([ExplainedValue("device_ids of the replicas", shares, source)])
     lines += _explained_token(order)
     return Rendered({"compose.yaml": text, ALIVE: replicas.alive}, lines, _start(order))
@@ -160,9 +170,11 @@ def _replica(replicas: KindReplicas, number: int) -> Service:
     Docker restarts what has ended, not what is unhealthy: where the replica hangs, the check ends
     its processes.
     """
-    order, server = replicas.order, replicas.server
+    order = replicas.order
+    server = replicas.server
     devices = replicas.devices[number].split(",") if replicas.gpus.value else []
-    variables, mounts = _environment(order) | replicas.environment, _models(order)
+    variables = _environment(order) | replicas.environment
+    mounts = _models(order)
     if server.plan_variable:
         variables[server.plan_variable] = PLAN
         mounts.append(_mount("./plan.json", PLAN))
@@ -224,7 +236,8 @@ def _mount(source: str, target: str) -> Service:
 
 def _models(order: Order) -> list[Service]:
     """The volume of downloaded models, and the model's folder if it is one."""
-    mounts, source = [MODELS], order.plan.recipe.model.source
+    mounts = [MODELS]
+    source = order.plan.recipe.model.source
     if source.startswith("/"):
         folder = uninterpolated(source)
         mounts.append(_mount(folder, folder))

@@ -32,10 +32,12 @@ UTILIZATION = "recipe: engine.gpu_memory_utilization"
 TENSOR_PARALLEL = "recipe: engine.tensor_parallel_size"
 UNBOUNDED = "no target on the time between tokens bounds a pass"
 NO_TARGET = "the recipe has no TTFT target"
-MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
+MIN_CHUNK = 256
+MAX_CHUNK = 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 # SGLang's tuning guide advises this conservativeness where requests are often evicted.
-CONSERVATIVE, OFTEN_EVICTED_PERCENT = 1.3, 1.0
+CONSERVATIVE = 1.3
+OFTEN_EVICTED_PERCENT = 1.0
 SGLANG_KEY = (
     "Set SGLANG_API_KEY for a server with a key; SGLang takes the key as an option, which `ps` "
     "shows."
@@ -94,7 +96,8 @@ def chunk(order: Order, running: int) -> Sourced[int] | None:
     if gap is None:
         return None
     key, limit = gap
-    law, valid = laws_from_fit(order.plan.fit).rounds, order.plan.fit.decode.valid
+    law = laws_from_fit(order.plan.fit).rounds
+    valid = order.plan.fit.decode.valid
     running = min(running, valid.batch_size_max)
     middle = valid.length_max // 2
 
@@ -116,7 +119,8 @@ def queued_tokens(order: Order) -> Sourced[int] | None:
         return None
     key, limit = min(targets.items(), key=lambda target: target[1])
     fit = order.plan.fit
-    length, error = fit.prefill.valid.length_max, fit.prefill.error.median_percent
+    length = fit.prefill.valid.length_max
+    error = fit.prefill.error.median_percent
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
     measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
     source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
@@ -125,8 +129,10 @@ def queued_tokens(order: Order) -> Sourced[int] | None:
 
 def static_share(order: Order) -> Sourced[float]:
     """The share of a device's memory that weights and KV cache take."""
-    recipe, facts = order.plan.recipe, order.plan.fit.engine
-    memory, weights = recipe.hardware.memory_gib, recipe.model.weight_bytes
+    recipe = order.plan.recipe
+    facts = order.plan.fit.engine
+    memory = recipe.hardware.memory_gib
+    weights = recipe.model.weight_bytes
     cache = facts.kv_budget_bytes
     if memory and weights and facts.engine not in SERVERS:
         share = (weights + cache) / (memory * GIB)
@@ -183,7 +189,8 @@ def _flags(lines: Sequence[ExplainedValue]) -> list[tuple[str, object]]:
 
 def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
     """The flags about the model, from the recipe; vLLM and SGLang share most of their names."""
-    recipe, model = order.plan.recipe, order.plan.recipe.model
+    recipe = order.plan.recipe
+    model = order.plan.recipe.model
     check_servable_elsewhere(recipe, engine)
     name = recipe.serve.served_model_name
     given = {
@@ -206,7 +213,8 @@ def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
 
 
 def _vllm_lines(order: Order) -> list[ExplainedValue]:
-    plan, running = order.plan, rows(order)
+    plan = order.plan
+    running = rows(order)
     lines = [
         explain_value("--max-model-len", _longest(order)),
         explain_value("--max-num-seqs", running),
@@ -240,7 +248,9 @@ def _parallel(plan: Plan) -> list[ExplainedValue]:
     """How one start uses several GPUs. Replicas that were simulated behind a router of llmctl are
     not vLLM's data-parallel engines, which have a balancer of their own.
     """
-    engine, count, router = plan.recipe.engine, plan.recipe.workers, plan.replica_router
+    engine = plan.recipe.engine
+    count = plan.recipe.workers
+    router = plan.replica_router
     lines = []
     if engine.tensor_parallel_size > 1:
         size = str(engine.tensor_parallel_size)
@@ -285,8 +295,10 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
 
 
 def _sglang_lines(order: Order) -> list[ExplainedValue]:
-    plan, running = order.plan, rows(order)
-    tokens, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
+    plan = order.plan
+    running = rows(order)
+    tokens = chunk(order, running.value)
+    waiting = waiting_threshold(plan, order.trace)
     most = None if waiting.value is None else Sourced(waiting.value, waiting.source)
     lines = [
         explain_value("--context-length", _longest(order)),

@@ -101,8 +101,10 @@ def render(order: Order) -> Rendered:
     """
     cluster = RayDeployment(order)
     cluster.check()
-    ours, rays = cluster.member, {"ray.io/cluster": order.name}  # the latter is KubeRay's label
-    spec, count = _ray_cluster(cluster), cluster.count.value
+    ours = cluster.member
+    rays = {"ray.io/cluster": order.name}  # the latter is KubeRay's label
+    spec = _ray_cluster(cluster)
+    count = cluster.count.value
     core = {
         "raycluster.yaml": spec,
         "deployment.yaml": _front(cluster, spec),
@@ -156,7 +158,8 @@ class RayDeployment:
     def check(self) -> None:
         """Raise `InputError` for options that do not suit this target."""
         reckon.check_podable(self.order)
-        servers, options = self.servers, self.order.options
+        servers = self.servers
+        options = self.order.options
         if options.fronts > 1:
             raise InputError(
                 f"--fronts {options.fronts}: under KubeRay one front starts all workers",
@@ -307,7 +310,8 @@ def _operated(cluster: RayDeployment) -> dict[str, Object]:
     """The objects that need Prometheus' operator. Replicas are scraped at the front's own page, for
     their ports change; without a fleet's kinds, so that no alert is about the queue of one.
     """
-    order, servers = cluster.order, cluster.servers
+    order = cluster.order
+    servers = cluster.servers
     if servers is None:
         return kubernetes.monitors(order, reckon.waiting_threshold(order.plan, order.trace))
     alone = servers.kinds if len(servers.kinds) == 1 else []
@@ -322,7 +326,8 @@ def _operated(cluster: RayDeployment) -> dict[str, Object]:
 
 
 def _explained(cluster: RayDeployment, mounting: Sourced[int]) -> list[ExplainedValue]:
-    order, servers = cluster.order, cluster.servers
+    order = cluster.order
+    servers = cluster.servers
     drift = explain_value("drift alert", drift_percent(order), "{:g} %")
     room = "until KubeRay's pods run; then loading begins"
     recreate = "the next front finds room only after the workers of this one have ended"
@@ -429,7 +434,10 @@ def _without_rays(labels: Mapping[str, str]) -> dict[str, str]:
 
 def _worker_group(cluster: RayDeployment, group: RayWorkerGroup) -> Object:
     """The worker group of the RayCluster."""
-    order, count, share, kind = cluster.order, group.count.value, group.share, group.kind
+    order = cluster.order
+    count = group.count.value
+    share = group.share
+    kind = group.kind
     # KubeRay refuses labels among the parameters.
     labels = _without_rays(group.labels)
     labelled = {"labels": labels} if labels else {}
@@ -439,7 +447,8 @@ def _worker_group(cluster: RayDeployment, group: RayWorkerGroup) -> Object:
         affinity = common.on_products(order, kind, required=required)
     own = group.servers.environment if group.servers else {}
     millicores = f"{1000 * group.cores.value + NODE_CPU_MILLI}m"
-    memory, limit = group.memory.value, group.memory_limit.value
+    memory = group.memory.value
+    limit = group.memory_limit.value
     worker = common.container(
         "ray-worker",
         cluster.image.value,
@@ -475,7 +484,9 @@ def _worker_group(cluster: RayDeployment, group: RayWorkerGroup) -> Object:
 
 def _explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about a group of workers."""
-    name, share, engine = group.name, group.share, group.kind.recipe.engine
+    name = group.name
+    share = group.share
+    engine = group.kind.recipe.engine
     fitted = group.kind.fit.engine
     counted = f"{name}: replicas, and serve --workers" if group.alone else f"{name}: replicas"
     shared = "recipe: engine.tensor_parallel_size, or none on CPUs"
@@ -500,12 +511,14 @@ def _explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
         shown = ", ".join(f"{key}={value}" for key, value in group.machines.items())
         why = "fleet: nodes"
     elif not share.gpus:
-        shown, why = "any", "the fleet names no labels of its machines: nodes"
+        shown = "any"
+        why = "the fleet names no labels of its machines: nodes"
     elif fitted.analytic:
         why = "the fit is not measured, so the GPU's product is not known; name nodes in the fleet"
         shown = "any with a GPU"
     else:
-        shown, why = fitted.device.replace(" ", "-"), "only the GPU that was measured"
+        shown = fitted.device.replace(" ", "-")
+        why = "only the GPU that was measured"
     return [*lines, ExplainedValue(f"{name}: machines", shown, why)]
 
 

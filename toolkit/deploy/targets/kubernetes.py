@@ -76,7 +76,8 @@ def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Ob
     the cluster's DNS, and to the hub if needed. With `members`, the labels of the pods of a Ray
     cluster, also all ports from and to these.
     """
-    ways_in, ways_out = [{"from": _callers(order), "ports": WEB}], _egress(order)
+    ways_in = [{"from": _callers(order), "ports": WEB}]
+    ways_out = _egress(order)
     if members:
         ways_in.append({"from": [_pods(members)]})
         ways_out.append({"to": [_pods(members)]})
@@ -85,7 +86,8 @@ def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Ob
 
 def cluster_policy(order: Order, cluster: Mapping[str, str], members: Mapping[str, str]) -> Object:
     """Only the deployment's `members` may connect to Ray's pods: a connection can run code."""
-    ours, ways_out = [_pods(members)], [*_egress(order), {"to": [_pods(members)]}]
+    ours = [_pods(members)]
+    ways_out = [*_egress(order), {"to": [_pods(members)]}]
     pods = {"matchLabels": dict(cluster)}
     return _policy(order, f"{order.name}-ray", pods, [{"from": ours}], ways_out)
 
@@ -258,7 +260,8 @@ def render(order: Order) -> Rendered:
             "add pods with --replicas",
         )
     threshold = reckon.waiting_threshold(order.plan, order.trace)
-    startup_s, pods = reckon.startup_s(order).value, reckon.replicas(order)
+    startup_s = reckon.startup_s(order).value
+    pods = reckon.replicas(order)
     # Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs.
     surge, unavailable = (0, 1) if reckon.gpus(order.plan.recipe).value else (1, 0)
     strategy = common.rolling(surge, unavailable)
@@ -288,13 +291,15 @@ def render(order: Order) -> Rendered:
 
 def _pod(order: Order) -> Object:
     """The pod of a server. It accepts requests for some seconds after SIGTERM."""
-    recipe, drain = order.plan.recipe, reckon.drain_s(order)
+    recipe = order.plan.recipe
+    drain = reckon.drain_s(order)
     args = ["serve", common.PLAN_FILE, "--host", "0.0.0.0", "--port", str(common.PORT)]
     args += ["--shutdown-notice", str(reckon.PROPAGATION_S)]
     args += ["--shutdown-timeout", str(drain.value), *behind_proxy(order), *order.allowances]
     # Processes of one worker exchange tensors: NCCL needs more than the 64 MB of /dev/shm.
     shared = recipe.engine.tensor_parallel_size > 1
-    gpus, memory = reckon.gpus(recipe).value, reckon.memory_mib(order).value
+    gpus = reckon.gpus(recipe).value
+    memory = reckon.memory_mib(order).value
     limit = reckon.memory_limit_mib(order).value
     container = common.container(
         "llmctl",
@@ -320,7 +325,8 @@ def _pod(order: Order) -> Object:
 
 def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md but the autoscaler's; `mounting` pods mount the models at once."""
-    drain, gpus = reckon.drain_s(order), reckon.gpus(order.plan.recipe)
+    drain = reckon.drain_s(order)
+    gpus = reckon.gpus(order.plan.recipe)
     grace = reckon.grace_s(drain, reckon.PROPAGATION_S)
     affinity = explain_value("node affinity", products(order, order.plan.kinds[0]))
     return [

@@ -266,7 +266,8 @@ def on_products(order: Order, kind: Kind, *, required: bool = False) -> Object:
 
 def metadata(order: Order, name: str = "", pods: str = "") -> Object:
     """The metadata of an object about the pods named `pods`; see `labels`."""
-    name, namespace = name or order.name, order.options.namespace
+    name = name or order.name
+    namespace = order.options.namespace
     return {"name": name, "namespace": namespace, "labels": labels(order, pods)}
 
 
@@ -336,24 +337,28 @@ def explain_pods(order: Order) -> list[ExplainedValue]:
 
 def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about the volume of models and the token for the hub."""
-    claim, size = order.options.model_claim, reckon.models_gib(order.plan.kinds)
+    claim = order.options.model_claim
+    size = reckon.models_gib(order.plan.kinds)
     key = f"{CLAIM_FILE}: accessModes"
     if not claim:
         bound = size.value if size else reckon.UNKNOWN_MODELS_GIB
-        key, shown = "volume models", f"emptyDir, at most {bound} GiB"
+        key = "volume models"
+        shown = f"emptyDir, at most {bound} GiB"
         why = size.source if size else "a bound: no size is known (model.weight_bytes)"
         if any(kind.recipe.model.from_hub for kind in order.plan.kinds):
             why += "; each new pod downloads the model: --model-claim NAME keeps it"
         else:
             why += "; nothing is downloaded"
     elif size is None:
-        key, shown = "volume models", claim
+        key = "volume models"
+        shown = claim
         why = "--model-claim; no size is known (model.weight_bytes): create it yourself"
     elif pods.value > 1:
         shown = "ReadWriteMany"
         why = f"{pods.source}: needs a storage class that several nodes can mount at once"
     else:
-        shown, why = "ReadWriteOnce", f"{pods.source}: one node mounts it"
+        shown = "ReadWriteOnce"
+        why = f"{pods.source}: one node mounts it"
     lines = [ExplainedValue(key, shown, why)]
     if claim and size:
         lines.append(explain_value(f"{CLAIM_FILE}: storage", size, "{} GiB"))

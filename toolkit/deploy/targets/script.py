@@ -37,7 +37,8 @@ def render_local(order: Order) -> Rendered:
 def render_ray(order: Order) -> Rendered:
     """Render serve.sh for a Ray cluster. `InputError` for kinds of machines with equal labels."""
     script, drain = _script(order, drain_s(order), RAY)
-    lines, plan = [JOINED, drain], order.plan
+    lines = [JOINED, drain]
+    plan = order.plan
     if plan.others:
         for kind, labels in zip(plan.kinds, node_labels(plan.kinds), strict=True):
             lines.append(_actors(kind, labels, kind.workers))
@@ -53,7 +54,8 @@ def render_ray(order: Order) -> Rendered:
 
 def render_ray_replicas(order: Order) -> Rendered:
     """Render serve.sh for a front with servers on a Ray cluster. Raises as `render_ray`."""
-    replicas, kinds = Replication(order), order.plan.kinds
+    replicas = Replication(order)
+    kinds = order.plan.kinds
     labels = node_labels(kinds)
     counts = [kind.count.value for kind in replicas.kinds]
     number = [("--workers", counts[0])] if sum(counts) != order.plan.workers else []

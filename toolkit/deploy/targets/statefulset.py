@@ -61,7 +61,8 @@ def render(order: Order) -> Rendered:
     reckon.check_podable(order)
     replicas = Replication(order)
     replicas.check_containable()
-    (operated, scaled), mounting = _operated(replicas), _mounting(replicas)
+    (operated, scaled) = _operated(replicas)
+    mounting = _mounting(replicas)
     maps = [common.plan_map(order), {"name": _alive_map(order), "files": [ALIVE_FILE]}]
     files = common.kustomized(order, _core(replicas), operated, maps, mounting, scaled)
     files[f"core/{ALIVE_FILE}"] = replicas.alive
@@ -94,7 +95,8 @@ def _core(replicas: Replication) -> dict[str, Object]:
 
     The front may list the EndpointSlices of its namespace, and nothing else.
     """
-    order, group = replicas.order, "rbac.authorization.k8s.io"
+    order = replicas.order
+    group = "rbac.authorization.k8s.io"
     policies = {
         kind.file("networkpolicy", ".yaml", "replicas"): kind.name for kind in replicas.kinds
     }
@@ -141,7 +143,8 @@ def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str,
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
     objects = {"podmonitor.yaml": kubernetes.pod_monitor(order)} | kubernetes.routes(order)
-    scaled, queues = [], []
+    scaled = []
+    queues = []
     for kind in replicas.kinds:
         monitor = kubernetes.pod_monitor(order, kind.name)
         objects[kind.file("podmonitor", ".yaml", "replicas")] = monitor
@@ -179,7 +182,8 @@ def _front(replicas: Replication) -> Object:
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
     notice = ["--shutdown-notice", str(reckon.PROPAGATION_S), *kubernetes.behind_proxy(order)]
     folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
-    key, memory = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY), reckon.FRONT_MIB
+    key = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY)
+    memory = reckon.FRONT_MIB
     container = common.container(
         "llmctl",
         replicas.front_image.value,
@@ -212,7 +216,9 @@ def _set(replicas: KindReplicas) -> Object:
     before is ready. Claims stay when their pod or the whole set goes: the next pod has its model at
     once.
     """
-    order, name, claimed = replicas.order, replicas.name, _claimed(replicas)
+    order = replicas.order
+    name = replicas.name
+    claimed = _claimed(replicas)
     annotations = {"llmctl.io/model": order.plan.recipe.model.source}
     if order.plan.others:
         annotations["llmctl.io/kind"] = replicas.kind.recipe.name
@@ -245,10 +251,14 @@ def _pod(replicas: KindReplicas) -> Object:
     Its liveness probe restarts it after the first failure, for which a replica was silent for a
     period and gave no token for as long. It could not drain, either.
     """
-    order, server, recipe = replicas.order, replicas.server, replicas.kind.recipe
-    devices, nodes = replicas.gpus.value, replicas.kind.nodes
+    order = replicas.order
+    server = replicas.server
+    recipe = replicas.kind.recipe
+    devices = replicas.gpus.value
+    nodes = replicas.kind.nodes
     variables = dict(replicas.environment)
-    mounts, volumes = [], []
+    mounts = []
+    volumes = []
     if server.plan_variable:
         variables[server.plan_variable] = common.PLAN_FILE
         mounts.append(common.PLAN_MOUNT)
@@ -320,14 +330,13 @@ def _mounting(replicas: Replication) -> Sourced[int]:
 
 
 def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[ExplainedValue]:
-    order, kinds = replicas.order, replicas.kinds
+    order = replicas.order
+    kinds = replicas.kinds
     addresses = " ".join(kind.at(_address(kind)) for kind in kinds)
     services = "the headless Service" if len(kinds) == 1 else "each kind's headless Service"
     slices = f"the EndpointSlices of {services}: a replica that ends is left at once"
-    verbs, role = (
-        "get, list, watch endpointslices",
-        "the front's only permission, in its own namespace",
-    )
+    verbs = "get, list, watch endpointslices"
+    role = "the front's only permission, in its own namespace"
     fronts = (
         "--fronts; shared: the replicas, what they report, the key, and where router session-hash "
         "sends a session; each front's own: what it routed, the prefixes that it remembers, its "
@@ -377,7 +386,8 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
 
 
 def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
-    grace, health = reckon.grace_s(kind.drain, reckon.PROPAGATION_S), kind.server.health
+    grace = reckon.grace_s(kind.drain, reckon.PROPAGATION_S)
+    health = kind.server.health
     return [
         explain_value("terminationGracePeriodSeconds", grace, SECONDS),
         explain_value(f"replica: startupProbe on {health}", kind.startup, SECONDS),
@@ -395,7 +405,8 @@ def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
 
 def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
     """Where the replicas of a kind run, and how many."""
-    lines, nodes = [], ", ".join(f"{key}={value}" for key, value in kind.kind.nodes.items())
+    lines = []
+    nodes = ", ".join(f"{key}={value}" for key, value in kind.kind.nodes.items())
     if nodes:
         lines.append(ExplainedValue("nodeSelector", nodes, "fleet: nodes"))
     elif kind.gpus.value:

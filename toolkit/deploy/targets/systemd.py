@@ -25,16 +25,24 @@ from toolkit.deploy.replicas import KindReplicas, Replication, at
 from toolkit.files.io import file_text
 
 WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
-PLAN, KEY = "%d/plan.json", "%d/api-key"  # credentials: %d is their folder
+PLAN = "%d/plan.json"
+KEY = "%d/api-key"  # credentials: %d is their folder
 LOOPBACK = "127.0.0.1"
-BACK_OFF_S, BACK_OFF_STEPS, LONGEST_BACK_OFF_S = 5, 5, 120  # between restarts of a replica
+# between restarts of a replica
+BACK_OFF_S = 5
+BACK_OFF_STEPS = 5
+LONGEST_BACK_OFF_S = 120
 MAX_USER = 31  # characters of a user's name
 
 
 def render(order: Order) -> Rendered:
     """Render NAME.service. Its paths are absolute: it starts the plan in `_folder`."""
-    drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
-    grace, devices, host = grace_s(drain), gpus(recipe), recipe.serve.host
+    drain = drain_s(order)
+    startup = startup_s(order)
+    recipe = order.plan.recipe
+    grace = grace_s(drain)
+    devices = gpus(recipe)
+    host = recipe.serve.host
     words = ["serve", PLAN, "--api-key-file", KEY, "--host", host]
     words += ["--port", str(recipe.serve.port or 8000), "--shutdown-timeout", str(drain.value)]
     unit = _server(order, [*words, *order.allowances], drain, devices.value)
@@ -67,7 +75,9 @@ def render_replicas(order: Order) -> Rendered:
     """Render the units of the front and of the replicas, and a file with the port and the devices
     of each replica. In a fleet each kind has a plan of its own, too.
     """
-    replicas, recipe, name = Replication(order), order.plan.recipe, order.name
+    replicas = Replication(order)
+    recipe = order.plan.recipe
+    name = order.name
     port = recipe.serve.port or 8000
     servers = [
         (kind, number, port + 1 + place) for place, (kind, number, _) in enumerate(replicas.named)
@@ -100,7 +110,8 @@ def render_replicas(order: Order) -> Rendered:
 
 def _replica(order: Order, replicas: KindReplicas) -> str:
     """The template unit of the replicas of a kind."""
-    recipe, drain = order.plan.recipe, replicas.drain
+    recipe = order.plan.recipe
+    drain = replicas.drain
     words = ["serve", PLAN, "--workers", "1", "--host", LOOPBACK]
     words += ["--shutdown-timeout", str(drain.value), *order.allowances]
     command = f"{unit_word(order.options.program)} {_command(words)} --port ${{PORT}}"
@@ -178,7 +189,8 @@ def _model_folder(order: Order) -> str:
 
 
 def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedValue]:
-    recipe, grace = order.plan.recipe, grace_s(replicas.drain)
+    recipe = order.plan.recipe
+    grace = grace_s(replicas.drain)
     first = (recipe.serve.port or 8000) + 1
     last = first + len(replicas.named) - 1
     files = "KIND-N.env" if order.plan.others else "replica-N.env"
@@ -191,7 +203,8 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
     )
     blocked = "seconds that the front's loop, or the llmctl that watches a replica, may block"
     order_of = "the front starts after the replicas' loads, and stops before the replicas"
-    user, shared = user_name(order.name), "one dynamic user, for the shared folder of models"
+    user = user_name(order.name)
+    shared = "one dynamic user, for the shared folder of models"
     secret = "read by root; the key is the front's alone"
     lines = [
         ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
@@ -214,9 +227,11 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         why = "of one kind of plan.json, for its replicas; the front reads plan.json"
         lines.append(ExplainedValue("plan-KIND.json", "a plan", why))
     for kind in replicas.kinds:
-        file, own = f"{kind.label}-N.env", []
+        file = f"{kind.label}-N.env"
+        own = []
         if kind.gpus.value:
-            shares, source = "; ".join(kind.devices), kind.gpus.source
+            shares = "; ".join(kind.devices)
+            source = kind.gpus.source
             own.append(ExplainedValue(f"{file}: CUDA_VISIBLE_DEVICES", shares, source))
         if kind.gpus.value and order.plan.others:
             why = "as nvidia-smi numbers them; correct the numbers where the fleet's order is "

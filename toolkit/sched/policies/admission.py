@@ -57,10 +57,13 @@ class Peak:
 
     def tokens(self) -> int:
         """The peak; the rows must be sorted."""
-        held, peak, n = 0, 0, len(self._keys)
+        held = 0
+        peak = 0
+        n = len(self._keys)
         for count in range(1, n + 1):
             key = self._keys[n - count]
-            used, remaining = key & LOW, key >> 32
+            used = key & LOW
+            remaining = key >> 32
             if self._padded:
                 if used > held:
                     held = used
@@ -87,14 +90,17 @@ class SampledPeak:
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """See `ContinuousPolicy.admit`."""
-        residents, rows, count = worker.residents, len(worker.residents.jobs), len(candidates)
+        residents = worker.residents
+        rows = len(worker.residents.jobs)
+        count = len(candidates)
         sets = self._sample_rows // (rows if rows else 1) + 1
         if sets > self._samples:
             sets = self._samples
         if count > len(self._waiting):
             self._cells = array("q", bytes(8 * 3 * 2 * count))
             self._waiting = np.frombuffer(self._cells, dtype=np.int64).reshape(2 * count, 3)
-        cells, at = self._cells, 0
+        cells = self._cells
+        at = 0
         for job in candidates:
             cells[at] = job.length
             cells[at + 1] = job.generated
@@ -163,7 +169,8 @@ class WithinLimits(SampledPeak):
         behind: list[Job] = []
         first: list[Job] = []
         for worker in view.due:
-            inbox, residents = worker.inbox, worker.residents
+            inbox = worker.inbox
+            residents = worker.residents
             waiting = inbox.jobs
             if not waiting or (residents.jobs and residents.steps % self._interval):
                 continue
@@ -191,12 +198,17 @@ class WithinLimits(SampledPeak):
         fitting = super().admit(view, worker, candidates)
         if not fitting:
             return 0
-        law, chunk = worker.latency, self._chunk
+        law = worker.latency
+        chunk = self._chunk
         padded: bool = law.padded
-        residents, now_s, expected = worker.residents, view.now_s, view.finished.mean()
-        steps, emits = residents.steps, worker.emits > 0
+        residents = worker.residents
+        now_s = view.now_s
+        expected = view.finished.mean()
+        steps = residents.steps
+        emits = worker.emits > 0
         peak = Peak(False)
-        all_rows, entering = RowLengths(), RowLengths()
+        all_rows = RowLengths()
+        entering = RowLengths()
         widest = 0  # the longest row at its end
         for job in residents.jobs:
             ran = steps - job.joined
@@ -260,8 +272,11 @@ class WithinLimits(SampledPeak):
         known = self._alone[worker.index]
         alone = known.get(job.length)
         if alone is None:
-            law, length, chunk = worker.latency, job.length, self._chunk
-            step_s, prefill_s = law.decode_s(1, length, 1), law.prefill_s(1, length)
+            law = worker.latency
+            length = job.length
+            chunk = self._chunk
+            step_s = law.decode_s(1, length, 1)
+            prefill_s = law.prefill_s(1, length)
             stall_s = prefill_s
             if 0 < chunk < length:
                 stall_s = law.pass_s(1, max(length - chunk, 0), length)
@@ -297,7 +312,8 @@ class SliceEnds:
 
     def promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
         """The tokens that a worker promised, whatever the progress of the running round."""
-        inbox, residents = worker.inbox, worker.residents
+        inbox = worker.inbox
+        residents = worker.residents
         promised = inbox.tokens + len(inbox.jobs) * self.period
         if residents.jobs:
             promised += residents.used
@@ -327,7 +343,9 @@ class SliceEnds:
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """See `ContinuousPolicy.admit`."""
-        residents, emits, most = worker.residents, worker.emits, self.limit(worker)
+        residents = worker.residents
+        emits = worker.emits
+        most = self.limit(worker)
         steps = residents.steps
         peak = Peak(worker.padded)
         for job in residents.jobs:
@@ -363,7 +381,8 @@ class SliceEnds:
 
     def _left(self, worker: Worker, job: Job) -> int:
         """Steps until a resident's slice ends; a whole slice if it ends just now."""
-        steps, end = worker.residents.steps, self._first_end(worker, job.joined)
+        steps = worker.residents.steps
+        end = self._first_end(worker, job.joined)
         return end - steps if steps < end else self.period - (steps - end) % self.period
 
     def _to_add(self, worker: Worker, job: Job) -> int:
@@ -374,8 +393,11 @@ class SliceEnds:
 
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
         """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
-        residents, steps = worker.residents, worker.residents.steps
-        source, crowded, limit = worker.index, bool(worker.inbox.jobs), self.limit(worker)
+        residents = worker.residents
+        steps = worker.residents.steps
+        source = worker.index
+        crowded = bool(worker.inbox.jobs)
+        limit = self.limit(worker)
         staying = dict.fromkeys(residents.jobs)
         for job in over:
             del staying[job]
@@ -391,7 +413,8 @@ class SliceEnds:
         peak.sort()
         count = len(staying)
         for job in over:
-            used, left = job.length + steps - job.joined, self._to_add(worker, job)
+            used = job.length + steps - job.joined
+            left = self._to_add(worker, job)
             peak.insert(used, left)
             room = peak.tokens() <= limit
             if not crowded and (room or count == 0):

@@ -72,7 +72,8 @@ class RoundPolicy(ABC):
             return None
         planner = self.make_planner(view)
         if type(self).route is RoundPolicy.route:
-            planner.router, planner.router_rows = ROUTERS[self.router], self.most_rows
+            planner.router = ROUTERS[self.router]
+            planner.router_rows = self.most_rows
         return planner
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
@@ -151,7 +152,8 @@ class ContinuousPolicy(RoundPolicy):
         return NO_LIMIT
 
     def make_planner(self, view: View) -> ContinuousRounds:
-        planner, kind = ContinuousRounds(view, self), type(self)
+        planner = ContinuousRounds(view, self)
+        kind = type(self)
         if kind.admissible is not ContinuousPolicy.admissible:
             planner.admissible = self.admissible
         if kind.admit is not ContinuousPolicy.admit:

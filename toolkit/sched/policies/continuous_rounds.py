@@ -59,7 +59,8 @@ class ContinuousRounds(RoundPlanner):
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
-        running, first = worker.running, worker.inbox.jobs[0]
+        running = worker.running
+        first = worker.inbox.jobs[0]
         assert running is not None
         if running.refused is first:
             return False
@@ -72,8 +73,11 @@ class ContinuousRounds(RoundPlanner):
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The worker's next round."""
-        residents, inbox, interval = worker.residents, worker.inbox, self._interval
-        footprint, capacity = worker.footprint, worker.capacity_tokens
+        residents = worker.residents
+        inbox = worker.inbox
+        interval = self._interval
+        footprint = worker.footprint
+        capacity = worker.capacity_tokens
         waiting = len(inbox.jobs)
         entering: list[Job] = []
         evicted: list[Job] = []
@@ -112,12 +116,14 @@ class ContinuousRounds(RoundPlanner):
 
     def _entering(self, worker: Worker, footprint: Footprint) -> list[Job]:
         """The jobs that enter; `footprint` is afterwards that with them."""
-        inbox, rows = worker.inbox, footprint.rows
+        inbox = worker.inbox
+        rows = footprint.rows
         first = inbox.jobs[0]
         if not self._may_enter(worker, first, footprint):
             return []
         most = min(self._most_rows, worker.row_limit) - rows
-        prefill, capacity = worker.residents.prefill_tokens, worker.capacity_tokens
+        prefill = worker.residents.prefill_tokens
+        capacity = worker.capacity_tokens
         candidates: list[Job] = []
         for job in inbox.jobs:
             if prefill >= self._most_prefill or len(candidates) >= most:
@@ -213,7 +219,9 @@ class BatonRounds(RoundPlanner):
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The worker's next round."""
-        residents, inbox, swapped = worker.residents, worker.inbox, worker.swapped
+        residents = worker.residents
+        inbox = worker.inbox
+        swapped = worker.swapped
         footprint, leave = self._leaving(worker)
         back: list[Job] = []
         enter: list[Job] = []
@@ -238,9 +246,11 @@ class BatonRounds(RoundPlanner):
         steps = 1
         if not leave and not (more and self._has_room(worker, footprint, inbox.jobs[len(enter)])):
             steps = max(self._room(footprint), 1)
-        moves, evict = None, leave
+        moves = None
+        evict = leave
         if leave or back:
-            room, evict = worker.host_tokens - swapped.tokens, []
+            room = worker.host_tokens - swapped.tokens
+            evict = []
             swap_out: list[Job] = []
             for job in leave:
                 tokens = residents.holds(job)

@@ -43,7 +43,9 @@ class FeedbackQueues:
         self, law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
     ) -> None:
         self.quanta_s = [first_s * growth**k for k in range(count)]
-        self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
+        self._law = law
+        self._skip_join = skip_join
+        self._emits = int(law.prefill_emits_token)
         self._known: dict[int, Path] = {}  # by prompt and promotion, as one number
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
@@ -60,7 +62,8 @@ class FeedbackQueues:
         if path is None:
             if len(self._known) >= JOBS_KEPT:
                 self._known.clear()
-            queue, used_s = 0, 0.0
+            queue = 0
+            used_s = 0.0
             if promoted_at >= 0:
                 used_s = self.service_s(prompt_tokens, promoted_at)
             elif self._skip_join:
@@ -126,7 +129,8 @@ class FeedbackRounds(PreemptiveRounds):
         self._queues = queues
 
     def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
-        job, queues = row.job, self._queues[worker.index]
+        job = row.job
+        queues = self._queues[worker.index]
         if row.path is None or row.promoted_at != job.promoted_at:
             row.path = queues.path(job.prompt_tokens, job.promoted_at)
             row.promoted_at = job.promoted_at
@@ -142,12 +146,14 @@ class FeedbackRounds(PreemptiveRounds):
         It is the lesser of the time until the row's promotion and the sum of the quanta of all jobs
         that run before it.
         """
-        quanta_s, starvation_s = self._queues[worker.index].quanta_s, self.patience_s
+        quanta_s = self._queues[worker.index].quanta_s
+        starvation_s = self.patience_s
         inbox = worker.inbox
         assert isinstance(inbox, RankedInbox)
         starving, standings, counts = inbox.standings(now_s, starvation_s)
         # By index in `standings`: how many jobs have a lesser standing, and their quanta.
-        ahead, ahead_s = [0], [0.0]
+        ahead = [0]
+        ahead_s = [0.0]
         for standing, count in zip(standings, counts, strict=True):
             ahead.append(ahead[-1] + count)
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
@@ -155,7 +161,8 @@ class FeedbackRounds(PreemptiveRounds):
         wanted = {row.job for row in rows}
         before_s = 0.0
         for row in cached:
-            standing, ticket = row.standing, row.ticket
+            standing = row.standing
+            ticket = row.ticket
             own_s = self._quantum_s(quanta_s, standing)
             if row.job in wanted:
                 if standing == STARVES:

@@ -86,7 +86,8 @@ def validate(settings: Any, owner: str = "") -> None:
     `owner` names in words what has the parameters; empty: a policy.
     """
     for f in fields(settings):
-        value, limits = getattr(settings, f.name), f.metadata["knob"]
+        value = getattr(settings, f.name)
+        limits = f.metadata["knob"]
         check(owner or f"policy '{settings.name}'", f.name, type(f.default), value, limits)
 
 

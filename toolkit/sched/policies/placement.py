@@ -98,7 +98,8 @@ class Newcomers:
 
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
         assert isinstance(worker.inbox, RankedInbox)
-        self._inbox, self._now_s = worker.inbox, now_s
+        self._inbox = worker.inbox
+        self._now_s = now_s
         self._grows = 1 + worker.emits
         self._patience_s = patience_s
         self._starving: Iterator[Aged] | None = None  # made when they are first asked for
@@ -113,7 +114,9 @@ class Newcomers:
         """
         if not self.possible(cache_room) or self._inbox.shortest + self._grows > free:
             return None
-        inbox, now_s, grows = self._inbox, self._now_s, self._grows
+        inbox = self._inbox
+        now_s = self._now_s
+        grows = self._grows
         if self._starving is None:
             self._starving = inbox.starving(now_s, self._patience_s)
         for since_s, _, _, job in self._starving:
@@ -138,8 +141,12 @@ class Newcomers:
 
     def _row(self, job: Job, waits_s: float, standing: float, age_s: float) -> RankedJob:
         row = RankedJob(job, NOWHERE)
-        row.tokens, row.generated, row.needs = job.length, job.generated, job.length + self._grows
-        row.waits_s, row.standing, row.age_s = waits_s, standing, age_s
+        row.tokens = job.length
+        row.generated = job.generated
+        row.needs = job.length + self._grows
+        row.waits_s = waits_s
+        row.standing = standing
+        row.age_s = age_s
         return row
 
 
@@ -289,7 +296,9 @@ def beside_transfers(
     """
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
     footprint = footprint_of(worker).emptied()  # its capacity excludes the caches beside the rows
-    placed.overlap, placed.run, placed.footprint = True, [], footprint
+    placed.overlap = True
+    placed.run = []
+    placed.footprint = footprint
     prefilling = worker.residents.prefilling
     footprint.capacity -= (
         worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
@@ -337,7 +346,8 @@ def beside_transfers(
 
 def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: int) -> int:
     """The fewest decode steps, from 1 to `most`, that take at least `seconds`; else `most`."""
-    low, high = 1, most
+    low = 1
+    high = most
     if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
         return most
     while low < high:

@@ -83,7 +83,9 @@ class PreemptiveRounds(RoundPlanner):
 
         Residents are ranked as of the round's start: a change of ranks ends a round by itself.
         """
-        running, residents, inbox = worker.running, worker.residents, worker.inbox
+        running = worker.running
+        residents = worker.residents
+        inbox = worker.inbox
         assert running is not None
         assert isinstance(inbox, RankedInbox)
         cache_room = free_cache_tokens(worker)
@@ -129,7 +131,8 @@ class PreemptiveRounds(RoundPlanner):
             next_runs = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: next_runs[row.job])
         proactive = self.proactive
-        most, spare = self._most(worker), self._spare(worker, len(chosen.run))
+        most = self._most(worker)
+        spare = self._spare(worker, len(chosen.run))
         share = int(self.free_share * worker.capacity_tokens) if proactive else 0
         placed = None
         if proactive:
@@ -152,7 +155,9 @@ class PreemptiveRounds(RoundPlanner):
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
         """
-        footprint, capacity, inbox = worker.footprint, worker.capacity_tokens, worker.inbox
+        footprint = worker.footprint
+        capacity = worker.capacity_tokens
+        inbox = worker.inbox
         rows = footprint.rows
         if not rows or rows > self._most(worker) or (rows > 1 and footprint.needs > capacity):
             return 0
@@ -169,8 +174,11 @@ class PreemptiveRounds(RoundPlanner):
 
         Rows are kept from one decision to the next: most keep their places.
         """
-        here, paused, away = worker.residents.jobs, worker.held.jobs, worker.swapped.jobs
-        known, ranked = self._rows_of[worker.index], self._ranked[worker.index]
+        here = worker.residents.jobs
+        paused = worker.held.jobs
+        away = worker.swapped.jobs
+        known = self._rows_of[worker.index]
+        ranked = self._ranked[worker.index]
         rows: list[RankedJob] = []
         self._ranked[worker.index] = rows
         for row in ranked:
@@ -213,14 +221,17 @@ class PreemptiveRounds(RoundPlanner):
         return row
 
     def _refresh_resident(self, worker: Worker, row: RankedJob) -> None:
-        job, residents = row.job, worker.residents
+        job = row.job
+        residents = worker.residents
         ran = residents.steps - job.joined
         tokens = job.length + ran
-        row.location, row.ticket = ON_DEVICE, job.ticket
+        row.location = ON_DEVICE
+        row.ticket = job.ticket
         row.tokens = tokens
         row.generated = job.generated + ran
         row.needs = (residents.holds(job) if residents.prefilling else tokens) + 1
-        row.waits_s, row.age_s = RUNS, 0.0
+        row.waits_s = RUNS
+        row.age_s = 0.0
         row.standing = self._own(worker, row, row.generated)
 
     def _refresh_parked(self, worker: Worker, row: RankedJob, location: int, now_s: float) -> None:
@@ -228,12 +239,16 @@ class PreemptiveRounds(RoundPlanner):
         row.location = location
         waits_s = now_s - job.waiting_since_s
         row.ticket = job.ticket
-        row.tokens, row.generated, row.needs = job.length, job.generated, job.length + 1
+        row.tokens = job.length
+        row.generated = job.generated
+        row.needs = job.length + 1
         row.waits_s = waits_s
         if waits_s >= self.patience_s:
-            row.standing, row.age_s = STARVES, -waits_s
+            row.standing = STARVES
+            row.age_s = -waits_s
         else:
-            row.standing, row.age_s = self._own(worker, row, job.generated), 0.0
+            row.standing = self._own(worker, row, job.generated)
+            row.age_s = 0.0
 
     def _own(self, worker: Worker, row: RankedJob, generated: int) -> float:
         """The standing of a row's job with so many generated tokens, if it does not starve."""
@@ -250,7 +265,9 @@ class PreemptiveRounds(RoundPlanner):
         either: jobs that are being prefilled continue before all others.
         """
         prefilling = worker.residents.prefilling
-        capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        capacity = worker.capacity_tokens
+        most = self._most(worker)
+        prefill = 0
         footprint = footprint_of(worker).emptied()
         cache_room: float = float(free_cache_tokens(worker)) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
@@ -259,7 +276,8 @@ class PreemptiveRounds(RoundPlanner):
             footprint.enter(prefilling_row.job)
             prefill += prefilling_row.tokens
         left = [row for row in cached if row.job not in prefilling] if prefilling else cached
-        count, taken = len(left), 0
+        count = len(left)
+        taken = 0
         row: RankedJob | None = left[0] if count else None
         closed = prefill >= self.max_prefill_tokens
         newcomer = None if closed else newcomers.next(math.inf, cache_room - self._spare(worker, 1))
@@ -298,7 +316,10 @@ class PreemptiveRounds(RoundPlanner):
         now_s: float,
     ) -> int:
         """Steps until a new decision is needed, by the worker's laws."""
-        law, run, n, emits = worker.latency, placed.run, len(placed.run), worker.emits
+        law = worker.latency
+        run = placed.run
+        n = len(placed.run)
+        emits = worker.emits
         steps = max(placed.room(worker), 1)
         idle = [row for row in cached if not row.runs]
         if placed.closed and not idle and len(worker.inbox) > len(enter):
@@ -330,7 +351,8 @@ class PreemptiveRounds(RoundPlanner):
         self, worker: Worker, idle: Sequence[RankedJob], enter: Sequence[RankedJob], now_s: float
     ) -> float:
         """Seconds until the next waiting job starves; infinity if none will."""
-        patience_s, inbox = self.patience_s, worker.inbox
+        patience_s = self.patience_s
+        inbox = worker.inbox
         if patience_s == math.inf:
             return math.inf
         assert isinstance(inbox, RankedInbox)

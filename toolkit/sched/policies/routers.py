@@ -30,7 +30,8 @@ Router = Callable[[View, int], Sequence[int]]
 def round_robin(view: View, rows: int) -> Sequence[int]:
     """In turn by order of arrival; among several kinds, in proportion to speed."""
     if view.mixed:
-        expected, kinds = view.finished.mean(), [kind[0] for kind in view.kinds]
+        expected = view.finished.mean()
+        kinds = [kind[0] for kind in view.kinds]
         homes = []
         for job in view.pool:
             able = view.holders(job)
@@ -114,8 +115,10 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
 
 def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     """Tokens that a worker's jobs hold and are expected to add, and the number of jobs."""
-    residents, inbox = worker.residents, worker.inbox
-    tokens, rows = 0, inbox.waiting
+    residents = worker.residents
+    inbox = worker.inbox
+    tokens = 0
+    rows = inbox.waiting
     if residents.jobs:
         rows += len(residents.jobs)
         generated = residents.table()[: len(residents.jobs), GENERATED]
@@ -137,7 +140,8 @@ def _lowest_peak(
     view: View, figure: WorkerFigure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
 ) -> int:
     """The worker with the lowest peak of memory, with the job and those `added` to it before."""
-    able, fresh = view.holders(job), max(expected, 1)
+    able = view.holders(job)
+    fresh = max(expected, 1)
     paged = not any(kind[0].padded for kind in view.kinds or (view.workers,))
     capacities = (
         np.array([kind[0].capacity_tokens for kind in view.kinds])[view.kind_of[able]]
@@ -179,7 +183,9 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     Jobs that have generated nothing have the most remaining tokens, all equally many. Together they
     come first in the order of Eq. 2-4, so a sum and a count represent them.
     """
-    inbox, residents, fresh = worker.inbox, worker.residents, max(expected, 1)
+    inbox = worker.inbox
+    residents = worker.residents
+    fresh = max(expected, 1)
     returned = inbox.returned
     new = [job.length for job in newcomers if not job.generated]
     jobs = [
@@ -193,14 +199,16 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     used = np.array([job.length for job in jobs], dtype=np.int64)
     generated = np.array([job.generated for job in jobs], dtype=np.int64)
     if residents.jobs:
-        table, steps = residents.table()[: len(residents.jobs)], residents.steps
+        table = residents.table()[: len(residents.jobs)]
+        steps = residents.steps
         used = np.concatenate([table[:, LENGTH] + steps, used])
         generated = np.concatenate([table[:, GENERATED] + steps, generated])
     if not len(used) and not worker.padded:
         return held + count * fresh
     remaining = np.maximum(expected - generated, 1)
     order = np.argsort(-remaining, kind="stable")
-    used, remaining = used[order], remaining[order]
+    used = used[order]
+    remaining = remaining[order]
     rows = np.arange(count + 1, count + 1 + len(used))
     if worker.padded:
         longest = max([inbox.longest_new if inbox.waiting else 0, *new])

@@ -71,7 +71,8 @@ def share_out(
             return [], 0.0
         batches = batch(part, kind[0])
         offload(batches, kind)
-        done_s, waits_s = {worker.index: worker.left_s(now_s) for worker in kind}, 0.0
+        done_s = {worker.index: worker.left_s(now_s) for worker in kind}
+        waits_s = 0.0
         for one in batches:
             done_s[one.worker] += one.estimated_s
             waits_s += len(one.jobs) * done_s[one.worker]
@@ -79,7 +80,8 @@ def share_out(
 
     def best(part: Sequence[Job], number: int) -> tuple[list[Batch], float]:
         """The same of the kinds from `number` on, with the least wait over the cuts."""
-        kind, others = kinds[number], len(kinds) - number - 1
+        kind = kinds[number]
+        others = len(kinds) - number - 1
         if not others or not part:
             return share(part, kind)
 
@@ -90,7 +92,8 @@ def share_out(
             others_batches, others_waits_s = best(rest, number + 1)
             return [*others_batches, *batches], others_waits_s + waits_s
 
-        able, steps = [job for job in part if kind[0].holds(job)], max(CUTS_PER_END // others**2, 1)
+        able = [job for job in part if kind[0].holds(job)]
+        steps = max(CUTS_PER_END // others**2, 1)
         counts = sorted({len(able) * step // steps for step in range(1, steps + 1)} - {0})
         cuts = [[], *[able[:count] for count in counts], *[able[-k:] for k in counts[:-1]]]
         return min(map(split, cuts), key=itemgetter(1))
@@ -194,11 +197,15 @@ class SlicePolicy:
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
         firsts, least_s = split_by_serving_time(lengths, max_batch, table)
         # The walk back touches each job once: those of a long backlog come from memory each time.
-        places, starts, total_s = order.tolist(), firsts.tolist(), least_s.tolist()
-        batches, end = [], len(pool)
+        places = order.tolist()
+        starts = firsts.tolist()
+        total_s = least_s.tolist()
+        batches = []
+        end = len(pool)
         while end > 0:
             start = starts[end]
-            jobs, longest = tuple([pool[k] for k in places[start:end]]), int(lengths[end - 1])
+            jobs = tuple([pool[k] for k in places[start:end]])
+            longest = int(lengths[end - 1])
             seconds = total_s[end] - total_s[start]
             batches.append(Batch(-1, jobs, self.slice_tokens, longest, seconds))
             end = start
@@ -206,7 +213,8 @@ class SlicePolicy:
 
     def _alone(self, job: Job, worker: Worker) -> Batch:
         """Algorithm 1 over one job, which is most of what it is asked under little load."""
-        length, steps = job.length, self.slice_tokens
+        length = job.length
+        steps = self.slice_tokens
         parts = worker.latency.serve_table(2, steps)[:, 1].tolist()
         fixed, slope, square = parts[:3]
         seconds = fixed + length * (slope + length * square)
@@ -350,7 +358,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         if self.router != SLICES or not view.alive():
             return ContinuousPolicy.route(self, view, now_s)
         promised = self._promised(view)
-        homes, expected = [-1] * len(view.pool), view.finished.mean()
+        homes = [-1] * len(view.pool)
+        expected = view.finished.mean()
         period = self._rules(view).period
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
@@ -368,8 +377,10 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return Bounds(taken=SliceEnds(self).limit(worker) - 1)
 
     def make_planner(self, view: View) -> ContinuousRounds:
-        planner, rules = ContinuousPolicy.make_planner(self, view), self._rules(view)
-        planner.admit, planner.longest_round = rules.admit, rules.longest_round
+        planner = ContinuousPolicy.make_planner(self, view)
+        rules = self._rules(view)
+        planner.admit = rules.admit
+        planner.longest_round = rules.longest_round
         return planner
 
     def _promised(self, view: View) -> WorkerFigure:
