@@ -101,6 +101,7 @@ CASES = (
     ),
     Case("report", "report PLAN --out OUT/report.html"),
     Case("compare", f"compare --fit {FIT} --trace chat-small --json", stdout=True),
+    Case("capacity", f"capacity tiny-llama-cpu --fit {FIT} --trace chat-small --json", stdout=True),
     Case("simulate, slices", f"simulate --fit {FIT} --trace TRACE --json", stdout=True),
     Case(
         "simulate, vLLM",
