@@ -190,7 +190,7 @@ def test_a_plan_needs_a_target_and_a_recipe_a_fit(capsys: pytest.CaptureFixture[
     assert errors == ["error: plan.json is already a plan", "error: a recipe needs its fit"]
 
 
-@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes", "kuberay"])
+@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
 def test_a_secret_in_the_environment_is_in_no_output(
     plan: Plan, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

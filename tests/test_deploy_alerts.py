@@ -27,7 +27,6 @@ from toolkit.serve.status import gauges
 
 OWN = {
     "kubernetes": {"namespace": "default", "job": "default/llmctl-test"},
-    "kuberay": {"namespace": "default", "job": "default/llmctl-test"},
     "local": {"job": "llmctl-test"},
     "systemd": {"job": "llmctl-test"},
 }

@@ -30,9 +30,9 @@ def gpu(tmp_path: Any) -> Plan:
     return orders.plan(tmp_path, fit=fit, **orders.GPU)
 
 
-@pytest.fixture(params=["kubernetes", "kuberay"])
-def objects(request: pytest.FixtureRequest, gpu: Plan) -> list[dict[str, Any]]:
-    files = render_target(request.param, orders.order(gpu))
+@pytest.fixture
+def objects(gpu: Plan) -> list[dict[str, Any]]:
+    files = render_target("kubernetes", orders.order(gpu))
     return [yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")]
 
 

@@ -61,7 +61,7 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
     for data in objects.values():
         check_object(data)
     kinds = {data["kind"] for data in objects.values()}
-    own = OWN_MODELS.keys() - {"RayCluster", "HTTPRoute"}
+    own = OWN_MODELS.keys() - {"HTTPRoute"}
     assert kinds >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *own}
 
 
@@ -73,7 +73,7 @@ def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[s
         check_object(data)
 
 
-@pytest.mark.parametrize("kind", sorted(OWN_MODELS.keys() - {"RayCluster", "HTTPRoute"}))
+@pytest.mark.parametrize("kind", sorted(OWN_MODELS.keys() - {"HTTPRoute"}))
 def test_the_check_of_objects_refuses_unknown_keys_of_operators(order: Order, kind: str) -> None:
     objects = yaml_files(render_target("kubernetes", order)).values()
     data = next(one for one in objects if one["kind"] == kind)
@@ -224,7 +224,7 @@ def test_bench_sh_uses_the_address_of_the_server(tmp_path: Path) -> None:
     forwarded = {
         target for target, text in scripts.items() if "default_url=http://127.0.0.1:8000" in text
     }
-    assert forwarded == {"kubernetes", "kuberay"}
+    assert forwarded == {"kubernetes"}
     assert all(
         "default_url=http://127.0.0.1:9000" in scripts[target]
         for target in scripts.keys() - forwarded
@@ -520,8 +520,7 @@ def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> None:
+def test_a_pod_does_not_have_this_machines_folders(cpu: Plan) -> None:
     def order_of(source: str) -> Order:
         model = cpu.recipe.model.model_copy(update={"source": source})
         return orders.order(
@@ -529,8 +528,8 @@ def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> No
         )
 
     with pytest.raises(InputError, match=r"model\.source /srv/llama is a folder of this machine"):
-        render_target(target, order_of("/srv/llama"))
-    assert render_target(target, order_of("/models/llama"))
+        render_target("kubernetes", order_of("/srv/llama"))
+    assert render_target("kubernetes", order_of("/models/llama"))
 
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - set(HUB_ONLY)))

@@ -138,12 +138,12 @@ def installed(
         (("engines",), False, True, ["build", "run", "torch-cpu", "engines"]),
         (("engines",), True, False, ["build", "run", "torch-cpu", "torch", "cuda", "engines"]),
         (("-e", "dev"), False, True, ["build", "run", "torch-cpu", "engines", "dev"]),
-        (("kuberay",), True, False, ["build", "run", "kuberay"]),
+        (("ray",), True, False, ["build", "run", "ray"]),
         (
-            ("kuberay", "deepspeed"),
+            ("ray", "deepspeed"),
             True,
             False,
-            ["build", "run", "torch-cpu", "torch", "cuda", "engines", "kuberay", "deepspeed"],
+            ["build", "run", "torch-cpu", "torch", "cuda", "engines", "ray", "deepspeed"],
         ),
     ],
 )

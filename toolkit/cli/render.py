@@ -55,7 +55,7 @@ class RenderOptions:
     settings: SetOption = None
     target: str | None = option(
         None,
-        "Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see "
+        "Write files for local, systemd, compose, kubernetes, ray, vllm or sglang; see "
         "llmctl docs how-to/deploy.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
