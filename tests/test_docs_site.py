@@ -93,12 +93,17 @@ def named_files() -> list[Path]:
 
 
 def test_decisions_are_dated_and_listed() -> None:
-    index = " ".join((DOCS / "decisions" / "index.md").read_text(encoding="utf-8").split())
-    for text in (DOCS / "decisions").glob("*.md"):
-        if text.stem != "index":
-            title, date = text.read_text(encoding="utf-8").split("\n\n")[:2]
-            assert re.fullmatch(r"\*\d{4}-\d\d-\d\d\*", date), name(text)
-            assert f"{date.strip('*')} [{title.removeprefix('# ')}]({text.name})" in index
+    folder = DOCS / "decisions"
+    listed = set(re.findall(r"^- \[(.+)\]\(([a-z]+)\.md#", (folder / "index.md").read_text(), re.M))
+    found = set()
+    for page in folder.glob("*.md"):
+        if page.stem != "index":
+            _, *sections = page.read_text(encoding="utf-8").split("\n## ")
+            for section in sections:
+                title, date = section.split("\n\n")[:2]
+                assert re.fullmatch(r"\*\d{4}-\d\d-\d\d\*", date), title
+                found.add((title, page.stem))
+    assert found == listed
 
 
 @pytest.mark.slow
