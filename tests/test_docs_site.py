@@ -94,7 +94,9 @@ def named_files() -> list[Path]:
 
 def test_decisions_are_dated_and_listed() -> None:
     folder = DOCS / "decisions"
-    listed = set(re.findall(r"^- \[(.+)\]\(([a-z]+)\.md#", (folder / "index.md").read_text(), re.M))
+    listed = set(
+        re.findall(r"^- \[(.+)\]\(([a-z]+)\.md#", (folder / "index.md").read_text(), re.MULTILINE)
+    )
     found = set()
     for page in folder.glob("*.md"):
         if page.stem != "index":
