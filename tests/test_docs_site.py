@@ -98,13 +98,13 @@ def test_decisions_are_dated_and_listed() -> None:
         re.findall(r"^- \[(.+)\]\(([a-z]+)\.md#", (folder / "index.md").read_text(), re.MULTILINE)
     )
     found = set()
-    for page in folder.glob("*.md"):
-        if page.stem != "index":
-            _, *sections = page.read_text(encoding="utf-8").split("\n## ")
+    for text in folder.glob("*.md"):
+        if text.stem != "index":
+            _, *sections = text.read_text(encoding="utf-8").split("\n## ")
             for section in sections:
                 title, date = section.split("\n\n")[:2]
                 assert re.fullmatch(r"\*\d{4}-\d\d-\d\d\*", date), title
-                found.add((title, page.stem))
+                found.add((title, text.stem))
     assert found == listed
 
 
