@@ -143,7 +143,11 @@ def load_recipe(path: AnyPath) -> Recipe:
     file = recipe_path(path)
     data = load_yaml(file)
     if not isinstance(data, dict):
-        shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
+        shown = "one value"
+        if data is None:
+            shown = "empty"
+        elif isinstance(data, list):
+            shown = "a list"
         hint = "a recipe starts with `name:`; see llmctl docs reference/recipe"
         raise InputError(f"{file.name}: {shown}, not a mapping", hint)
     if "model" not in data and {"architectures", "model_type"} & data.keys():

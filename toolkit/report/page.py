@@ -106,7 +106,9 @@ def _share(limit: Limit) -> float | None:
     if limit.bound == "at least":
         used = 100 - used
         may = 100 - may
-    return used / may if may else (2.0 if used else 0.0)
+    if may:
+        return used / may
+    return 2.0 if used else 0.0
 
 
 def _judge(limit: Limit, value: float | None) -> Judged | None:
