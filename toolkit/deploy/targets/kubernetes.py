@@ -192,8 +192,8 @@ def explain_outside(order: Order) -> list[ExplainedValue]:
 
 
 def pod_monitor(order: Order, pods: str = "") -> Object:
-    """Has Prometheus scrape every pod with the API key, which pages need too; pods named `pods` need
-    none.
+    """Has Prometheus scrape every pod with the API key, which pages need too; pods named `pods`
+    need none.
     """
     endpoint: Object = {"port": "http", "path": "/metrics", "interval": "15s"}
     if not pods:
