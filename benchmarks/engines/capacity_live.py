@@ -75,7 +75,8 @@ def main(args: Sequence[str] | None = None) -> None:
             replay(given, plan, port, rate, bench)
             seen.extend(["--bench", str(bench)])
             found_rps, binding = predicted([*words, *seen])
-            slowdowns.append(json.loads(bench.read_text(encoding="utf-8"))["replay_slowdown"])
+            report = json.loads(bench.read_text(encoding="utf-8"))
+            slowdowns.append(report["replay_slowdown"] or report["warmup"]["slowdown"])
             return found_rps, binding
 
         for _ in range(given.calibrations):
