@@ -8,12 +8,10 @@ those after it. What cannot run here is listed with the reason. What the pages i
 a command's output is compared with what it prints.
 """
 
-import argparse
 import gzip
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import socket
@@ -517,38 +515,3 @@ def run(command: str, script: Script, folder: Folder) -> str:
         folder.serve(command)
         return ""
     return folder.run(command, of(command, script.codes) or 0)
-
-
-class AcceptedError(Exception):
-    """The options of a benchmark were accepted."""
-
-
-def benchmarks(page: Path) -> set[str]:
-    """The benchmark commands of a page, those in its text and its tables too."""
-    return {
-        command.strip()
-        for command in re.findall(r"python -m (benchmarks\.[a-z_0-9.]+[^`|\n#]*)", text_of(page))
-    }
-
-
-@pytest.mark.parametrize("command", sorted(set().union(*map(benchmarks, PAGES))), ids=str)
-def test_every_benchmark_that_a_page_names_takes_the_options_shown(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Benchmarks take minutes, so each is started and stopped as soon as it has read its
-    options.
-    """
-    parse = argparse.ArgumentParser.parse_args
-
-    def stop(
-        parser: argparse.ArgumentParser, words: list[str] | None = None, namespace: object = None
-    ) -> None:
-        parse(parser, words, namespace)
-        raise AcceptedError
-
-    module, *options = shlex.split(command)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    monkeypatch.setattr(sys, "argv", [module, *options])
-    monkeypatch.delitem(sys.modules, module, raising=False)  # another benchmark imported it
-    with pytest.raises(AcceptedError):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
