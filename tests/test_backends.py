@@ -15,6 +15,7 @@ from typing import ClassVar
 import httpx
 import pytest
 from commands import llmctl
+from said import says
 
 from benchmarks.common.serving import Server
 from toolkit.backends import Checks, Serves, backend_of
@@ -155,7 +156,7 @@ def test_a_server_of_another_package_is_started_and_checked(folder: Path, capsys
     assert llmctl("serve", "server.json", "--port", "8123") == 0
     assert "http://127.0.0.1:8123/slice" in capsys.readouterr().out
     assert llmctl("serve", "server.json", "--status-page") == 2
-    assert "engine toyserver does not support --status-page" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "--status-page")
     Path("server.yaml").write_text(RECIPE.replace("name: toy,", "name: toyserver,"))
     assert llmctl("doctor", "server.yaml", "--strict") == 3
     assert "no toys here" in capsys.readouterr().out

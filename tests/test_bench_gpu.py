@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import samples
+from said import says
 
 from benchmarks.gpu import live as gpu_live
 from benchmarks.gpu import preflight
@@ -76,9 +77,7 @@ def test_a_folder_holds_one_recipe(tmp_path):
     recipe = load_recipe("tiny-llama-cpu")
     for _ in range(2):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=True)
-    with pytest.raises(
-        InputError, match=r"recipe-transformers.json is of another recipe or device"
-    ):
+    with pytest.raises(InputError, match=r"recipe-transformers\.json"):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=False)
 
 
@@ -119,9 +118,7 @@ def test_no_stage_is_started_that_does_not_fit_into_the_budget(run, monkeypatch,
     ]
     assert limits["profile-transformers"] == 130.0
     assert limits["profile-rebatch"] == 200.0
-    assert "rounds: not started: it takes about 80 s, and 25 s of the budget" in (
-        capsys.readouterr().out
-    )
+    assert says(capsys.readouterr().out, "rounds", "80 s", "25 s")
     now_s[0] = 40.0
     gpu.go(run, gpu.Budget(200.0, 0.0))
     assert limits["slices"] == 200.0 - 120.0 - gpu.GRACE_S  # what is left, less the clean-up
@@ -179,10 +176,10 @@ def test_the_preflight_names_all_that_is_missing_in_one_line(monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "argv", ["preflight", "--results", str(tmp_path)])
     assert preflight.main() == 3
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("preflight: missing: torch>=2.11,<2.14 (here 2.9.0); transformers")
+    assert says(line, "torch>=2.11,<2.14", "2.9.0")
     for word in ("pydantic>=2.11", "pydantic-core", "msgspec>=0.19", "annotated-types"):
         assert f"; {word}" in line
-    assert "; 8 GiB of host memory (2.0 GiB are available)" in line
+    assert says(line, "8 GiB", "2.0 GiB")
     assert "numpy" not in line
 
 
@@ -372,7 +369,7 @@ def test_the_probe_runs_on_a_cpu_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["probe", *words])
     assert gpu_probe.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "a CPU: tiny sizes, no cuDNN, nothing captured, nothing pinned"
+    assert says(lines[1], "CPU", "cuDNN")
     columns = ["floor", "eager", "fixed", "slices", "their", "floor"]
     assert lines[3].split() == ["ms", "per", "step", *columns]
     assert lines[4].startswith("N 2, L 16")
@@ -402,8 +399,8 @@ def test_the_probe_says_whether_cudnn_is_rightly_left_out():
         ],
     }
     text = gpu_probe.table(found)
-    assert "copy within the device 4300.0 GB/s, to host memory 50.0 GB/s, back 55.0 GB/s" in text
+    assert says(text, "4300.0", "GB/s", "50.0", "55.0")
     cells = ["4.00", "15.00", "45.00", "-", "5.00", "4.00"]
     assert text.splitlines()[-3].split() == ["N", "16,", "L", "512", *cells]
-    assert "cuDNN let in: 3.00 times the time of a step; leaving it out is right here" in text
-    assert text.endswith("fixed: captured as CUDA graphs")
+    assert says(text, "3.00")
+    assert "CUDA graphs" in text

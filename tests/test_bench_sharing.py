@@ -10,6 +10,7 @@ import pytest
 import samples
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 from sse_server import (
     DONE,
     chunked,
@@ -252,10 +253,8 @@ def test_the_loop_is_closed_where_the_trace_has_sessions_unless_it_is_opened():
         target = find_target(server.url)
         closed = look_at(target, trace, None, RequestSettings())
         assert closed.trace.sessions is not None
-        assert (
-            "closed loop: 2 of 4 requests are sent when the turn before has ended" in closed.notes
-        )
-        assert any("does not give its answers' token ids" in line for line in closed.notes)
+        assert says(" ".join(closed.notes), "closed loop", "2 of 4")
+        assert any("token ids" in line for line in closed.notes)
         opened = look_at(target, trace, None, RequestSettings(loop="open"))
         assert opened.trace.sessions is None
         assert opened.trace.shared is not None
@@ -364,6 +363,6 @@ def test_bench_replays_sessions_and_shows_hits(capsys, tmp_path):
         code = commands.llmctl("bench", "--url", server.url, "--trace", path, "--out", out)
     err = capsys.readouterr().err
     assert code == 0
-    assert "closed loop: 1 of 2 requests are sent when the turn before has ended" in err
-    assert "prefix cache: 15.4 % of 26 prompt tokens" in err
+    assert says(err, "closed loop", "1 of 2")
+    assert says(err, "15.4", "26")
     assert json.loads(out.read_text())["cache"]["hit_tokens"] == 4

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import samples
+from said import says
 from sse_server import serve_request, sse_server
 
 from toolkit.bench.client import LoadSpec
@@ -110,7 +111,7 @@ def test_prompts_are_not_those_of_the_replay():
 def test_a_server_without_counters_is_named(monkeypatch):
     with sse_server() as server:
         monkeypatch.setattr("toolkit.bench.predict.TOOK", "llmctl_no_such_total")
-        with pytest.raises(InputError, match=r"/metrics has no llmctl_no_such_total") as error:
+        with pytest.raises(InputError, match=r"/metrics.*llmctl_no_such_total") as error:
             warm_up(find_target(server.url), other_requests(trace(), 0.0, 1), LOAD, lambda: None)
     assert "--warmup 0" in error.value.hint
 
@@ -268,7 +269,7 @@ def test_the_command_prints_and_predicts_the_cost_of_arrivals(capsys, tmp_path):
     report = json.loads(printed)
     assert report["warmup"]["arrival_cost_s"] == pytest.approx(0.002, rel=0.02)
     assert report["warmup"]["slowdown"] == pytest.approx(1.0, rel=0.02)
-    assert "and 2 ms more for each request that arrives meanwhile" in err
+    assert says(err, "2 ms")
     assert report["predicted"]["ttft_mean_s"] > report["predicted_as_fitted"]["ttft_mean_s"]
 
 
@@ -382,5 +383,5 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(
         report["predicted"]["e2e_mean_s"]
     )
-    assert "at that speed the prediction's errors would be: throughput_rps" in err
-    assert "batches take 1.25 times as long as fitted" in err
+    assert says(err, "throughput_rps")
+    assert says(err, "1.25")

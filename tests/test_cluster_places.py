@@ -5,6 +5,7 @@ cluster is started.
 import pytest
 import samples
 import tiny
+from said import says
 
 from toolkit.cluster.places import (
     Machine,
@@ -84,13 +85,13 @@ def test_different_gpus_with_the_same_accelerator_type_need_labels() -> None:
     message = "80GB and with NVIDIA A100-SXM4-40GB have the same label in a Ray cluster, .*=A100"
     with pytest.raises(InputError, match=message) as caught:
         node_labels(kinds)
-    assert "ray start --labels=memory=80GB" in caught.value.hint
+    assert says(caught.value.hint, "ray start --labels=memory=80GB")
 
 
 def test_a_recipe_name_that_cannot_be_a_label_is_refused() -> None:
-    with pytest.raises(InputError, match=r"recipe 'odd.': its name cannot be a label") as caught:
+    with pytest.raises(InputError, match=r"'odd\.'") as caught:
         node_labels([kind("odd."), kind("cpus")])
-    assert caught.value.hint == "set their labels in the fleet: nodes"
+    assert "nodes" in caught.value.hint
 
 
 MACHINES = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
+from said import says
 
 from toolkit import extras
 from toolkit.deploy.doctor import check_engine, check_machine
@@ -159,7 +160,7 @@ def test_doctor_notes_what_is_absent_and_is_content(
         for each in [*check_machine(devices, tmp_path), *check_engine(None, devices)]
     }
     assert {each.status for each in checks.values()} <= {"ok", "note"}
-    assert checks["numba"].remedy == "pip install 'llmctl-toolkit[fast]'"
+    assert says(checks["numba"].remedy, "llmctl-toolkit[fast]")
     assert checks["engines"].remedy == ENGINES_COMMAND
 
 

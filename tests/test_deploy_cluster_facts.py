@@ -10,6 +10,7 @@ from typing import Any
 import orders
 import pytest
 import yaml
+from said import says
 
 from toolkit.deploy.order import PRODUCTS
 from toolkit.deploy.render import render_target
@@ -80,9 +81,9 @@ def test_products_that_are_named_are_required(measured: Plan, target: str) -> No
 
 
 def test_invalid_labels_are_refused_and_a_fleet_names_its_own_nodes(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200': not the value of a label"):
+    with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200'"):
         orders.Options(gpu_products=("NVIDIA H200",))
-    with pytest.raises(InputError, match="--gpu-product names the GPU of one kind"):
+    with pytest.raises(InputError, match="--gpu-product"):
         render_target(
             "kuberay", orders.order(orders.fleet(tmp_path), gpu_products=("NVIDIA-H200",))
         )
@@ -122,7 +123,7 @@ def test_without_a_claim_the_models_volume_has_a_limit(measured: Plan, target: s
     (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
     assert volume["emptyDir"] == {"sizeLimit": "34Gi"}, "twice 16 GiB of weights, and 2"
     assert "models-claim.yaml" not in files
-    assert "each new pod downloads the model: --model-claim NAME keeps it" in files["EXPLAIN.md"]
+    assert says(files["EXPLAIN.md"], "--model-claim", "NAME")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import samples
 import test_deploy_fleets
 import yaml
 from operator_kinds import RayCluster, check_pod
+from said import says
 
 import toolkit
 from toolkit.cli.basis import plan_from
@@ -226,10 +227,7 @@ def test_an_unmeasured_fleet_explains_that_machines_are_not_known(fleet: Plan) -
         in first["template"]["spec"]["affinity"]["nodeAffinity"]
     )
     told = render_target("kuberay", orders.order(guessed))["EXPLAIN.md"]
-    assert (
-        "the fit is not measured, so the GPU's product is not known; name nodes in the fleet"
-        in told
-    )
+    assert "name nodes" in told
 
 
 def test_the_front_of_a_fleet_finds_its_workers_by_kind(fleet: Plan) -> None:
@@ -395,23 +393,23 @@ def test_servers_that_one_image_cannot_have_are_refused(servers: Plan) -> None:
     named = servers.model_copy(
         update={"recipe": servers.recipe.model_copy(update={"engine": engine})}
     )
-    with pytest.raises(InputError, match="names the engine's Python of a machine"):
+    with pytest.raises(InputError, match="engine's Python"):
         render_target("kuberay", orders.order(named))
-    with pytest.raises(InputError, match="under KubeRay all pods have one image"):
+    with pytest.raises(InputError, match="one image"):
         render_target("kuberay", orders.order(servers, replica_image="vllm/vllm-openai:v0.32.0"))
     hardware = servers.recipe.hardware.model_copy(update={"device": "cpu"})
     slow = servers.recipe.model_copy(update={"hardware": hardware, "name": "slow"})
     both = servers.model_copy(
         update={"others": [servers.kinds[0].model_copy(update={"recipe": slow, "workers": 1})]}
     )
-    with pytest.raises(InputError, match="all pods have one image, and the kinds need several"):
+    with pytest.raises(InputError, match=r"one image.*several"):
         render_target("kuberay", orders.order(both))
     files = render_target("kuberay", orders.order(both, image="registry/all:1"))
     assert 'image: "registry/all:1"' in files["core/raycluster.yaml"]
 
 
 def test_replicas_are_refused(cpu: Plan) -> None:
-    with pytest.raises(InputError, match="--replicas 2: under KubeRay one front has all workers"):
+    with pytest.raises(InputError, match="--replicas 2"):
         render_target("kuberay", orders.order(cpu, replicas=2))
 
 
@@ -451,7 +449,7 @@ def test_the_fronts_script_waits_joins_and_becomes_the_server(cpu: Plan, tmp_pat
         "key=",
         "key=callers",
     ]
-    assert done.stderr == "waiting for the cluster's head at head:6379: no\n"
+    assert says(done.stderr, "head:6379")
 
 
 def stand_in(path: Path, body: str) -> None:
@@ -477,5 +475,5 @@ def test_the_head_counts_only_connections_of_other_machines_to_its_port() -> Non
 
 @pytest.mark.parametrize("words", [[], ["front"], ["head"], ["head", "x"]])
 def test_linger_refuses_unknown_arguments(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match="it must be 'worker' or 'head PORT'"):
+    with pytest.raises(SystemExit, match=r"'worker'.*'head PORT'"):
         main(words)

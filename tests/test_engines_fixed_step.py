@@ -139,10 +139,8 @@ def test_where_a_capture_fails_steps_run_eagerly_and_one_line_says_so(
         driver.run(4, enter=driver.having(WAITS)[:1])
     eager = rebatch_engine()
     assert driver.finish() == [eager.run_slice([row], 1000, go_on).tokens[0] for row in ROWS[:4]]
-    assert [record.getMessage() for record in caplog.records] == [
-        "decode steps are not captured as CUDA graphs, and run eagerly: "
-        "operation not permitted when stream is capturing"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("operation not permitted when stream is capturing")
     assert not steps_of(engine).captures
 
 
@@ -217,7 +215,7 @@ def test_a_row_that_overflowed_does_not_reach_the_next_row_in_its_place(poisoned
     ],
 )
 def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str) -> None:
-    with pytest.raises(InputError, match=f"engine.cuda_graphs is true, but {why}"):
+    with pytest.raises(InputError, match=f"engine.cuda_graphs.*{why}"):
         fixed_engine(**changes)
 
 

@@ -85,9 +85,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
     arena = HostArena(None)
     for _ in range(3):
         assert arena.take(PIECE, torch.uint8).shape == (PIECE,)
-    assert [record.getMessage() for record in caplog.records] == [
-        "host memory cannot be pinned, so swaps are slower: pinning is not permitted here"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("pinning is not permitted here")
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])

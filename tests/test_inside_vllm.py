@@ -10,6 +10,7 @@ import samples
 from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.setup import make_worker, read_setup
@@ -385,9 +386,7 @@ def test_vllm_may_drop_every_cache_between_any_two_steps(make, tmp_path, policy,
 
 
 def test_mlfq_refuses_async_scheduling(make):
-    with pytest.raises(
-        InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"
-    ):
+    with pytest.raises(InputError, match=r"'mlfq'.*--no-async-scheduling"):
         make(MLFQ, ahead=True)
 
 
@@ -422,10 +421,7 @@ def test_a_request_that_fills_the_whole_cache_is_scheduled_by_the_policy(make):
 def test_an_untested_version_is_refused(monkeypatch, version):
     with pytest.raises(InputError) as caught:
         fake_vllm.imported(NAME, version)
-    assert str(caught.value) == (
-        f"vLLM is {version}; llmctl was tried with vLLM ==0.32.*: "
-        "pip install 'vllm==0.32.*', or leave out --scheduler-cls"
-    )
+    assert says(str(caught.value), version, "==0.32.*", "--scheduler-cls")
 
 
 @pytest.mark.parametrize(
@@ -494,7 +490,7 @@ def test_past_future_is_the_default():
     ],
 )
 def test_untested_features_are_refused(make, shape, what):
-    with pytest.raises(InputError, match=f"llmctl's scheduler cannot run together with {what}"):
+    with pytest.raises(InputError, match=f"cannot run.* {what}"):
         make(**shape)
 
 

@@ -9,6 +9,7 @@ import samples
 from commands import llmctl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from said import says
 from test_cli_render import tuning
 
 from toolkit.cli.serve_start import override
@@ -163,7 +164,7 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
         origin = "recipe" if name in own else f"default of policy '{policy}'"
         assert explained[name].source == ("trial 0 of 3: +12.5 % goodput" if came_back else origin)
     kept = plan_of(recipe, tuned_to(recipe, policy, [tried], keep=True)).explained
-    assert kept["policy"].source == "kept: no trial of 2 did better than the recipe's settings"
+    assert says(kept["policy"].source, "kept", "2")
     for name in start:
         assert kept[name].source == ("recipe" if name in own else f"default of policy '{policy}'")
 
@@ -194,7 +195,7 @@ def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
 def test_a_recipe_without_a_policy_is_not_named_as_its_source() -> None:
     bare = samples.recipe().model_dump(exclude={"policy"}, exclude_unset=True)
     plan = plan_of(Recipe.model_validate(bare))
-    assert plan.explained["policy"].source == "default of recipes that name no policy, not tuned"
+    assert says(plan.explained["policy"].source, "default", "not tuned")
 
 
 @pytest.mark.slow

@@ -220,9 +220,9 @@ def test_a_router_of_others_in_plain_python_reads_what_ours_read():
 def test_unknown_routers_and_parameters_are_named():
     with pytest.raises(InputError, match="there is no router 'llmd'"):
         make_router("llmd", {})
-    with pytest.raises(InputError, match="router 'llm-d' has no parameter 'prefx'"):
+    with pytest.raises(InputError, match=r"'llm-d'.*'prefx'"):
         make_router("llm-d", {"prefx": 1.0})
-    with pytest.raises(InputError, match="threshold is 2; the limit is from 0 to 1"):
+    with pytest.raises(InputError, match=r"threshold.*2.*0.*1"):
         make_router("sglang", {"threshold": 2})
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
+from said import says
 
 from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.errors import InputError
@@ -105,11 +106,9 @@ def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(
-        InputError, match="no such file, and no shipped fit has that name"
-    ) as caught:
+    with pytest.raises(InputError, match="no shipped fit") as caught:
         fit_path("llama-3.1-8b-h20")
-    assert caught.value.hint == "did you mean 'llama-3.1-8b-h200'?"
+    assert says(caught.value.hint, "'llama-3.1-8b-h200'")
     assert shipped_fit("../recipes") is None
 
 

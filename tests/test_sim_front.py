@@ -29,7 +29,7 @@ def test_clients_see_tokens_later_and_the_scheduler_decides_the_same():
 
 
 def test_an_impossible_delay_is_refused():
-    with pytest.raises(InputError, match=r"delays of -0.001 and 0.0 s are not possible"):
+    with pytest.raises(InputError, match=r"-0\.001.*0\.0"):
         FrontDelay(first_s=-0.001)
 
 
@@ -54,7 +54,7 @@ def test_without_a_cost_arrivals_change_nothing():
 
 
 def test_an_impossible_cost_is_refused():
-    with pytest.raises(InputError, match=r"an arrival that costs batches -0.001 s is not possible"):
+    with pytest.raises(InputError, match=r"-0\.001"):
         Intake([], -0.001)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import says
 
 from benchmarks.engines import vllm_passes as bench
 from toolkit.errors import InputError
@@ -249,15 +250,14 @@ def test_a_request_that_can_never_be_served_is_refused() -> None:
         policy,
         world(PagedEngine(FLAT, 9, 4)),
     )
-    assert [(one.request_id, one.reason) for one in result.refusals] == [
-        ("1", "it may grow to 40 tokens; the cache holds 36")
-    ]
+    (refusal,) = result.refusals
+    assert refusal.request_id == "1"
+    assert says(refusal.reason, "40", "36")
     assert result.served.ok.tolist() == [True, False, True]
     policy = VllmPolicy(max_num_batched_tokens=128, chunked_prefill=False)
     result = simulate(trace_of([(0, 120, 40, 0)]), policy, world(PagedEngine(FLAT, 90, 4)))
-    assert [one.reason for one in result.refusals] == [
-        "it may grow to 159 tokens; without chunked prefill a pass takes 128"
-    ]
+    (refusal,) = result.refusals
+    assert says(refusal.reason, "159", "128")
 
 
 def test_passes_outside_the_law_s_range_are_counted() -> None:
@@ -272,7 +272,7 @@ def test_passes_outside_the_law_s_range_are_counted() -> None:
 
 def test_a_world_without_the_law_of_passes_says_how_to_get_it() -> None:
     bare = World(unit_step(), ZetaMemory(100), 1, 100)
-    with pytest.raises(InputError, match="policy 'vllm' needs the law of vLLM's forward passes"):
+    with pytest.raises(InputError, match="'vllm'"):
         simulate(trace_of([(0, 1, 1, 0)]), VllmPolicy(), bare)
 
 
@@ -285,9 +285,7 @@ def test_a_slower_machine_takes_so_many_times_as_long() -> None:
 
 
 def test_more_sequences_than_a_pass_has_tokens_are_refused_as_by_vllm() -> None:
-    with pytest.raises(
-        InputError, match="max_num_batched_tokens is 64; the limit is at least max_num_seqs, 100"
-    ):
+    with pytest.raises(InputError, match=r"max_num_batched_tokens.*64.*max_num_seqs.*100"):
         VllmPolicy(max_num_seqs=100, max_num_batched_tokens=64)
 
 
@@ -297,5 +295,5 @@ def test_a_fit_without_usable_memory_is_one_clear_line(name: str) -> None:
     memory = ZetaMemory(1, zeta=0.1)
     there = World(unit_step(), memory, 1, 100, paged=engine)
     policy = make_any(name, {})
-    with pytest.raises(InputError, match="0 tokens of KV cache are usable"):
+    with pytest.raises(InputError, match="0 tokens of KV cache"):
         simulate(Trace(np.zeros(1), np.array([3]), np.array([2]), np.array([2])), policy, there)

@@ -158,7 +158,7 @@ def test_a_router_reads_reports_that_are_as_old_as_they_are_live() -> None:
 
 def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:
     there = replace(world(PagedEngine(LAW, 40, 4)), routing=Routing())
-    with pytest.raises(InputError, match="policy 'past-future' gives requests to workers itself"):
+    with pytest.raises(InputError, match="'past-future'"):
         simulate(made_up(0, 5), PastFuturePolicy(), there)
 
 
@@ -167,7 +167,7 @@ def test_the_world_s_setting_names_a_router() -> None:
     routing = WorldSettings(replica_router="llm-d").routing({"queue": 3.0})
     assert routing is not None
     assert routing.router.name == "llm-d"
-    with pytest.raises(InputError, match="replica_router is 'llmd'; it is one of in-turn, round"):
+    with pytest.raises(InputError, match=r"replica_router.*'llmd'"):
         WorldSettings(replica_router="llmd")
 
 

@@ -20,6 +20,7 @@ import sse_server
 from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
@@ -235,7 +236,7 @@ def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
         async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):
             got = await client.post("/v1/completions", json=body())
             assert got.status_code == 502
-            assert got.json()["error"]["message"] == "the server behind this one cannot be reached"
+            assert "cannot be reached" in got.json()["error"]["message"]
             assert app.idle.is_set()
 
     asyncio.run(use())
@@ -442,7 +443,7 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
             process.terminate()
             _, said = process.communicate(timeout=240)
     assert process.returncode == 0
-    assert said == f"requests: 2 ok; see them with: llmctl trace inspect {out}\n"
+    assert says(said, "2 ok", f"llmctl trace inspect {out}")
     assert [row["output_length"] for row in rows(out)] == [3, 5]
 
 

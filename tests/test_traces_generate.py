@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import (
@@ -79,7 +80,7 @@ def test_drawn_arrivals_keep_the_requests():
     drawn = draw_arrivals(trace, Arrivals(2), seed=3)
     assert drawn.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
     assert drawn.arrival_s[0] == 0
-    assert drawn.notes[-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 3"
+    assert says(drawn.notes[-1], "2 requests/s", "cv 1", "seed 3")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_backlog_arrives_at_once():
 
 def test_a_limit_below_the_outputs_is_refused():
     trace = backlog(3, Lengths("fixed", 5), Lengths("fixed", 5000), seed=0)
-    with pytest.raises(InputError, match="outputs reach 5000 tokens, above --max-tokens 4096"):
+    with pytest.raises(InputError, match=r"5000.*--max-tokens.*4096"):
         limited(trace, 4096)
 
 

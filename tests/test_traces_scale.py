@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
@@ -61,12 +62,7 @@ def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_cl
     scaled = scale_lengths(trace_of(lengths, lengths), 200, 100)
     assert scaled.prompt_tokens[:3].tolist() == [1, 2, 3]
     assert scaled.prompt_tokens[-2:].tolist() == [97, 100]
-    assert scaled.notes[0] == (
-        "prompts divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, "
-        "1.0 %)"
-        "; outputs divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of "
-        "100, 1.0 %)"
-    )
+    assert says(scaled.notes[0], "divided by 10.3", "1030 -> 100", "1 of 100")
 
 
 def test_lengths_that_fit_are_left_alone():
@@ -80,7 +76,7 @@ def test_lengths_that_fit_are_left_alone():
 def test_a_single_long_request_is_clipped_and_does_not_shrink_the_others():
     scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
     assert scaled.prompt_tokens[0] == 5
-    assert scaled.notes[0].startswith("prompts clipped to 50 tokens (1 of 1,000, 0.1 %); ")
+    assert says(scaled.notes[0], "50 tokens", "1 of 1,000", "0.1 %")
 
 
 def test_limits_of_clients_shrink_with_the_outputs_and_never_cut_them():

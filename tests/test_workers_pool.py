@@ -17,6 +17,7 @@ import pytest
 import samples
 import tiny
 import uvloop
+from said import says
 
 from toolkit.engines.protocol import (
     Round,
@@ -243,10 +244,7 @@ def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
         workers.run(0, RunSlice(1, [Row("poison", (CRASH,), 0, 4)], 4))
         (lost,) = await events.until(WorkerLost)
         assert isinstance(lost, WorkerLost)
-        assert (
-            lost.reason
-            == "exit code 1: RuntimeError: a prompt holds the token 200 that crashes this engine"
-        )
+        assert says(lost.reason, "exit code 1", "RuntimeError", "200")
         await events.until(WorkerReady, 2)
 
     with_workers(scenario)
@@ -317,14 +315,12 @@ async def never(workers: ProcessWorkers, events: Events) -> None:
 def test_the_error_of_an_engine_that_cannot_be_loaded_is_raised() -> None:
     with pytest.raises(EngineError) as raised:
         with_workers(never, process_workers(2, fake(decode_ms=3)))
-    assert raised.value.message == "model.config.decode_ms: the fake engine has no such key"
+    assert says(raised.value.message, "model.config.decode_ms")
     assert raised.value.hint == "did you mean 'decode_s'?"
 
 
 def test_a_worker_that_ends_while_it_loads_is_an_engine_error() -> None:
-    with pytest.raises(
-        EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"
-    ):
+    with pytest.raises(EngineError, match=r"worker 0.*exit code 1.*RuntimeError"):
         with_workers(never, process_workers(1, fake(crash_token=0)))  # the warm-up holds it
 
 
@@ -391,10 +387,7 @@ def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
         await fail_to_load(pool, MAX_FAILED_LOADS)
         (failed,) = await events.until(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
-        assert (
-            "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such "
-            "device" in str(failed.error)
-        )
+        assert says(str(failed.error), "5 tries", "worker 0", "exit code 1", "RuntimeError")
         assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
         await pool.stop()
 
@@ -541,7 +534,7 @@ def test_the_first_load_has_a_time_limit_too() -> None:
         await pool.until_it_starts()
         body.send_frame(Alive())
         Silence(pool).after(41.0)
-        with pytest.raises(EngineError, match="it was silent for 41 s while it loaded"):
+        with pytest.raises(EngineError, match="41 s while it loaded"):
             await starting
 
     asyncio.run(main())
