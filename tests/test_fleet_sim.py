@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from around import Around
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lanes import thinned
 from said import says
@@ -105,7 +105,6 @@ STATIC = [case for case, (name, _) in CASES.items() if not POLICIES[name].contin
 
 
 @given(rows=requests, case=st.sampled_from(STATIC))
-@settings(max_examples=60, deadline=None)
 def test_no_batch_is_larger_than_the_memory_of_the_worker_that_gets_it(rows, case):
     name, parameters = CASES[case]
     result = simulate(trace_of(rows), Watch(make_policy(name, parameters)), unequal())
@@ -117,7 +116,6 @@ def test_no_batch_is_larger_than_the_memory_of_the_worker_that_gets_it(rows, cas
     case=st.sampled_from(sorted(set(CASES) - set(STATIC) - {"aggressive, overfilling"})),
     joining=st.sampled_from([None, "embed", "shape"]),
 )
-@settings(max_examples=80, deadline=None)
 def test_rounds_stay_within_the_memory_of_each_worker(rows, case, joining):
     name, parameters = CASES[case]
     result = simulate(trace_of(rows), make_policy(name, parameters), unequal(joining=joining))

@@ -8,7 +8,7 @@ import fake_vllm
 import pytest
 import samples
 from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from said import says
 
@@ -118,7 +118,6 @@ def test_the_scheduler_counts_the_tokens_that_vllm_holds(make, policy, ahead):
     budget=st.integers(4, 20),
     block_size=st.sampled_from([1, 4, 9]),
 )
-@settings(deadline=None, max_examples=60)
 def test_no_request_is_lost(fitted, shapes, case, budget, block_size):
     policy, ahead = case
     with pytest.MonkeyPatch.context() as monkeypatch:

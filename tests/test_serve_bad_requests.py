@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from said import says
 
@@ -374,7 +374,6 @@ NAMES = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_no_field_gives_a_server_error(fields: dict):
     async def run() -> None:

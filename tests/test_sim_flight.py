@@ -103,7 +103,6 @@ def engine_of(law, depth: int = 2, blocks: int = 30) -> PagedEngine:
 
 @pytest.mark.slow
 @given(rows=small, policy=flags, law=laws, depth=st.sampled_from([1, 2]))
-@settings(deadline=None, max_examples=300)
 def test_every_token_comes_when_vllm_s_loop_hands_it_out(rows, policy, law, depth) -> None:
     """With queues of both depths, launches that limit and a GPU that limits, ends that are known
     and unknown, preemption, and requests that come within a launch.

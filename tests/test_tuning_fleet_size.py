@@ -257,7 +257,6 @@ def busy_windows(draw: st.DrawFn) -> list[Trace]:
     capacity=st.sampled_from([416, 4096]),
     promised=st.sampled_from([None, 80.0]),
 )
-@settings(max_examples=60, deadline=None)
 def test_no_counts_that_keep_the_limits_are_excluded(
     windows, counts, loose, names, rows, capacity, promised
 ):
