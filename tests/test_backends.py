@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_an_engine_of_another_package_is_tuned_rendered_and_served(folder: Path):
+def test_another_packages_engine_is_tuned_rendered_and_served(folder: Path):
     files = ["recipe.yaml", "--fit", "fit.json"]
     tune = ["--trace", "trace.jsonl", "--policies", "own", "--jobs", "1", "--out", "tuning.json"]
     assert llmctl("tune", *files, *tune) == 0
@@ -141,7 +141,7 @@ def test_an_engine_of_another_package_is_tuned_rendered_and_served(folder: Path)
 
 
 @pytest.mark.slow
-def test_policies_that_the_engine_cannot_run_are_refused_by_its_traits(folder: Path, capsys):
+def test_an_engine_refuses_policies_that_it_cannot_run(folder: Path, capsys):
     options = ["--fit", "fit.json", "--policy", "past-future", "--out", "plan.json"]
     assert llmctl("render", "recipe.yaml", *options) == 2
     assert "'toy' runs static batches" in capsys.readouterr().err

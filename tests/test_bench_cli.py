@@ -186,7 +186,7 @@ def without_end_after(body: dict) -> bytes | None:
     return NO_END_AFTER if "llmctl_end_after" in body else serve_request(body)
 
 
-def test_a_server_without_hidden_lengths_gets_the_outputs_as_limits(capsys, trace, plan):
+def test_without_hidden_lengths_outputs_are_the_limits(capsys, trace, plan):
     with sse_server(without_end_after) as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--json"]
         code, printed, err = llmctl(capsys, "--url", server.url, *options)
@@ -238,9 +238,7 @@ def test_hidden_lengths_that_the_server_refuses_name_the_flag(capsys, trace):
     assert len(server.bodies) == 1
 
 
-def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_them(
-    capsys, trace, plan
-):
+def test_refused_requests_are_counted_apart(capsys, trace, plan):
     def answer(body):
         late_s = len(body["prompt"]) / 10
         if body["stream"] and late_s > 2.1:
@@ -270,7 +268,7 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
     assert "prediction serves" in err
 
 
-def test_every_target_is_shown_with_limit_measurement_prediction_and_verdict(capsys, trace, plan):
+def test_every_target_has_its_row(capsys, trace, plan):
     with sse_server() as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0]
         sla = ["--sla", "ttft_p99_s=30", "--sla", "e2e_p95_s=0.000001"]

@@ -49,7 +49,7 @@ def run(tmp_path):
     "name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb-transformers", "tiny-llama-cpu-rebatch"]
 )
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_recipe_is_measured_with_random_weights_and_a_cache_that_an_overload_fills(name, quick):
+def test_a_recipe_gets_random_weights_and_a_small_cache(name, quick):
     recipe = load_recipe(name)
     derived = derive(recipe, "rebatch", "cuda", "NVIDIA H200", quick=quick)
     assert derived.model.source == "random" or derived.model.load_format == "dummy"
@@ -81,9 +81,7 @@ def test_a_folder_holds_one_recipe(tmp_path):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=False)
 
 
-def test_finished_stages_are_skipped_and_stages_that_need_a_failed_one_are_left_out(
-    run, monkeypatch
-):
+def test_finished_stages_and_those_after_a_failure_are_skipped(run, monkeypatch):
     run.folder.mkdir()
     (run.folder / "profile-transformers.json").touch()
     started = []
@@ -147,7 +145,7 @@ def test_results_travel_as_one_archive_with_their_journals(tmp_path):
         gpu.unpack(tmp_path / "nothing.tar.gz", tmp_path / "other")
 
 
-def test_an_archive_that_is_too_large_is_cut_into_parts_that_cat_joins(tmp_path):
+def test_a_large_archive_is_cut_into_parts(tmp_path):
     results = filled(tmp_path / "results")
     (results / "h200" / "noise").write_bytes(random.Random(0).randbytes(3000))
     out = tmp_path / "out"
@@ -211,7 +209,7 @@ def test_expandable_segments_are_left_out_where_they_alone_fail(
 
 
 @pytest.mark.slow
-def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+def test_a_slow_stage_ends_with_its_processes(tmp_path):
     """Its grandchild has a session of its own and ignores SIGTERM, as a worker that computes."""
     started = tmp_path / "started"
     grandchild = (
@@ -240,7 +238,7 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
 
 
 @pytest.mark.slow
-def test_the_preflight_names_every_package_that_the_stages_import():
+def test_the_preflight_knows_every_import_of_the_stages():
     code = (
         "import ast, importlib, pathlib, sys\n"
         "from benchmarks.gpu.preflight import STAGES_IMPORT\n"
@@ -332,7 +330,7 @@ def test_tables_show_the_finished_stages(tmp_path):
     assert "| 2 x 64 | 2.0 | 1.05 | 2.10 |" in tables(tmp_path / "cpu")
 
 
-def test_the_table_shows_the_rows_of_sls_and_predictions_beside_measurements(tmp_path):
+def test_the_table_shows_predictions_beside_measurements(tmp_path):
     folder = tmp_path / "cpu" / "tiny"
     folder.mkdir(parents=True)
     times = {"throughput_rps": 2.0, "ttft_mean_s": 0.5, "e2e_mean_s": 3.0}

@@ -47,7 +47,7 @@ def served(first: list[float], finish: list[float], ok: list[bool] | None = None
     )
 
 
-def test_errors_are_those_of_the_means_and_the_worst_window_keeps_its_sign():
+def test_errors_are_of_means_and_the_worst_keeps_its_sign():
     found = metric_errors(
         [
             window({"ttft_mean_s": 2.0}, {"ttft_mean_s": 1.0}),
@@ -123,7 +123,7 @@ def validate(plan: Path, url: str, *options: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
+def test_a_validation_is_written_and_shown_with_predictions(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     with sse_server() as server:
@@ -157,7 +157,7 @@ def test_each_run_against_a_server_has_prompts_of_its_own(plan: Path):
 
 
 @pytest.mark.slow
-def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
+def test_windows_fit_the_trace_and_lengths_are_told_first(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"timestamp": 50 * k, "input_length": 9, "output_length": 4} for k in range(30)]
@@ -187,9 +187,7 @@ def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_errors_beyond_the_limit_are_exit_code_4(plan: Path, capsys: pytest.CaptureFixture[str]):
     with sse_server() as server:  # answers at once: the laws predict far more
         assert validate(plan, server.url, "--warmup", "0", "--max-error", "1") == 4
     assert "beyond 1 %: " in capsys.readouterr().err
@@ -214,7 +212,7 @@ def test_a_server_that_fails_every_request_is_reported(
 
 
 @pytest.mark.slow
-def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced_is_not(
+def test_a_plan_of_another_engine_is_refused_unless_forced(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     with sse_server() as server:

@@ -233,7 +233,7 @@ def test_no_running_row_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tok
     assert largest_s <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
 
 
-def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
+def test_chunks_shorten_gaps_and_cost_the_newcomer_time():
     lengths = [(0.0, 4, 30), (2 / 64, 120, 5)]
     (whole, _), (chunked, _) = (
         serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15)
@@ -335,7 +335,7 @@ def test_a_copy_is_advanced_alone():
 @pytest.mark.parametrize(
     ("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})]
 )
-def test_a_row_in_prefill_counts_with_the_token_that_prefill_will_give(policy, others):
+def test_a_row_in_prefill_counts_with_its_first_token(policy, others):
     scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
     residents = scheduler.workers[0].residents
     for name, prompt in (("a", 3), ("b", 100)):

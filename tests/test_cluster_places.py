@@ -80,7 +80,7 @@ def test_recipes_for_the_same_gpu_share_its_machines() -> None:
     assert node_labels([kind("one", "NVIDIA H200"), kind("two", "NVIDIA H200")]) == [H200, H200]
 
 
-def test_different_gpus_with_the_same_accelerator_type_need_labels() -> None:
+def test_gpus_of_one_accelerator_type_need_labels() -> None:
     kinds = [kind("large", "NVIDIA A100-SXM4-80GB"), kind("small", "NVIDIA A100-SXM4-40GB")]
     message = "80GB and with NVIDIA A100-SXM4-40GB have the same label in a Ray cluster, .*=A100"
     with pytest.raises(InputError, match=message) as caught:
@@ -136,7 +136,7 @@ def test_no_room_names_the_workers_and_the_cluster_s_resources(
     assert no_room(wanted, MACHINES) == f"the cluster has no room for {message}"
 
 
-def test_servers_of_one_machine_have_cpus_of_their_own_until_they_end() -> None:
+def test_servers_of_one_machine_have_their_own_cpus() -> None:
     shares = CpuShares()
     assert shares.take("a", "here", 2) == ([0, 1], {0, 1})
     assert shares.take("b", "here", 1) == ([2], {0, 1, 2})

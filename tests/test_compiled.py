@@ -61,7 +61,7 @@ def test_libraries_of_the_sources_are_found_and_nothing_else(libraries: Path) ->
     assert found("toolkit.errors") is found("json") is None
 
 
-def test_a_library_of_another_source_is_not_taken_and_a_warning_says_so_once(
+def test_a_stale_library_is_not_taken_with_one_warning(
     libraries: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(libraries)
@@ -190,9 +190,7 @@ WHICH = "import toolkit.units as u; print(type(u.__loader__).__name__)"
 
 
 @pytest.mark.slow
-def test_without_a_compiler_a_wheel_is_plain_and_the_error_is_only_for_those_that_want_it(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_without_a_compiler_a_wheel_is_plain(checkout: Path, tmp_path: Path) -> None:
     build = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = run(checkout, *build, CC="/no/compiler")
     assert says(done.stderr, "/no/compiler")

@@ -63,7 +63,7 @@ def run_without(folder: Path, *commands: tuple[object, ...]) -> list[tuple[int, 
 
 
 @pytest.mark.slow
-def test_the_core_simulates_tunes_and_renders_without_the_engines(tmp_path: Path) -> None:
+def test_the_core_works_without_the_engines(tmp_path: Path) -> None:
     generate = ("trace", "generate", "--out", "t.jsonl", "--duration", 40, "--rate", 2)
     ended = run_without(
         tmp_path,

@@ -80,7 +80,7 @@ def test_products_that_are_named_are_required(measured: Plan, target: str) -> No
     assert term["matchExpressions"][0]["values"] == ["NVIDIA-H200-SHARED", "NVIDIA-H200"]
 
 
-def test_invalid_labels_are_refused_and_a_fleet_names_its_own_nodes(tmp_path: Path) -> None:
+def test_invalid_labels_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200'"):
         orders.Options(gpu_products=("NVIDIA H200",))
     with pytest.raises(InputError, match="--gpu-product"):
@@ -91,9 +91,7 @@ def test_invalid_labels_are_refused_and_a_fleet_names_its_own_nodes(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_hub_s_token_is_in_the_command_of_the_secret_and_in_no_file(
-    measured: Plan, target: str
-) -> None:
+def test_the_hub_s_token_is_in_no_file(measured: Plan, target: str) -> None:
     files, pod = rendered(target, measured)
     (container,) = pod["containers"]
     token = next(one for one in container["env"] if one["name"] == "HF_TOKEN")

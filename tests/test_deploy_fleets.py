@@ -305,7 +305,7 @@ def test_a_fleet_s_yaml_is_the_same_each_time(order: Order) -> None:
     assert {f"core/{name}" for name in resources} <= files.keys()
 
 
-def test_a_fleet_on_ray_has_an_actor_for_each_server_on_machines_of_its_kind(order: Order) -> None:
+def test_a_fleet_on_ray_has_an_actor_for_each_server(order: Order) -> None:
     files = render_target("ray", order)
     told = files["EXPLAIN.md"]
     for name, count, gpu in ((FAST, 1, "H200"), (SLOW, 2, "A100")):

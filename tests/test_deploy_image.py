@@ -22,7 +22,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 BESIDE = (ROOT / "Dockerfile.vllm").read_text(encoding="utf-8")
 
 
-def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments() -> None:
+def test_the_base_is_pinned_and_the_user_is_the_deployments() -> None:
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)

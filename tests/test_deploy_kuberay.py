@@ -98,7 +98,7 @@ def groups(data: Objects) -> list[Objects]:
     return [data["spec"]["headGroupSpec"], *data["spec"]["workerGroupSpecs"]]
 
 
-def test_our_model_reads_rendered_objects_and_refuses_unknown_keys(any_plan: Plan) -> None:
+def test_our_model_refuses_unknown_keys(any_plan: Plan) -> None:
     data = cluster(any_plan)
     assert RayCluster.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
     data["spec"]["autoscalerOption"] = {}
@@ -169,7 +169,7 @@ def test_the_check_against_the_crd_refuses_wrong_objects(
     assert list(crd.iter_errors(data))
 
 
-def test_a_worker_s_pod_has_room_for_its_actor_and_the_head_s_pod_has_none(plan: Plan) -> None:
+def test_only_a_worker_s_pod_has_room_for_its_actor(plan: Plan) -> None:
     head, workers = groups(cluster(plan))
     share = MachineShare.of(plan.recipe)
     params = workers["rayStartParams"]
@@ -184,7 +184,7 @@ def test_a_worker_s_pod_has_room_for_its_actor_and_the_head_s_pod_has_none(plan:
     }
 
 
-def test_a_fleet_has_a_group_for_each_kind_and_a_pod_for_each_worker(fleet: Plan) -> None:
+def test_a_fleet_has_a_group_for_each_kind(fleet: Plan) -> None:
     _, *found = groups(cluster(fleet))
     assert [(one["groupName"], one["replicas"]) for one in found] == [
         ("llmctl-test", 1),
@@ -216,7 +216,7 @@ def test_each_kind_is_on_machines_of_its_own(fleet: Plan) -> None:
     assert [one.get("labels") for one in found] == [None, None, labels[2]]
 
 
-def test_an_unmeasured_fleet_explains_that_machines_are_not_known(fleet: Plan) -> None:
+def test_an_unmeasured_fleet_says_that_machines_are_unknown(fleet: Plan) -> None:
     fit = fleet.fit.model_copy(
         update={"engine": fleet.fit.engine.model_copy(update={"analytic": "data sheet"})}
     )
@@ -333,7 +333,7 @@ def test_a_tuning_for_more_workers_puts_them_under_one_scheduler(cpu: Plan) -> N
     assert "  --ray auto \\\n" in script
 
 
-def test_the_front_connects_to_the_service_that_kuberay_makes_for_the_head(cpu: Plan) -> None:
+def test_the_front_connects_to_kuberay_s_head_service(cpu: Plan) -> None:
     (container,) = objects(cpu, namespace="llm")["core/deployment.yaml"]["spec"]["template"][
         "spec"
     ]["containers"]
@@ -342,7 +342,7 @@ def test_the_front_connects_to_the_service_that_kuberay_makes_for_the_head(cpu: 
     assert container["command"] == ["bash", "/etc/llmctl/front.sh"]
 
 
-def test_servers_have_a_pod_each_with_room_for_their_processes_and_one_image_for_all(
+def test_servers_have_a_pod_each_and_one_image(
     servers: Plan,
 ) -> None:
     found = objects(servers, replicas=3)
@@ -468,7 +468,7 @@ def test_a_worker_waits_while_an_actor_runs() -> None:
     assert len(slept) == 2
 
 
-def test_the_head_counts_only_connections_of_other_machines_to_its_port() -> None:
+def test_the_head_counts_connections_of_other_machines() -> None:
     open_ = [(6379, "::ffff:10.0.0.3"), (6379, "10.0.0.2"), (6379, "127.0.0.1"), (8265, "10.0.0.9")]
     assert peers(open_, 6379, ["10.0.0.2", "127.0.0.1"]) == {"10.0.0.3"}
 

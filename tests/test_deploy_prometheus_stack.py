@@ -40,7 +40,7 @@ def found(target: str, order: Order) -> list[dict[str, Any]]:
     return [yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")]
 
 
-def test_every_monitor_and_every_rule_has_the_labels_of_the_selectors(
+def test_monitors_and_rules_have_the_selectors_labels(
     objects: list[dict[str, Any]],
 ) -> None:
     kinds = set()
@@ -71,9 +71,7 @@ def test_every_monitor_selects_pods_with_its_port(objects: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_without_a_release_nothing_has_the_label_and_explain_md_says_so(
-    tmp_path: Any, target: str
-) -> None:
+def test_without_a_release_nothing_has_the_label(tmp_path: Any, target: str) -> None:
     order = orders.order(orders.plan(tmp_path))
     for one in found(target, order):
         assert "release" not in one.get("metadata", {}).get("labels", {})

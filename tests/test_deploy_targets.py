@@ -413,7 +413,7 @@ def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
     assert "--schedule-conservativeness 1.0" in script
 
 
-def test_the_threshold_is_the_largest_backlog_that_keeps_the_ttft_target() -> None:
+def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:
     from toolkit.deploy.reckon import MAX_BACKLOG, largest
 
     for most in (0, 1, 2, 3, 7, 8, 100, MAX_BACKLOG - 1, MAX_BACKLOG):
@@ -435,7 +435,7 @@ def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> N
     assert plan.recipe.tune.trace in found.source
 
 
-def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_replaced(
+def test_the_recipe_s_trace_is_the_default(
     gpu: Plan,
 ) -> None:
     def with_trace(name: str) -> Plan:
@@ -448,9 +448,7 @@ def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_repla
     assert default_trace(with_trace("elsewhere/traffic.jsonl").recipe) == "chat-small"
 
 
-def test_the_files_of_a_target_share_one_simulation_of_the_threshold(
-    gpu: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threshold_is_simulated_once(gpu: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(reckon, "_ANSWERS", {})
     monkeypatch.setattr(reckon, "largest", lambda keeps: asked.append(keeps) or 96)
@@ -459,7 +457,7 @@ def test_the_files_of_a_target_share_one_simulation_of_the_threshold(
     assert len(asked) == 1
 
 
-def test_a_target_that_no_request_keeps_has_no_threshold_but_a_reason(gpu: Plan) -> None:
+def test_an_impossible_target_has_no_threshold_but_a_reason(gpu: Plan) -> None:
     recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 1e-6}})
     hopeless = gpu.model_copy(update={"recipe": recipe})
     files = render_target("kubernetes", orders.order(hopeless))
@@ -471,7 +469,7 @@ def test_a_target_that_no_request_keeps_has_no_threshold_but_a_reason(gpu: Plan)
     )
 
 
-def test_there_is_no_threshold_where_all_requests_that_keep_the_target_start_at_once(
+def test_there_is_no_threshold_where_nothing_waits(
     gpu: Plan,
 ) -> None:
     """The second batch of sequences waits for the whole first one."""

@@ -40,7 +40,7 @@ def test_on_a_cpu_the_model_passes_through_and_the_facts_say_so(
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_recipe_that_requires_kernel_injection_is_refused_without_kernels() -> None:
+def test_kernel_injection_is_refused_without_kernels() -> None:
     with pytest.raises(EngineError, match=r"kernel_injection.*cpu"):
         make_engine(tiny.model_spec(), spec_of(kernel_injection=True), tiny.CPU)
 
@@ -63,7 +63,7 @@ def test_kernel_injection_is_tried_in_another_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
-def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() -> None:
+def test_a_worker_process_gives_the_tokens_of_transformers() -> None:
     rows = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24)]
     alone = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
     whole = alone.run_slice(rows, 24, lambda _: True).tokens

@@ -42,7 +42,7 @@ def pair(kind: str) -> ProcessWorkers:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_worker() -> None:
+def test_two_processes_are_one_worker_with_its_tokens() -> None:
     alone = make_engine(tiny.model_spec(), tiny.engine_spec(budget_mib=0.5), tiny.CPU)
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
@@ -127,7 +127,7 @@ def test_a_model_without_a_plan_is_refused_by_name() -> None:
         cut(load_model(tiny.model_spec("gpt2"), tiny.CPU), RankShare(0, 2, ""))
 
 
-def test_heads_that_do_not_divide_evenly_and_unknown_cuts_are_refused() -> None:
+def test_uneven_heads_and_unknown_cuts_are_refused() -> None:
     model = load_model(tiny.model_spec(), tiny.CPU)
     with pytest.raises(
         EngineError,

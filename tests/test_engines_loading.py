@@ -48,7 +48,7 @@ def test_building_a_model_leaves_the_global_random_state_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_the_byte_tokenizer_names_the_special_tokens_where_the_config_does_not() -> None:
+def test_the_byte_tokenizer_names_missing_special_tokens() -> None:
     built = load_config(tiny.model_spec(config=config(eos_token_id=...)))
     assert (built.bos_token_id, built.eos_token_id, built.pad_token_id) == (256, 257, 258)
     assert load_config(tiny.model_spec()).eos_token_id == tiny.EOS_IDS

@@ -80,7 +80,7 @@ def test_fit_writes_and_prints_the_laws_of_rounds_and_swaps(folder, capsys):
     assert "rounds: the held-out" not in captured.err
 
 
-def test_fit_warns_of_rounds_that_no_law_explains_and_applies_max_error(folder, capsys):
+def test_fit_warns_of_rounds_that_no_law_explains(folder, capsys):
     write_file(with_rounds(noise=1.5), "profile.json")
     assert run("fit", "profile.json", "--max-error", "20") == 4
     captured = capsys.readouterr()
@@ -88,7 +88,7 @@ def test_fit_warns_of_rounds_that_no_law_explains_and_applies_max_error(folder, 
     assert "rounds: held-out median error" in captured.err
 
 
-def test_fit_says_of_a_law_that_is_off_which_points_it_misses_and_why(folder, capsys):
+def test_fit_names_the_points_that_a_law_misses(folder, capsys):
     def steps(size: int, length: int) -> float:  # no form of law
         return 0.01 * (1 + (7 * size + 3 * length // 16) % 5)
 

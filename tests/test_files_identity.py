@@ -47,7 +47,7 @@ def test_a_difference_names_both_sides(facts: dict[str, object], said: str):
     assert found(changed(**facts)) == [said]
 
 
-def test_a_patch_release_of_torch_and_another_budget_are_the_same_engine():
+def test_a_patch_release_or_budget_is_the_same_engine():
     assert found(changed(torch="2.13.1+cpu", kv_budget_bytes=1, capacity_tokens=1, threads=4)) == []
 
 
@@ -75,7 +75,7 @@ def test_only_the_model_of_an_analytic_profile_is_compared():
     ]
 
 
-def test_a_foreign_fit_is_refused_in_one_line_with_all_differences():
+def test_a_foreign_fit_is_refused_with_all_differences():
     with pytest.raises(ForeignError, match=r"device A.*float16") as refused:
         refuse_foreign(changed(device="A", dtype="float16"), [identity(HERE)])
     assert "\n" not in refused.value.message

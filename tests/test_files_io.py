@@ -172,7 +172,7 @@ def test_another_profile_is_named(chain: dict[str, Path], tmp_path: Path) -> Non
         read_file(Fit, chain["fit"], inputs={"profile": other})
 
 
-def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(
+def test_a_fit_knows_which_section_of_its_recipe_changed(
     chain: dict[str, Path],
 ) -> None:
     chain["recipe"].write_text(RECIPE.replace("max_model_len: 64", "max_model_len: 63"))
@@ -201,7 +201,7 @@ def test_a_file_without_a_recorded_role_is_stale(chain: dict[str, Path], tmp_pat
 
 
 @pytest.mark.parametrize("model", [Profile, Fit, Tuning])
-def test_sections_that_a_file_depends_on_are_sections_of_a_recipe(
+def test_a_file_depends_on_sections_of_a_recipe(
     model: type[Profile | Fit | Tuning],
 ) -> None:
     assert set(model.recipe_sections) <= Recipe.model_fields.keys()
@@ -296,9 +296,7 @@ def test_invalid_json_is_one_line(tmp_path: Path, content: bytes, said: str) -> 
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**30), 1 << 64])
-def test_a_number_that_nothing_can_be_calculated_with_is_one_line(
-    number: int, tmp_path: Path
-) -> None:
+def test_a_number_beyond_calculation_is_one_line(number: int, tmp_path: Path) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
     text = (tmp_path / "fit.json").read_text()
     capacity = str(samples.fit().engine.capacity_tokens)

@@ -105,7 +105,7 @@ STATIC = [case for case, (name, _) in CASES.items() if not POLICIES[name].contin
 
 
 @given(rows=requests, case=st.sampled_from(STATIC))
-def test_no_batch_is_larger_than_the_memory_of_the_worker_that_gets_it(rows, case):
+def test_no_batch_exceeds_its_worker_s_memory(rows, case):
     name, parameters = CASES[case]
     result = simulate(trace_of(rows), Watch(make_policy(name, parameters)), unequal())
     assert result.served.ok.all()
@@ -152,7 +152,7 @@ def test_the_faster_one_gets_more(case):
     assert counting.rows[0] > 1.5 * counting.rows[1]
 
 
-def test_requests_that_only_the_larger_one_holds_never_go_to_the_smaller():
+def test_large_requests_never_go_to_a_small_worker():
     trace = Trace(np.zeros(6), np.full(6, 200), np.full(6, 20), np.full(6, 20))
     for name in ("slice", "sequence", "past-future", "slice-continuous", "mlfq"):
         result = simulate(trace, make_policy(name, {}), unequal())
@@ -214,7 +214,7 @@ def running(of: Scheduler) -> dict[str, int]:
     return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
 
 
-def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
+def test_other_kinds_take_over_what_they_can_hold():
     tested = scheduler()
     for request in (SHORT, LONG):
         tested.submit(request, 0.0)
@@ -228,7 +228,7 @@ def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_request_that_needs_a_kind_that_does_not_come_back_is_refused_with_the_reason(before):
+def test_a_request_is_refused_if_its_kind_stays_away(before):
     tested = scheduler()
     if before:
         tested.submit(LONG, 0.0)
@@ -264,7 +264,7 @@ def test_rounds_of_a_lost_kind_continue_elsewhere_or_wait():
     assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
 
 
-def test_a_request_that_is_cancelled_while_its_kind_is_lost_is_removed():
+def test_a_request_cancelled_without_its_kind_is_removed():
     tested = scheduler()
     crash(tested, 0)
     tested.submit(LONG, 1.0)
@@ -284,7 +284,7 @@ def test_a_view_groups_the_living_by_kind_the_larger_last():
     assert not View([], world(3).scheduled(), 0.0, history, rng).mixed
 
 
-def test_an_idle_slow_worker_is_not_given_what_a_fast_one_will_have_done_sooner():
+def test_an_idle_slow_worker_waits_if_a_fast_one_is_sooner():
     fast = WithOverhead(LAW, 0.0, 1.0)
     slow = WithOverhead(LAW, 0.0, 50.0)
     workers = [Worker(0, fast, ZetaMemory(LARGE)), Worker(1, slow, ZetaMemory(LARGE))]
@@ -330,7 +330,7 @@ def test_a_fleet_of_servers_of_one_kind_is_its_replicas(name, shares):
     assert sum(len(part.served) for part in actual.kinds) == len(trace)
 
 
-def test_the_law_gives_the_slow_one_less_and_beats_turns_that_are_alike():
+def test_the_law_gives_the_slow_one_less_and_beats_turns():
     trace = made_up(2, 300, gap_s=0.006)
     unlike = servers((1, 1.0, 60), (1, 4.0, 60))
     found = {
@@ -374,7 +374,7 @@ def test_a_request_that_one_kind_can_never_serve_is_refused():
     assert says(refused.reason, "158", "120")
 
 
-def test_of_many_unlike_replicas_the_law_weighs_some_of_each_kind():
+def test_the_law_weighs_some_replicas_of_each_kind():
     traits = weighed(
         [
             ReplicaTraits(10_000, 2048, 64, PassTimes(PAGED_LAW.times(slower)), kind)

@@ -81,7 +81,7 @@ def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
-def test_an_allowed_broken_limit_is_a_warning_and_stays_in_the_plan(
+def test_an_allowed_broken_limit_stays_in_the_plan(
     allowed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("render", *GIVEN, allowed) == 0
@@ -232,7 +232,7 @@ def test_the_report_shows_broken_limits_and_recommends_nothing() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_without_a_tuning_nothing_is_predicted_and_nothing_refused() -> None:
+def test_without_a_tuning_nothing_is_refused() -> None:
     assert llmctl("render", *GIVEN[:3]) == 0
     plan = read_file(Plan, "plan.json")
     assert plan.limits == recipe_limits(plan.recipe)
@@ -252,7 +252,7 @@ def test_settings_of_the_user_have_no_prediction() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_the_tuning_s_settings_keep_their_prediction_when_given_by_the_user(
+def test_the_tuning_s_settings_by_hand_keep_their_prediction(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     same = [f"--set={name}={value}" for name, value in outcome(66).parameters.items()]
@@ -264,7 +264,7 @@ def test_the_tuning_s_settings_keep_their_prediction_when_given_by_the_user(
     assert plan.explained["slice_tokens"].source == "set by --set"
 
 
-def test_a_tuning_that_keeps_the_defaults_is_judged_by_the_defaults(files: Path) -> None:
+def test_kept_defaults_are_what_is_judged(files: Path) -> None:
     write_tuning(31.7, keep_defaults=True)
     assert llmctl("render", *GIVEN) == 2
     write_tuning(1.8, keep_defaults=True)

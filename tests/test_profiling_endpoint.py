@@ -109,13 +109,13 @@ def test_a_refused_key_names_the_variable_of_the_engine_key(status: int):
     assert says(error.value.hint, "LLMCTL_ENGINE_API_KEY")
 
 
-def test_a_key_in_the_address_is_refused_with_the_variable_of_the_engine_key():
+def test_a_key_in_the_address_is_refused():
     with pytest.raises(ValueError, match="LLMCTL_ENGINE_API_KEY") as error:
         recipe_for("http://user:canary@127.0.0.1:1")
     assert "canary" not in str(error.value).partition("input_value")[0]
 
 
-def test_an_output_of_another_length_fails_the_point_and_says_why():
+def test_an_output_of_another_length_fails_the_point():
     def ends_early(body: dict) -> bytes:
         if "ignore_eos" in body:
             return whole({"message": "unexpected field"}, 400)
@@ -155,7 +155,7 @@ def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> li
     ]
 
 
-def test_each_prompt_is_sent_twice_to_see_what_a_prefix_cache_saves():
+def test_each_prompt_is_sent_twice_to_see_the_prefix_cache():
     seen: list[object] = []
 
     def keeps_prompts(body: dict) -> bytes:
@@ -180,7 +180,7 @@ def test_each_prompt_is_sent_twice_to_see_what_a_prefix_cache_saves():
     assert min(min(one.new_s) for one in found) > 0.0
 
 
-def test_a_server_that_does_not_say_what_it_cached_still_has_times():
+def test_a_server_silent_about_its_cache_still_has_times():
     with sse_server() as stub:
         bench = EndpointBench(recipe_for(stub.url))
         (found,) = bench.time_hits([8])
@@ -236,7 +236,7 @@ def test_points_fail_with_the_reason_until_the_profile_ends():
         bench.stop()
 
 
-def test_an_unknown_capacity_is_an_error_that_names_the_recipe_keys():
+def test_an_unknown_capacity_names_the_recipe_keys():
     with (
         sse_server() as stub,
         pytest.raises(InputError, match="KV cache") as error,
@@ -265,7 +265,7 @@ def test_the_capacity_is_read_from_the_metrics_of_known_servers(metric: Metric, 
     assert kv_tokens([metric]) == tokens
 
 
-def test_only_servers_have_an_address_and_one_replica_is_measured():
+def test_only_servers_have_an_address():
     with pytest.raises(ValueError, match=r"engine\.url"):
         samples.recipe(engine={"name": "openai"}, workers=1)
     with pytest.raises(ValueError, match="for engine 'openai'"):

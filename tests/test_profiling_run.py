@@ -209,7 +209,7 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_resumes_and_measures_nothing_twice(source):
+def test_an_interrupted_profile_measures_nothing_twice(source):
     first = Watching(until=30)
     second = Watching()
     with pytest.raises(KeyboardInterrupt):

@@ -138,9 +138,7 @@ def test_set_wins_over_the_recipe(policy: str, data: st.DataObject) -> None:
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
-    policy: str, data: st.DataObject
-) -> None:
+def test_a_tuning_is_the_source_of_what_it_varied(policy: str, data: st.DataObject) -> None:
     """The trials begin with the recipe's settings; the search moves some parameters, and may come
     back to a value.
     """
@@ -172,7 +170,7 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
 @pytest.mark.parametrize(
     "policy", [name for name in SERVED if name not in ("slice", VllmPolicy.name)]
 )
-def test_a_parameter_of_the_same_name_of_another_policy_is_not_the_tuned_one(policy: str) -> None:
+def test_another_policy_s_parameter_is_not_the_tuned_one(policy: str) -> None:
     """Only trials of the recommended policy say what its search moved."""
     recipe = recipe_of("slice", {"slice_tokens": 128, "memory_reserve": 0.3})
     plain = defaults(KNOWN[policy])
@@ -202,9 +200,7 @@ def test_a_recipe_without_a_policy_is_not_named_as_its_source() -> None:
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_settings_of_serve_are_named_as_such_and_have_no_prediction(
-    policy: str, data: st.DataObject
-) -> None:
+def test_settings_of_serve_have_no_prediction(policy: str, data: st.DataObject) -> None:
     own = data.draw(some(policy))
     by_hand = data.draw(some(policy))
     recipe = recipe_of(policy, own)

@@ -26,7 +26,7 @@ def started(path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return sys.stdout
 
 
-def test_a_run_leaves_its_tables_its_lines_its_command_its_machine_and_its_date(
+def test_a_run_leaves_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = started(tmp_path / "out.json", monkeypatch)

@@ -209,7 +209,7 @@ def test_the_attainment_is_a_limit_where_the_recipe_has_one(
     assert row[1:3] == ["at least 99 %", Judged(f"{surely} %", kept)]
 
 
-def test_measured_values_are_shown_beside_predicted_ones_and_judged(folder: Path):
+def test_measured_values_are_shown_and_judged(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "bench.json", 3.01, ttft_p99_s=1.6, e2e_p95_s=7.0, goodput_rps=2.9)
     text = text_of(verdict_of(folder))
@@ -227,7 +227,7 @@ def test_measured_values_are_shown_beside_predicted_ones_and_judged(folder: Path
     ("requests", "told"),
     [(27, "measurement broke TTFT p99 (validation.json)"), (90, "as predicted")],
 )
-def test_a_validation_of_the_plan_at_its_rate_also_judges_the_targets(folder: Path, requests, told):
+def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder: Path, requests, told):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     old = read_file(Validation, folder / "validation.json")
     late = MetricError(
@@ -252,7 +252,7 @@ def test_a_bench_at_another_rate_does_not_judge_the_targets(folder: Path):
     assert says(page, "3.00")
 
 
-def test_benches_are_found_by_content_and_those_of_the_plan_come_first(folder: Path):
+def test_benches_are_found_and_the_plan_s_come_first(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     shutil.copy(folder / "plan.json", folder / "other-plan.json")
     with (folder / "other-plan.json").open("a") as file:
@@ -303,7 +303,7 @@ def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
     assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
 
 
-def test_a_plan_with_other_settings_has_no_prediction_of_the_tuning(folder: Path):
+def test_other_settings_have_no_prediction_of_the_tuning(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     recipe = read_file(Plan, folder / "plan.json").recipe
     fit = read_file(Fit, folder / "fit.json")

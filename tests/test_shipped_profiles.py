@@ -67,7 +67,7 @@ def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped_recipes().glob("*.yaml")))
 @pytest.mark.parametrize("trace", ["chat-small", "bursty-small"])
-def test_shipped_traces_have_windows_for_every_recipe_at_any_rate(name: str, trace: str) -> None:
+def test_shipped_traces_have_windows_at_any_rate(name: str, trace: str) -> None:
     spec = load_recipe(recipe_path(name)).tune
     whole = read_trace(trace_path(trace))[0]
     for rate in (0.5, 5.0, 50.0, 500.0):

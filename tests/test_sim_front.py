@@ -14,7 +14,7 @@ from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 
 
-def test_clients_see_tokens_later_and_the_scheduler_decides_the_same():
+def test_the_front_s_delay_changes_no_decision():
     k = np.arange(30)
     trace = Trace(k * 0.01, 10 + k, 1 + k, np.zeros(30, dtype=np.int64))
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
@@ -68,7 +68,7 @@ def crowd(count: int) -> Trace:
     )
 
 
-def test_a_crowd_makes_slices_longer_while_it_arrives_and_not_later():
+def test_a_crowd_makes_slices_longer_while_it_arrives():
     """One worker, one slice after the other: the slices that run during the arrivals pay their
     cost once, later slices pay nothing.
     """

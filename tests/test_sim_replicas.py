@@ -66,7 +66,7 @@ def test_round_robin_is_what_dealing_in_turn_is(ahead: bool, shares: bool, worke
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_without_drain_it_stops_when_the_last_request_is_admitted(ahead: bool) -> None:
+def test_without_drain_it_stops_at_the_last_admission(ahead: bool) -> None:
     there = world(PagedEngine(LAW, 30, 4, ahead), drain=False)
     trace = made_up(3)
     routed = simulate(trace, POLICY, replace(there, routing=Routing()))
@@ -223,7 +223,7 @@ def test_a_replica_that_drains_loses_nothing_and_gets_nothing() -> None:
     assert "moved_requests" not in found.counters
 
 
-def test_with_all_replicas_away_requests_are_refused_and_those_under_way_wait() -> None:
+def test_with_all_replicas_away_requests_are_refused() -> None:
     trace = trace_of([(0.0, 20, 40), (0.0, 20, 40), (0.0, 20, 40), (0.1, 20, 4), (5.0, 20, 4)])
     away = outages_of(*({"replica": k, "from_s": 0.05, "to_s": 2.0} for k in range(3)))
     found = failing(trace, away, PagedEngine(LAW, 60, 4))
@@ -306,7 +306,7 @@ class Counted(PassTimes):
         return super().pass_s(decodes, decode_cached, chunks, new_tokens, attended)
 
 
-def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt() -> None:
+def test_the_law_finds_the_replica_with_the_prompt() -> None:
     laws = [Counted(LAW) for _ in range(64)]
     traits = [ReplicaTraits(10_000, 2048, 64, law) for law in laws]
     balancer = Balancer(make_router("by-law", {}), traits, block_tokens=4)
@@ -320,7 +320,7 @@ def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt()
 
 
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])
-def test_a_front_that_refuses_by_its_forecast_has_more_goodput_in_an_overload(name: str) -> None:
+def test_refusing_by_forecast_raises_goodput_in_an_overload(name: str) -> None:
     sla = {"ttft_p99_s": 0.4}
     there = world(PagedEngine(LAW, 60, 4), 3)
     found = {}

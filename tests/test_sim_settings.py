@@ -113,7 +113,7 @@ def test_an_impossible_setting_is_named(given: dict[str, float], message: str) -
         make_world(None, given)
 
 
-def test_the_token_step_world_has_the_artifacts_parameters_by_default() -> None:
+def test_the_token_step_world_has_the_artifact_s_defaults() -> None:
     assert policy_for(None, "past-future", {}).initial_count == 500
     assert not policy_for(None, "past-future", {"overfill": False}).overfill
     assert not policy_for(samples.fit(), "past-future", {}).overfill
@@ -189,7 +189,7 @@ def test_every_policy_has_every_metric(policy: str) -> None:
     assert metrics["consumed_memory_percent"] <= metrics["peak_memory_percent"]
 
 
-def test_a_static_batch_holds_its_padding_and_grows_to_its_longest_output() -> None:
+def test_a_static_batch_holds_its_padding() -> None:
     world = make_world(samples.fit(capacity_tokens=1000, zeta_std=0.0), {}, workers=1)
     counters = simulate(trace_of([100, 60], [3, 2]), make_policy("sequence", {}), world).counters
     assert counters["decoding_steps"] == 3

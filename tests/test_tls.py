@@ -201,7 +201,7 @@ def test_an_upstream_that_is_not_believed_is_one_line(tmp_path: Path, ours, othe
     assert (code, "shows no certificate" in err) == (2, True)
 
 
-def test_a_certificate_that_went_bad_is_told_to_clients_without_an_address(ours):
+def test_a_bad_upstream_certificate_is_told_to_clients(ours):
     async def ask(url: str) -> str:
         async with Upstream(url, 5.0) as upstream:
             with pytest.raises(UpstreamError) as caught:

@@ -87,7 +87,7 @@ def body(**more) -> dict:
     return {"model": "tiny", "prompt": TEXT, "max_tokens": 9} | more
 
 
-def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Path):
+def test_a_stream_is_counted_by_a_hidden_usage(tmp_path: Path):
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post(
             "/v1/completions", json=body(stream=True), headers={"authorization": f"Bearer {SECRET}"}
@@ -116,7 +116,7 @@ def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Pat
     }
 
 
-def test_a_client_that_asks_for_usage_gets_it_and_its_body_is_not_touched(tmp_path: Path):
+def test_a_client_that_asks_for_usage_gets_it(tmp_path: Path):
     asked = (
         b'{ "stream":true, "prompt":"x","stream_options": {"include_usage":true, "other": '
         b'1},"prompt2":1}'
@@ -206,7 +206,7 @@ def test_errors_of_the_server_pass_and_are_said(tmp_path: Path):
     assert [row["status"] for row in rows(tmp_path / "log")] == ["HTTP 429"]
 
 
-def test_a_server_that_does_not_know_stream_options_is_asked_again_without(tmp_path: Path):
+def test_a_server_is_asked_again_without_stream_options(tmp_path: Path):
     def reply(asked: dict) -> bytes:
         return (
             whole({"error": "unknown field"}, 400) if "stream_options" in asked else answer(asked)

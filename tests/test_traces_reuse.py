@@ -148,7 +148,7 @@ def test_scaled_turns_hold_the_turn_before_and_its_answer(news, outputs, divisor
     )
 
 
-def test_sessions_are_divided_by_one_factor_and_clipped_turns_start_anew():
+def test_sessions_are_divided_by_one_factor():
     lengths = [100, 100, 150, 900, 160]
     outputs = [50, 50, 50, 50, 50]
     trace = trace_of(4, lengths, [[]] * 5, TURNS, outputs)
@@ -173,7 +173,7 @@ def test_a_window_cuts_sessions_and_says_what_a_cold_cache_costs():
     assert len(cut(trace, 0.0, 9.0).notes) == 1
 
 
-def test_drawn_times_keep_turns_as_long_after_their_first_as_they_were():
+def test_drawn_times_keep_the_gaps_within_sessions():
     trace = replace(trace_of(4, [1] * 5, [[]] * 5, TURNS), arrival_s=np.array([0, 0, 3, 4, 9.0]))
     drawn = draw_arrivals(trace, Arrivals(0.01), seed=3)
     first = drawn.sessions.first

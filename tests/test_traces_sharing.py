@@ -25,7 +25,7 @@ def blocks(trace) -> list[list[int]]:
     return [trace.shared.of(place).tolist() for place in range(len(trace))]
 
 
-def test_mooncakes_hash_ids_are_read_in_blocks_of_512_tokens_and_sorted(tmp_path):
+def test_mooncakes_hash_ids_are_blocks_of_512_tokens(tmp_path):
     rows = [row(9, 1000, hash_ids=[1, 3]), row(4, 513, hash_ids=[1, 2]), row(7, 10)]
     trace, report = read_trace(file_of(tmp_path, rows))
     assert trace.shared.block_tokens == 512
@@ -55,7 +55,7 @@ def test_mooncakes_hash_ids_are_read_in_blocks_of_512_tokens_and_sorted(tmp_path
         (row(1, 1500, hash_ids=[7, 7, 7]), "(row 2: 7 stands after 7, and first in row 2)"),
     ],
 )
-def test_blocks_that_cannot_be_are_named_and_the_row_shares_nothing(tmp_path, bad, said):
+def test_a_row_with_impossible_blocks_shares_nothing(tmp_path, bad, said):
     rows = [row(0, 1500, hash_ids=[1, 2, 3]), bad, row(2, 1500, hash_ids=[1, 2, 3])]
     trace, report = read_trace(file_of(tmp_path, rows))
     assert blocks(trace) == [[1, 2, 3], [], [1, 2, 3]]
@@ -111,7 +111,7 @@ def test_turns_that_cannot_follow_are_named_and_start_anew(tmp_path, place, chan
     assert (trace.sessions.previous >= 0).sum() == (1 if place == 2 and "status" in change else 2)
 
 
-def test_a_turn_with_other_blocks_than_the_turn_before_starts_anew(tmp_path):
+def test_a_turn_with_other_blocks_starts_anew(tmp_path):
     rows = [
         row(0, 10, block_tokens=4, hash_ids=[1, 2, 3], session=1),
         row(1, 16, block_tokens=4, hash_ids=[1, 2, 7, 8], session=1),  # only whole blocks count
@@ -178,7 +178,7 @@ def test_aiperfs_turns_get_the_prompts_that_they_add_to(tmp_path):
     assert min(third) >= 0
 
 
-def test_a_turn_of_aiperfs_that_holds_its_whole_prompt_is_not_added_to(tmp_path):
+def test_a_whole_prompt_of_aiperf_is_not_added_to(tmp_path):
     mode = {"context_mode": "message_array_with_responses"}
     rows = [
         aiperf("a", 600, 20, [0, 1], timestamp=0, **mode),

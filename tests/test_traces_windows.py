@@ -107,7 +107,7 @@ def test_the_busiest_stretch_is_searched(rates, search, held_out, seed):
     assert busiest >= max((len(window.trace) for window in held), default=0)
 
 
-def test_the_windows_cover_the_quantiles_of_the_load_and_the_roles_alternate():
+def test_windows_cover_the_quantiles_of_the_load():
     """Load rises with time: of 20 stretches the last is the busiest."""
     searched, held = split_windows(STEADY, 5, 2, 2, seed=3)
     by_load = sorted([*searched, *held], key=tokens, reverse=True)
@@ -170,14 +170,14 @@ def test_windows_depend_on_the_seed_alone():
     assert first != other
 
 
-def test_a_trace_that_is_too_short_says_how_long_it_is_and_what_would_fit():
+def test_a_short_trace_says_what_would_fit():
     with pytest.raises(InputError) as caught:
         split_windows(STEADY, 30, 2, 2)
     assert says(caught.value.message, "t.csv", "100 s", "2 + 2", "30 s")
     assert says(caught.value.hint, "25 s", "3 windows")
 
 
-def test_a_window_without_requests_is_an_input_error_that_counts_them():
+def test_an_empty_window_is_an_input_error():
     with pytest.raises(InputError) as caught:
         split_windows(trace_of([0, 1, 100]), 10, 2, 2, seed=0)
     assert caught.value.message.startswith("t.csv: no request arrives in ")

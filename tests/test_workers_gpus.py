@@ -52,7 +52,7 @@ def test_each_worker_has_its_own_gpus(
         ([1, 1, 1], ["0"], [("0", 3), ("0", 3), ("0", 3)]),
     ],
 )
-def test_gpus_are_shared_only_if_the_recipe_says_so_and_then_divided(
+def test_gpus_are_shared_only_if_the_recipe_says_so(
     sizes: list[int], visible: list[str], expected: list[tuple[str, int]]
 ):
     with pytest.raises(EngineError) as refused:
@@ -70,7 +70,7 @@ def test_gpus_are_shared_only_if_the_recipe_says_so_and_then_divided(
         assert part == pytest.approx(0.9 / share.workers)
 
 
-def test_workers_of_a_pool_are_refused_gpus_that_they_would_have_to_share(
+def test_a_pool_refuses_to_share_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -104,7 +104,7 @@ def test_the_environment_takes_precedence_over_the_driver(
     assert visible_gpus() == []
 
 
-def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(machine: Path):
+def test_device_files_count_where_the_driver_is_hidden(machine: Path):
     for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (machine / "dev" / name).touch()
     assert visible_gpus() == ["0", "1", "2"]
@@ -119,7 +119,7 @@ def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(machine: P
         ("cpu", {}, None),
     ],
 )
-def test_cuda_s_allocator_is_set_before_torch_starts_unless_it_is_set_already(
+def test_cuda_s_allocator_is_set_before_torch_starts(
     device: str, own: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ALLOCATOR_VARIABLES:
@@ -216,7 +216,7 @@ def test_profile_checks_for_a_gpu_first(
     assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_profile_refuses_workers_that_would_share_gpus_before_it_measures(
+def test_profile_refuses_to_share_gpus_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

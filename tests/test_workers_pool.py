@@ -198,7 +198,7 @@ def test_the_pool_runs_on_uvloop() -> None:
         runner.run(main())
 
 
-def test_a_worker_killed_in_a_batch_keeps_its_reported_tokens_and_restarts() -> None:
+def test_a_killed_worker_keeps_its_reported_tokens() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         first_pid = workers.pid(0)
         workers.run(0, RunSlice(5, STUCK, 40))
@@ -250,7 +250,7 @@ def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
     with_workers(scenario)
 
 
-def test_running_out_of_memory_fails_the_batch_and_keeps_the_process() -> None:
+def test_running_out_of_memory_keeps_the_process() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         pid = workers.pid(0)
         workers.run(0, RunSlice(1, [Row(str(index), (1,) * 60, 0, 30) for index in range(20)], 30))
@@ -409,7 +409,7 @@ def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
     asyncio.run(main())
 
 
-def test_while_one_worker_runs_the_other_is_restarted_without_limit() -> None:
+def test_beside_a_running_worker_restarts_have_no_limit() -> None:
     async def main() -> None:
         pool = ManualPool(2)
         events = Events()
@@ -510,7 +510,7 @@ def test_a_worker_without_a_first_sign_of_life_is_killed() -> None:
     supervised(scenario)
 
 
-def test_a_load_that_does_not_end_is_killed_despite_signs_of_life() -> None:
+def test_an_endless_load_is_killed_despite_signs_of_life() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         body = await loading_again(pool)
         for _ in range(29):
@@ -556,7 +556,7 @@ def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
     supervised(scenario, size=2)
 
 
-def test_a_worker_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed() -> None:
+def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
         silence.after(25.0)
@@ -657,7 +657,7 @@ asyncio.run(main())
 """
 
 
-def test_a_worker_stopped_before_its_code_runs_ends_with_its_front() -> None:
+def test_a_worker_stopped_early_ends_with_its_front() -> None:
     command = [sys.executable, "-c", STOPPED_AT_START, str(Path(__file__).parent)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     pid = int(front.stdout)
@@ -684,7 +684,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_profiled_engine_ends_with_the_profiler_even_if_stopped(
+def test_a_stopped_engine_ends_with_the_profiler(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
@@ -772,7 +772,7 @@ def test_a_round_ends_soon_after_it_is_interrupted() -> None:
     with_workers(scenario, slow_workers())
 
 
-def test_a_round_out_of_memory_names_the_dropped_rows_and_a_crashed_one_has_no_output() -> None:
+def test_a_round_out_of_memory_names_the_dropped_rows() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, RunRound(1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1))))
         (done,) = await events.until(RoundDone)
