@@ -118,7 +118,7 @@ def test_pods_of_one_kind_go_to_different_nodes(plans: dict[str, Plan], world: s
         assert wanted.items() <= template["metadata"]["labels"].items()
 
 
-def test_several_fronts_have_a_budget_and_explain_md_says_what_they_share(
+def test_several_fronts_have_a_budget(
     plans: dict[str, Plan],
 ) -> None:
     order = order_of(plans, "replicas", fronts=3)
@@ -178,7 +178,7 @@ def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: 
         assert key in explained
 
 
-def test_behind_a_gateway_the_proxy_is_one_client_and_has_no_share(
+def test_behind_a_gateway_the_proxy_is_one_client(
     plans: dict[str, Plan],
 ) -> None:
     for world in ("kubernetes", "replicas"):

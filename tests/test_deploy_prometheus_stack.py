@@ -39,7 +39,7 @@ def found(order: Order) -> list[dict[str, Any]]:
     return [yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")]
 
 
-def test_every_monitor_and_every_rule_has_the_labels_of_the_selectors(
+def test_monitors_and_rules_have_the_selectors_labels(
     objects: list[dict[str, Any]],
 ) -> None:
     kinds = set()

@@ -76,7 +76,7 @@ def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> Non
     assert lines == []
 
 
-def test_without_a_prefix_the_files_stay_where_they_were_rendered(tmp_path: Path) -> None:
+def test_without_a_prefix_files_stay_in_place(tmp_path: Path) -> None:
     order = orders.order(orders.plan(tmp_path), folder=HERE)
     unit = render_target("systemd", order)[f"{order.name}.service"]
     assert f"LoadCredential=plan.json:{HERE}/plan.json" in unit

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 from pydantic import BaseModel
+from said import says
 from transformers import AutoModelForCausalLM
 
 from toolkit.cli.arguments import open_recipe
@@ -53,10 +54,7 @@ def test_a_former_name_leads_to_the_new_one() -> None:
     for find in (recipe_path, fit_path):
         with pytest.raises(InputError) as caught:
             find("qwen3-8b-h200-vllm")
-        assert (
-            caught.value.hint
-            == "it is called 'qwen3-8b-h200' now: bare names are the recipes for vLLM"
-        )
+        assert says(caught.value.hint, "'qwen3-8b-h200'")
 
 
 def test_siblings_serve_the_same_model_on_the_same_gpu_with_another_engine() -> None:
@@ -125,7 +123,7 @@ def test_a_recipe_for_vllm_has_that_engine(monkeypatch: pytest.MonkeyPatch) -> N
         for check in check_recipe(open_recipe(shipped_recipes() / "tiny-llama-vllm.yaml"), CPU_ONLY)
     }
     assert found["engine"].status == "missing"
-    assert found["engine"].found.startswith("/nowhere/python: cannot be run")
+    assert says(found["engine"].found, "/nowhere/python")
     assert "pip install 'vllm" in found["engine"].remedy
 
 
@@ -133,7 +131,7 @@ def test_a_recipe_for_vllm_has_that_engine(monkeypatch: pytest.MonkeyPatch) -> N
 def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
     path = shipped_recipes() / "llama-2-7b-a100-80gb.yaml"
     found = {check.name: check.found for check in check_recipe(open_recipe(path), CPU_ONLY)}
-    assert "120,092 tokens, 29 rows of 4,096" in found["memory"]
+    assert says(found["memory"], "120,092", "29", "4,096")
 
 
 def test_the_schema_file_is_current() -> None:

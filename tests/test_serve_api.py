@@ -286,7 +286,7 @@ def test_a_request_that_can_never_fit_is_refused(stream: bool):
             assert response.status_code == 503
             assert response.headers["x-should-retry"] == "false"
             error = response.json()
-        assert error["error"]["message"] == "the request failed: ran out of memory alone, twice"
+        assert "out of memory" in error["error"]["message"]
         assert error["error"]["type"] == "server_error"
 
     ask(test, workers=HandWorkers())

@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from benchmarks.common.serving import HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
@@ -225,7 +226,7 @@ def test_an_unknown_model_is_refused(path: str, body: dict):
 def test_a_body_that_says_it_is_too_large_is_refused_unread():
     response = send("POST", COMPLETIONS, content=b"", headers={**JSON, "content-length": "20001"})
     assert response.status_code == 413
-    assert error(response)["message"] == "the body is larger than 20000 bytes"
+    assert says(error(response)["message"], "20000")
 
 
 def test_a_body_is_refused_once_it_is_too_large():
@@ -373,7 +374,6 @@ NAMES = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_no_field_gives_a_server_error(fields: dict):
     async def run() -> None:

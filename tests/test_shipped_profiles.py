@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
+from said import says
 
 from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.errors import InputError
@@ -66,7 +67,7 @@ def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped_recipes().glob("*.yaml")))
 @pytest.mark.parametrize("trace", ["chat-small", "bursty-small"])
-def test_shipped_traces_have_windows_for_every_recipe_at_any_rate(name: str, trace: str) -> None:
+def test_shipped_traces_have_windows_at_any_rate(name: str, trace: str) -> None:
     spec = load_recipe(recipe_path(name)).tune
     whole = read_trace(trace_path(trace))[0]
     for rate in (0.5, 5.0, 50.0, 500.0):
@@ -105,11 +106,9 @@ def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(
-        InputError, match="no such file, and no shipped fit has that name"
-    ) as caught:
+    with pytest.raises(InputError, match="no shipped fit") as caught:
         fit_path("llama-3.1-8b-h20")
-    assert caught.value.hint == "did you mean 'llama-3.1-8b-h200'?"
+    assert says(caught.value.hint, "'llama-3.1-8b-h200'")
     assert shipped_fit("../recipes") is None
 
 
