@@ -247,8 +247,7 @@ def test_a_coding_agents_session_is_read_with_its_subagents(tmp_path):
     assert len(set(last)) == len(last)
     notes = " ".join(trace.notes)
     assert "no chain (row 6: 9 stands" not in notes
-    assert says(" ".join(notes), "1 with hash_ids", "row 6", "row 1")
-    assert says(" ".join(notes), "2", "row 6")
+    assert says(notes, "64 tokens", "1 row", "5 turns", "2 rows", "row 6")
 
 
 def test_ids_of_two_agents_are_different_unless_they_are_global(tmp_path):

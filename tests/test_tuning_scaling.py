@@ -127,9 +127,9 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     fit = ["--fit", "fit.json"]
     assert llmctl("tune", "recipe.yaml", *fit, "--trace", "trace.jsonl", "--jobs", "1") == 0
     out, err = capsys.readouterr()
-    assert says(err.splitlines()[0], "8.5")
+    assert says(err.splitlines()[0], "8.581")
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
-    assert says(verdict, "8.5")
+    assert says(verdict, "8.581")
     cuts = (
         "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in "
         "the recipe"
