@@ -6,7 +6,8 @@ Three parts: bodies of requests with odd fields and torn bytes; a replica that a
 probes and readers of metrics with hostile bytes, beside a good one; and replicas that end and start
 again under streams, each of which must be the undisturbed answer. All the time /health is asked. No
 answer may be a 5xx that is not meant, no stream may differ, and at the end every task of the front
-must run, as its metrics say. The front has a process of its own; clients and replicas share one.
+must run, as its metrics say. The front has a process of its own, and so has what asks /health;
+clients and replicas share one.
 
 Takes five minutes on one core. Needs no model and no GPU.
 """
@@ -18,7 +19,6 @@ import gc
 import json
 import multiprocessing
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import httpx
@@ -206,6 +207,16 @@ class Front:
             up = sum(each["state"] == "up" for each in listed)
 
 
+def start(work: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A process of this module's `work`, which gets one end of a pipe last; and the other end."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 async def serve_front(urls: list[str], parent: Connection, *, asks_often: bool) -> None:
     """Serve a front before these replicas, until the parent closes its end."""
     if asks_often:
@@ -231,7 +242,7 @@ async def serve_front(urls: list[str], parent: Connection, *, asks_often: bool) 
         await server.stop(1)
 
 
-def front_process(urls: list[str], parent: Connection, asks_often: bool) -> None:
+def front_process(urls: list[str], asks_often: bool, parent: Connection) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_front(urls, parent, asks_often=asks_often))
 
@@ -241,12 +252,7 @@ async def front_before(*servers: StandIn, asks_often: bool = False) -> AsyncIter
     """A front before these replicas, which run in this process."""
     for server in servers:
         await server.start()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    urls = [server.url for server in servers]
-    process = context.Process(target=front_process, args=(urls, theirs, asks_often), daemon=True)
-    process.start()
-    theirs.close()
+    process, ours = start(front_process, [server.url for server in servers], asks_often)
     base_url = await asyncio.to_thread(ours.recv)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
@@ -261,26 +267,22 @@ async def front_before(*servers: StandIn, asks_often: bool = False) -> AsyncIter
         server.kill()
 
 
-class HealthWatch(threading.Thread):
-    """Asks /health again and again, in a thread, which the clients' loop does not delay."""
-
-    def __init__(self, base_url: httpx.URL, found: Found) -> None:
-        super().__init__(daemon=True)
-        self._address = base_url.host, base_url.port or 80
-        self._found = found
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        connection = HTTPConnection(*self._address, timeout=60)
-        while not self.over.wait(HEALTH_EVERY_S):
-            begin_s = time.perf_counter()
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            answer.read()
-            self._found.health_s.append(time.perf_counter() - begin_s)
-            if answer.status != 200:
-                self._found.complain(f"/health answered {answer.status}")
-        connection.close()
+def watch_health(host: str, port: int, parent: Connection) -> None:
+    """Ask /health again and again, in a process that nothing else delays, until the parent says
+    that it is over; then tell it the seconds of each answer, and how many were no 200.
+    """
+    connection = HTTPConnection(host, port, timeout=60)
+    times_s = []
+    wrong = 0
+    parent.send("ready")
+    while not parent.poll(HEALTH_EVERY_S):
+        begin_s = time.perf_counter()
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        times_s.append(time.perf_counter() - begin_s)
+        wrong += answer.status != 200
+    parent.send((times_s, wrong))
 
 
 async def in_parallel(
@@ -293,11 +295,15 @@ async def in_parallel(
         for number in numbers:
             await ask(number)
 
-    watch = HealthWatch(front.http.base_url, found)
-    watch.start()
+    base_url = front.http.base_url
+    process, ours = start(watch_health, base_url.host, base_url.port or 80)
+    await asyncio.to_thread(ours.recv)
     await asyncio.gather(*(client() for _ in range(clients)))
-    watch.over.set()
-    await asyncio.to_thread(watch.join)
+    ours.send("over")
+    found.health_s, wrong = await asyncio.to_thread(ours.recv)
+    await asyncio.to_thread(process.join)
+    if wrong:
+        found.complain(f"/health answered no 200 {wrong} times")
 
 
 async def check_tasks(front: Front, found: Found) -> None:
