@@ -4,6 +4,8 @@ import asyncio
 import json
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,6 +110,42 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
     assert kinds.count("route") == 3
     logged = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     assert [each["output_length"] for each in logged] == [30, 30]
+
+
+def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
+    """26 clients at once, and idle connections to six replicas, in a process of 180 descriptors."""
+    servers = [StandIn(first_s=0.05) for _ in range(6)]
+
+    async def ask_all(base: str) -> list[int]:
+        limits = httpx.Limits(max_connections=26)
+        statuses = []
+        async with httpx.AsyncClient(base_url=base, limits=limits, timeout=30) as http:
+            for session in range(24):  # each goes to one replica
+                named = {"x-session-id": str(session)}
+                asking = [http.post("/v1/completions", json=BODY, headers=named) for _ in range(26)]
+                statuses += [answer.status_code for answer in await asyncio.gather(*asking)]
+        return statuses
+
+    with standins(*servers):
+        words = [word for each in servers for word in ("--replica", each.url)]
+        words += ["--served-model-name", MODEL, "--router", "session-hash"]
+        command = [sys.executable, "-m", "toolkit", "serve", str(plan_for(tmp_path))]
+        command += ["--port", "0", "--json", *words]
+        limited = ["sh", "-c", 'ulimit -n 180; exec "$@"', "sh", *command]
+        with subprocess.Popen(
+            limited, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as server:
+            assert server.stdout is not None
+            ready = json.loads(server.stdout.readline())
+            up = 0
+            while up < len(servers):
+                listed = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+                up = sum(each["state"] == "up" for each in listed)
+            statuses = asyncio.run(ask_all(ready["url"]))
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=30)
+    assert sum(bool(each.served.total()) for each in servers) >= 5
+    assert set(statuses) == {200}
 
 
 def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tmp_path: Path):
