@@ -68,7 +68,8 @@ docs: $(STAMP)  ## the site, in build/site: offline, and a broken link is an err
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference --check
 	LLMCTL_COMPILED=0 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
-reference: $(STAMP)  ## make the pages of docs/reference that follow from the code, and pictures, again
+reference: $(STAMP)  ## make the recipes, pages and pictures that follow from the code again
+	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_recipes
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference
 	$(BIN)/python -m docs.make_pictures
 
