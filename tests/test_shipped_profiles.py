@@ -120,6 +120,7 @@ def test_tune_without_a_fit_names_the_shipped_fit(
     assert "--fit qwen3-8b-h200" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]) == 0
