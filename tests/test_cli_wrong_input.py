@@ -108,6 +108,7 @@ def test_the_number_of_workers_in_a_fleet_has_a_limit(
     assert lines_of(capsys)[-2] == f"error: the fleet has 1,025 workers; {LIMIT}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000])
 def test_a_count_of_workers_is_a_whole_number(
     count: str, stage: Path, capsys: pytest.CaptureFixture[str]

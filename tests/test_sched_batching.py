@@ -65,6 +65,7 @@ def brute_force_s(lengths: list[int], max_batch: list[int], serve_s) -> float:
 coefficient = st.floats(0, 1e-2)
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=9).map(sorted),
     p=st.tuples(coefficient, coefficient, coefficient, coefficient),

@@ -67,6 +67,7 @@ class Audit:
         return self._policy.plan(view, now_s)
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=30

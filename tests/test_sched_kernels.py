@@ -89,6 +89,7 @@ def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history
     assert admitted_of(table, new, past, 100 + 60 - generated + 61.0 + 60, 1, seed) == 1
 
 
+@pytest.mark.slow
 def test_sampled_lengths_follow_the_points():
     """Points 10, 20, 40, 60 after 10 generated tokens: uniform over the three stretches between."""
     table = columns([(0, 10, 60)], 3)
@@ -104,6 +105,7 @@ def test_sampled_lengths_follow_the_points():
     assert np.allclose(below, [1 / 3, 2 / 3, 1.0], atol=0.04)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(
     lengths=st.lists(st.integers(1, 20), max_size=40),

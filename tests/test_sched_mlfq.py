@@ -185,6 +185,7 @@ def test_the_order_of_the_paper_holds_on_heavy_tails_without_starvation():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["reactive", "proactive"])
 @pytest.mark.parametrize("starvation_s", [1.0, 4.0])
 def test_no_job_waits_longer_than_the_limit_and_one_round(swap, starvation_s):

@@ -99,6 +99,7 @@ def test_past_future_takes_less_than_its_share(capacity, most):
     assert make_policy("past-future", {"reserve": 0.5}).bounds(worker).taken == most
 
 
+@pytest.mark.slow
 def test_a_simulation_makes_no_cycles_and_collects_none():
     trace = trace_of(60, rate_rps(1.3, 2))
     world = world_of(2)

@@ -84,6 +84,7 @@ def test_it_counts_the_jobs_that_are_served_before_a_job(rows, queue, ticket):
     check_counts(inbox, left, NOW_S, queue, ticket)
 
 
+@pytest.mark.slow
 @given(
     jobs_that_wait, jobs_that_wait, st.lists(st.floats(0, 2 * NOW_S), max_size=4), st.integers(0, 3)
 )
@@ -163,6 +164,7 @@ def test_a_job_leaves_a_long_backlog_after_few_looks(place, most):
     assert jobs[place] not in inbox
 
 
+@pytest.mark.slow
 @given(jobs_that_wait)
 def test_it_knows_the_longest_job_that_has_generated_nothing(rows):
     inbox, left = filled(rows)

@@ -42,6 +42,7 @@ def agree(blocks, entries):
     assert min(sizes) > 0 or len(sizes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coming", ["anywhere", "last", "first"])
 def test_entries_come_and_go_in_order(coming):
     rng = random.Random(coming)

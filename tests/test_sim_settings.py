@@ -126,6 +126,7 @@ def test_a_capacity_set_over_a_fit_holds_for_policy_and_edge() -> None:
     assert world.runs_out(0, 2, 400, 100)
 
 
+@pytest.mark.slow
 def test_simulate_alone_gives_a_row_of_table_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
