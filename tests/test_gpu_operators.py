@@ -11,6 +11,7 @@ from toolkit.estimators.gpu_operators import (
     AllReduce,
     ChunkAttention,
     DecodeAttention,
+    EngineConstants,
     Experts,
     Gemm,
     ModelShapes,
@@ -73,9 +74,7 @@ def test_a_pass_is_the_sum_of_its_operators() -> None:
         chunk=ChunkAttention(100.0, 1e30, 1e30),
         experts={"bfloat16": Experts(1000.0, 0.0, 1e30, 1e30)},
         all_reduce={2: AllReduce(0.5, 1e30)},
-        kernel_s=0.0,
-        pass_s=0.25,
-        reduce_s=0.5,
+        engine=EngineConstants(pass_s=0.25, reduce_s=0.5),
     )
     layer = 2 + 2  # GEMMs of attention and of the MLP
     decode, prompt = gpu.pass_seconds(DENSE, [DECODE, PROMPT])

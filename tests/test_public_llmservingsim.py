@@ -171,6 +171,17 @@ def test_a_run_by_its_operators_is_predicted_exactly(
         assert by_costs[lengths, "two"][beside] == pytest.approx(1e9 * US * LAYERS * BESIDE)
 
 
+def test_passes_with_as_many_decodes_as_may_run_count_beside_chunks(tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    write_run(tmp_path, max_num_seqs=6)
+    folder = tmp_path / "bench/examples" / GPU / MODEL / "vllm"
+    case = llmservingsim.read_case(tmp_path, folder)
+    for unequal in (False, True):
+        shapes = llmservingsim.read_attention(tmp_path, case, unequal=unequal).shapes
+        assert max(shape.decodes for shape in shapes if shape.prefills) == 6
+        assert max(shape.decodes for shape in shapes) == 6
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{"data_parallel_size": 2}, {"enable_expert_parallel": True}, {"tensor_parallel_size": 4}],

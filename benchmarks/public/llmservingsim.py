@@ -262,6 +262,9 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     """The measured attention at those passes that the run could have: by its flags, by the lengths
     of its requests and by its cache.
 
+    Beside a chunk a run has one decode less than `max_num_seqs`. The measured passes nearest to
+    that have as many, and count, since the next fewer decodes are half of it.
+
     In attention.csv all decodes of a pass have as much cached. With `unequal`, passes of several
     decodes are those of skew.csv in its place, where a share of them has more than the others. Its
     times are sums over the measured iterations; those of attention.csv are means.
@@ -278,7 +281,7 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
         shape = StepShape(decodes, cached, int(chunk > 0), chunk, attended, behind)
         if (
             shape.tokens <= flags.max_num_batched_tokens
-            and shape.rows <= flags.max_num_seqs
+            and shape.decodes <= flags.max_num_seqs
             and max(chunk + behind, most) <= lengths.max()
             and cached + behind <= case.cached_max
         ):

@@ -22,7 +22,8 @@ vLLM, sets the constants of an engine by measured servers, and compares:
 4. the linear layers of Vidur's models with those computed.
 
 Beside each is the method before: half of the peak FLOP/s, 0.7 of the bandwidth, 5 ms a pass.
-With --write the coefficients replace those that ship.
+With --write the coefficients of kernels replace those that ship; `benchmarks.public.silicon` sets
+the constants of an engine that ship.
 
 A server is known by its concurrency c, and the means of TTFT and TPOT. With d a pass of c decodes
 and P one with a prompt beside c - 1 decodes, TPOT = d + (c - 1) * (P - d) / outputs: each other
@@ -42,7 +43,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +63,7 @@ from toolkit.estimators.gpu_operators import (
     AllReduce,
     ChunkAttention,
     DecodeAttention,
+    EngineConstants,
     Experts,
     Gemm,
     GpuOperators,
@@ -74,6 +77,7 @@ from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.io import read_file
 from toolkit.files.profile import Profile
 from toolkit.files.shipped import shipped_profiles
+from toolkit.profiling.shapes import NORM_REDUCES, QK_NORM
 
 CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
@@ -117,6 +121,7 @@ ROUTING = "power_law_1.01"  # the distribution of tokens over experts in the dat
 OLD = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
 CONCURRENCY_MAX = 16
 PASS_TOKENS = 8192
+TILE_KERNELS = 50  # fewer tell no factor of an m
 
 
 Table = dict[str, np.ndarray[Any, Any]]
@@ -200,17 +205,46 @@ def fit_gemm(data: Path, gpu: str, precision: str) -> Fitted | None:
     if precision != "bfloat16":
         guesses = [*guesses[:2], 2.0 * guesses[2], 2.0, 10.0 / bandwidth]
         lowest = [*lowest, 1e-30]
-    return solve(f"GEMM {precision}", Gemm, predict, seconds, guesses, lowest)
+    smooth = solve(f"GEMM {precision}", Gemm, predict, seconds, guesses, lowest)
+    law = replace(smooth.value, tiles=tiles_of(m, seconds / predict(smooth.value)))
+    error = 100.0 * np.abs(predict(law) / seconds - 1.0)
+    median, p90 = np.percentile(error, [50, 90])
+    return replace(smooth, value=law, median=float(median), p90=float(p90))
+
+
+def tiles_of(m: Floats, ratio: Floats) -> tuple[tuple[int, float], ...]:
+    """The median of measured over predicted at each m that enough kernels have."""
+    found = []
+    for rows in np.unique(m):
+        own = ratio[m == rows]
+        if len(own) >= TILE_KERNELS:
+            found.append((int(rows), float(f"{np.median(own):.3g}")))
+    return tuple(found)
 
 
 def fit_decode(data: Path, gpu: str) -> Fitted:
-    """Attention of decodes alone, with a cache in bf16 and no window."""
+    """Attention of decodes alone, with no window: with a cache of 16 bits, and how many times the
+    bytes per second are read of one of 8 bits.
+    """
+    fitted = fit_reads(data, gpu, "bfloat16")
+    assert fitted is not None
+    narrow = fit_reads(data, gpu, "fp8")
+    if narrow is None:
+        return fitted
+    times = float(f"{narrow.value.bytes_per_s / fitted.value.bytes_per_s:.3g}")
+    return replace(fitted, value=replace(fitted.value, narrow=times))
+
+
+def fit_reads(data: Path, gpu: str, cache: str) -> Fitted | None:
+    """Attention of decodes alone, with such a cache; None: not measured."""
     table = read_table(newest(data, gpu, "attention", "generation_attention"))
     group = table["num_heads"] // table["num_key_value_heads"]
-    rows = (table["kv_cache_dtype"] == "bfloat16") & (table["head_dim"] == 128)
+    rows = (table["kv_cache_dtype"] == cache) & (table["head_dim"] == 128)
     rows = rows & (table.get("window_size", np.zeros(len(rows))) == 0)
     rows = rows & (table["num_heads"] >= 4) & (group <= 8) & (table["num_heads"] <= 64)
     rows = rows & (table["step"] >= 60) & (table["batch_size"] <= 512)
+    if not rows.any():
+        return None
     names = ("batch_size", "step", "num_key_value_heads")
     batch, step, kv_heads, seconds = chosen(table, rows, names)
 
@@ -218,7 +252,8 @@ def fit_decode(data: Path, gpu: str) -> Fitted:
         return DecodeAttention(start_s, row_s, bytes_per_s, 1.0)
 
     def predict(law: DecodeAttention) -> Floats:
-        return law.seconds(batch, batch * step, kv_heads, 128)  # type: ignore[arg-type]
+        size = 2 if cache == "bfloat16" else 1
+        return law.seconds(batch, batch * step, kv_heads, 128, size)  # type: ignore[arg-type]
 
     return solve("decodes", make, predict, seconds, [8e-6, 1e-8, 0.7 * peaks_of(gpu)[0]])
 
@@ -301,9 +336,7 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         chunk=chunk.value,
         experts={one: fitted.value for one, fitted in experts.items()},
         all_reduce={ranks: fitted.value for ranks, fitted in reduce.items()},
-        kernel_s=0.0,
-        pass_s=0.0,
-        reduce_s=0.0,
+        engine=EngineConstants(),
         source=f"vLLM {version}, ai-dynamo/aiconfigurator {COMMIT[:8]} (Apache-2.0)",
     )
     return operators, [*gemm.values(), decode, chunk, *experts.values(), *reduce.values()]
@@ -334,7 +367,7 @@ class Measured:
         """How often it has the constant of a kernel, of a pass, and of an all-reduce."""
         passes = sum(self.weights)
         model = self.shapes_of_model
-        reduces = 2 * model.layers if self.ranks > 1 else 0
+        reduces = (2 + model.norm_reduces) * model.layers if self.ranks > 1 else 0
         return [passes * model.layers * rest_kernels(model), passes, passes * reduces]
 
     def before_s(self, gpus: dict[str, GpuOperators]) -> float:
@@ -383,6 +416,7 @@ def config_shapes(config: dict[str, Any], weights: str) -> ModelShapes:
         expert_intermediate=inner if experts else 0,
         weights=weights,
         qk_norm=config["model_type"] in QK_NORM,
+        norm_reduces=NORM_REDUCES.get(config["model_type"], 0),
     )
 
 
@@ -395,7 +429,6 @@ CONFIGS = {
     "MiniMaxAI/MiniMax-M2.5": "MiniMaxAI--MiniMax-M2.5",
     "Qwen/Qwen3-235B-A22B-FP8": "Qwen--Qwen3-235B-A22B-FP8",
 }
-QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")
 HOST_BOUND = ("Qwen/Qwen3-235B-A22B-FP8",)
 BLOCKS = ("MiniMaxAI/MiniMax-M2.5", "Qwen/Qwen3-235B-A22B-FP8")  # fp8 in blocks
 
@@ -679,20 +712,18 @@ def values_of(one: Any) -> dict[str, float]:
     return {name: getattr(one, name) for name in one.__dataclass_fields__}
 
 
-def as_json(gpus: dict[str, GpuOperators], constants: Sequence[float], errors: Any) -> str:
-    """What ships."""
+def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
+    """What ships. Of `kept`, the file so far, the constants of an engine and the errors of whole
+    engines stay, which `benchmarks.public.silicon` writes.
+    """
     content = {
         "about": "Coefficients of kernels, fitted to measurements of others; no table of theirs is "
-        "here. Made by benchmarks.public.operators. Seconds, bytes/s, FLOP/s.",
+        "here. Made by benchmarks.public.operators and benchmarks.public.silicon. Seconds, "
+        "bytes/s, FLOP/s.",
         "source": f"ai-dynamo/aiconfigurator {COMMIT}, Apache-2.0, Copyright (c) 2025-2026 NVIDIA "
         "CORPORATION & AFFILIATES",
-        "engine": {
-            "kernel_s": float(f"{constants[0]:.4g}"),
-            "pass_s": float(f"{constants[1]:.4g}"),
-            "reduce_s": float(f"{constants[2]:.4g}"),
-            "source": "vLLM 0.12 to 0.19 as measured servers show it, and our own H200 run",
-        },
-        "errors": errors,
+        "engine": kept["engine"],
+        "errors": kept["errors"],
         "gpus": {
             name: {
                 "bandwidth": one.bandwidth,
@@ -710,7 +741,14 @@ def as_json(gpus: dict[str, GpuOperators], constants: Sequence[float], errors: A
             for name, one in gpus.items()
         },
     }
-    return json.dumps(content, indent=1) + "\n"
+    return flat_json(content)
+
+
+def flat_json(content: Any) -> str:
+    """JSON whose lists of numbers stand on one line."""
+    text = json.dumps(content, indent=1)
+    flat = re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+    return flat + "\n"
 
 
 HEAD = (
@@ -783,19 +821,9 @@ def main() -> None:
     if options.vidur:
         print(PARTS_HEAD.format("linear layers of Vidur"))
         print("\n".join(vidur_rows(options.vidur, gpus)) + "\n")
-    errors = {}
-    for kind in ("decode", "prompt"):
-        told = (kinds == kind) & counted
-        off = 100.0 * np.abs(predicted[told] / measured[told] - 1.0)
-        median, p95 = np.percentile(off, [50, 95])
-        errors[kind] = {
-            "median_percent": round(float(median), 1),
-            "p95_percent": round(float(p95), 1),
-            "worst_percent": round(float(off.max()), 1),
-            "points": len(off),
-        }
     if options.write:
-        TABLE.write_text(as_json(gpus, constants, errors), encoding="utf-8")
+        kept = json.loads(TABLE.read_text(encoding="utf-8"))
+        TABLE.write_text(as_json(gpus, kept), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
     experts                start + expert * touched + bytes / bandwidth + FLOPs / (FLOP/s)
     all-reduce             start + bytes / bandwidth, by number of GPUs
 
-A GEMM is limited by what it moves or by what it computes; `p` says how well both overlap. The
+A GEMM is limited by what it moves or by what it computes; `p` says how well both overlap. Kernels
+are made for tiles of rows, so the time is then multiplied by a factor for its m (`tiles`). The
 experts of a layer read the weights of those that at least one of T tokens chose: of E experts, k
 per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike. Bandwidths and FLOP/s are
 what was reached, not what the data sheet says.
@@ -18,7 +19,7 @@ what was reached, not what the data sheet says.
 The coefficients of each GPU were fitted to kernels that others measured there (`operators.json`,
 made by `benchmarks.public.operators`, which also has the errors). The rest of a layer (norms,
 rotary embedding, activation, cache writes) moves the bytes of its activations and costs a constant
-per kernel; this constant and a pass's own were fitted to whole engines.
+per kernel; this constant and the others of `EngineConstants` were set by whole engines.
 
 Nothing here knows launches by the CPU, windows of attention, latent attention, or adapters.
 """
@@ -60,6 +61,8 @@ EXPERTS_LIKE = {"float16": "bfloat16"}
 NORM_TENSORS = 8
 ROTARY_TENSORS = 3
 GATE_TENSORS = 3
+NORM_BYTES = 4  # of a norm's sum of squares
+QUANTIZED_APART = ("fp8_block", "nvfp4")  # activations by a kernel before each GEMM; else fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,11 @@ class ModelShapes:
         weights: precision of the linear layers, a key of `WEIGHT_BYTES`.
         expert_weights: precision of the experts; "": as `weights`.
         qk_norm: whether queries and keys are normalized.
+        norm_reduces: all-reduces of one number per token that a layer's norms need on several GPUs,
+            where they span all heads.
+        cache_bytes: of a number in the KV cache.
+        whole_experts: whether each of several GPUs has whole experts (expert parallelism), not a
+            part of each.
     """
 
     layers: int
@@ -91,6 +99,9 @@ class ModelShapes:
     weights: str = "bfloat16"
     expert_weights: str = ""
     qk_norm: bool = False
+    norm_reduces: int = 0
+    cache_bytes: int = ACTIVATION_BYTES
+    whole_experts: bool = False
 
     def kv_heads_of(self, ranks: int) -> int:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
@@ -106,6 +117,7 @@ class Gemm:
     flops_per_s: float
     overlap: float
     quantize_s: float = 0.0  # per activation that a kernel of its own quantizes
+    tiles: tuple[tuple[int, float], ...] = ()  # m, and the factor there; linear between two
 
     def seconds(self, m: Floats, n: float, k: float, weight_bytes: float) -> Floats:
         """Seconds of [m, k] x [k, n] for each m; a weight has `weight_bytes`."""
@@ -116,7 +128,11 @@ class Gemm:
         longest = np.maximum(moving, computing)
         shares = (moving / longest) ** self.overlap + (computing / longest) ** self.overlap
         quantizing = self.quantize_s * m * k
-        return np.asarray(self.start_s + quantizing + longest * shares ** (1.0 / self.overlap))
+        seconds = self.start_s + quantizing + longest * shares ** (1.0 / self.overlap)
+        if not self.tiles:
+            return np.asarray(seconds)
+        rows, factors = zip(*self.tiles, strict=True)
+        return np.asarray(seconds * np.interp(m, rows, factors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +141,36 @@ class DecodeAttention:
 
     Attributes:
         beside: a cached token takes so many times as long in a pass with chunks.
+        narrow: of a cache of 8 bits so many times the bytes per second are read.
     """
 
     start_s: float
     row_s: float
     bytes_per_s: float
     beside: float
+    narrow: float = 1.0
 
-    def seconds(self, rows: Floats, cached: Floats, kv_heads: int, head_dim: int) -> Floats:
+    def seconds(
+        self,
+        rows: Floats,
+        cached: Floats,
+        kv_heads: int,
+        head_dim: int,
+        cache_bytes: int = ACTIVATION_BYTES,
+    ) -> Floats:
         """Seconds of one layer, for rows that have `cached` tokens together."""
-        reading = self.reading_s(cached, kv_heads, head_dim)
+        reading = self.reading_s(cached, kv_heads, head_dim, cache_bytes)
         busy = np.hypot(self.row_s * rows * kv_heads, reading)
         return np.asarray(np.where(rows > 0, self.start_s + busy, 0.0))
 
-    def reading_s(self, cached: Floats, kv_heads: int, head_dim: int) -> Floats:
+    def reading_s(
+        self, cached: Floats, kv_heads: int, head_dim: int, cache_bytes: int = ACTIVATION_BYTES
+    ) -> Floats:
         """Seconds of reading keys and values of so many tokens, in one layer."""
-        return cached * (2 * kv_heads * head_dim * ACTIVATION_BYTES) / self.bytes_per_s
+        bytes_per_s = self.bytes_per_s
+        if cache_bytes < ACTIVATION_BYTES:
+            bytes_per_s *= self.narrow
+        return cached * (2 * kv_heads * head_dim * cache_bytes) / bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +205,14 @@ class Experts:
         tokens: Floats,
         hidden: int,
         intermediate: float,
-        experts: int,
-        per_token: int,
+        experts: float,
+        per_token: float,
         weight_bytes: float,
     ) -> Floats:
-        """Seconds of one layer's experts, each with a gated MLP of `intermediate`."""
+        """Seconds of one layer's experts, each with a gated MLP of `intermediate`.
+
+        Where several GPUs have whole experts, `experts` and `per_token` are each GPU's share.
+        """
         touched = touched_experts(tokens, experts, per_token)
         chosen = tokens * per_token
         weights = 3.0 * hidden * intermediate
@@ -203,6 +236,40 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineConstants:
+    """What no kernel tells of an engine. They were set by whole engines
+    (`benchmarks.public.silicon`).
+
+    Attributes:
+        kernel_s: each kernel of the rest of a layer, beside what its activations move.
+        pass_s: constant of a pass.
+        reduce_s: what an all-reduce in an engine costs beyond its kernel: GPUs wait for one
+            another.
+        sustained: a GEMM reaches so many times the FLOP/s of its kernel measured alone: a GPU that
+            computes without pause is limited by its power.
+        routed: experts likewise; there, tokens are also spread less evenly.
+        reduce_speed: an all-reduce likewise moves so many times the bytes/s.
+        launch_s: a pass with chunks takes at least so long a layer, since its kernels are launched
+            one by one.
+        host_s, host_row_s: between two passes of an engine that does not plan ahead, constant and
+            per row.
+        front_s, front_row_s: what a client waits beyond the passes, constant and per running row.
+    """
+
+    kernel_s: float = 0.0
+    pass_s: float = 0.0
+    reduce_s: float = 0.0
+    sustained: float = 1.0
+    routed: float = 1.0
+    reduce_speed: float = 1.0
+    launch_s: float = 0.0
+    host_s: float = 0.0
+    host_row_s: float = 0.0
+    front_s: float = 0.0
+    front_row_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class GpuOperators:
     """The operators of one GPU, or of one that is taken to be like it.
 
@@ -211,10 +278,7 @@ class GpuOperators:
         flops: FLOP/s in bf16, likewise.
         link: bytes/s to another GPU of the machine, in one direction, likewise.
         gemm, experts: by precision; all_reduce: by number of GPUs.
-        kernel_s: each kernel of the rest of a layer, beside what its activations move.
-        pass_s: constant of a pass.
-        reduce_s: what an all-reduce in an engine costs beyond its kernel: GPUs wait for one
-            another.
+        engine: what no kernel tells.
         source: where the coefficients come from, for readers.
     """
 
@@ -227,9 +291,7 @@ class GpuOperators:
     chunk: ChunkAttention
     experts: Mapping[str, Experts]
     all_reduce: Mapping[int, AllReduce]
-    kernel_s: float
-    pass_s: float
-    reduce_s: float
+    engine: EngineConstants
     source: str
 
     def like(self, name: str, bandwidth: float, flops: float) -> GpuOperators:
@@ -276,6 +338,7 @@ class GpuOperators:
         layer = layer + attention + self._rest_s(model, tokens, ranks)
         if ranks > 1:
             layer = layer + 2 * self._reduce_s(ranks, tokens * model.hidden * ACTIVATION_BYTES)
+            layer = layer + model.norm_reduces * self._reduce_s(ranks, tokens * NORM_BYTES)
         sparse_layers = model.layers - model.dense_layers if model.experts else 0
         dense = self._mlp_s(model, tokens, model.dense_intermediate or model.intermediate, ranks)
         seconds = model.layers * layer + (model.layers - sparse_layers) * dense
@@ -287,7 +350,10 @@ class GpuOperators:
         head = self.gemm["bfloat16"].seconds(
             rows, model.vocab / ranks, model.hidden, WEIGHT_BYTES["bfloat16"]
         )
-        return np.asarray(seconds + head + self.pass_s)
+        seconds = seconds + head + self.engine.pass_s
+        with_chunks = np.array([shape.prefills > 0 for shape in shapes])
+        least = np.where(with_chunks, model.layers * self.engine.launch_s, 0.0)
+        return np.maximum(seconds, least)
 
     def _attention_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
         heads = model.heads // ranks
@@ -297,18 +363,24 @@ class GpuOperators:
         chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)
         attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
         before = np.array([shape.prefill_cached for shape in shapes], dtype=float)
-        alone = self.decode.seconds(decodes, cached, kv_heads, model.head_dim)
+        size = model.cache_bytes
+        alone = self.decode.seconds(decodes, cached, kv_heads, model.head_dim, size)
         # One kernel computes chunks and decodes; it reads the caches of both.
         read = self.decode.beside * cached + before
         mixed = self.chunk.seconds(chunks, attended, heads, kv_heads, model.head_dim)
-        mixed = mixed + self.decode.reading_s(read, kv_heads, model.head_dim)
+        mixed = mixed + self.decode.reading_s(read, kv_heads, model.head_dim, size)
         return np.asarray(np.where(chunks > 0, mixed, alone))
 
     def _gemm_s(self, model: ModelShapes, m: Floats, n: float, k: float) -> Floats:
         precision = GEMMS_LIKE.get(model.weights, model.weights)
         law = _known(self.gemm, precision, f"GEMMs in {model.weights} on {self.name}")
         # An engine quantizes activations in the kernels before a GEMM, where they are at hand.
-        fused = replace(law, start_s=self.gemm["bfloat16"].start_s, quantize_s=0.0)
+        fused = replace(
+            law,
+            start_s=self.gemm["bfloat16"].start_s,
+            flops_per_s=law.flops_per_s * self.engine.sustained,
+            quantize_s=0.0,
+        )
         return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[model.weights]))
 
     def _mlp_s(self, model: ModelShapes, tokens: Floats, intermediate: int, ranks: int) -> Floats:
@@ -321,14 +393,16 @@ class GpuOperators:
     def _experts_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
         name = model.expert_weights or model.weights
         precision = EXPERTS_LIKE.get(name, name)
-        law = _known(self.experts, precision, f"experts in {name} on {self.name}")
-        each = model.expert_intermediate / ranks
+        measured = _known(self.experts, precision, f"experts in {name} on {self.name}")
+        law = replace(measured, flops_per_s=measured.flops_per_s * self.engine.routed)
+        cut = 1 if model.whole_experts else ranks  # GPUs that share an expert
+        apart = ranks // cut  # GPUs that share the experts of a layer
         seconds = law.seconds(
             tokens,
             model.hidden,
-            each,
-            model.experts,
-            model.experts_per_token,
+            model.expert_intermediate / cut,
+            model.experts / apart,
+            model.experts_per_token / apart,
             WEIGHT_BYTES[name],
         )
         router = self.gemm["bfloat16"].seconds(tokens, model.experts, model.hidden, 2.0)
@@ -338,19 +412,26 @@ class GpuOperators:
         width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
         moved = (NORM_TENSORS * model.hidden + ROTARY_TENSORS * width) * ACTIVATION_BYTES
         moving = tokens * moved / self.gemm["bfloat16"].bytes_per_s
-        return self.kernel_s * rest_kernels(model) + moving
+        return self.engine.kernel_s * rest_kernels(model) + moving
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
-        law = _known(self.all_reduce, ranks, f"all-reduces among {ranks} GPUs like {self.name}")
-        return np.asarray(self.reduce_s + law.seconds(size_bytes))
+        measured = _known(
+            self.all_reduce, ranks, f"all-reduces among {ranks} GPUs like {self.name}"
+        )
+        law = replace(measured, bytes_per_s=measured.bytes_per_s * self.engine.reduce_speed)
+        return np.asarray(self.engine.reduce_s + law.seconds(size_bytes))
 
 
 def rest_kernels(model: ModelShapes) -> int:
     """Kernels of a layer besides GEMMs, attention, experts and all-reduces: two norms, the rotary
-    embedding, the cache write and the activation; norms of queries and keys; and in place of the
-    activation the choice of the experts (softmax, top k) and the sum of their outputs.
+    embedding, the cache write and the activation; norms of queries and keys; in place of the
+    activation the choice of the experts (softmax, top k) and the sum of their outputs; and the
+    quantization of what GEMMs read, where no other kernel does it.
     """
-    return 5 + 2 * model.qk_norm + 2 * (model.experts > 0)
+    quantized = 0
+    if model.weights in QUANTIZED_APART:
+        quantized = 2 if model.experts else 4
+    return 5 + 2 * model.qk_norm + 2 * (model.experts > 0) + quantized
 
 
 def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:
@@ -360,7 +441,7 @@ def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:
     return table[key]
 
 
-def touched_experts(tokens: Floats, experts: int, per_token: int) -> Floats:
+def touched_experts(tokens: Floats, experts: float, per_token: float) -> Floats:
     """How many experts at least one of the tokens is expected to choose, all chosen alike."""
     return np.asarray(experts * (1.0 - (1.0 - per_token / experts) ** tokens))
 
@@ -386,16 +467,34 @@ def measured_operators(name: str) -> GpuOperators:
         bandwidth=one["bandwidth"],
         flops=one["flops"],
         link=one["link"],
-        gemm={key: Gemm(**value) for key, value in one["gemm"].items()},
+        gemm={key: _gemm_of(value) for key, value in one["gemm"].items()},
         decode=DecodeAttention(**one["decode"]),
         chunk=ChunkAttention(**one["chunk"]),
         experts={key: Experts(**value) for key, value in one["experts"].items()},
         all_reduce={int(key): AllReduce(**value) for key, value in one["all_reduce"].items()},
-        kernel_s=table["engine"]["kernel_s"],
-        pass_s=table["engine"]["pass_s"],
-        reduce_s=table["engine"]["reduce_s"],
+        engine=engine_constants(generation_of(name)),
         source=f"operators measured on {name}, {one['source']}",
     )
+
+
+BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")
+
+
+def generation_of(gpu: str) -> str:
+    """Whose engine's constants a measured GPU has: "blackwell" or "hopper", which older ones share.
+    An engine launches other kernels on each.
+    """
+    return "blackwell" if gpu in BLACKWELL else "hopper"
+
+
+def engine_constants(generation: str) -> EngineConstants:
+    """The constants of an engine on GPUs of this generation."""
+    return EngineConstants(**_table()["engine"]["constants"][generation])
+
+
+def _gemm_of(value: Mapping[str, Any]) -> Gemm:
+    tiles = tuple((int(rows), float(factor)) for rows, factor in value.get("tiles", ()))
+    return Gemm(**{**value, "tiles": tiles})
 
 
 def method_errors() -> dict[str, float]:

@@ -24,6 +24,7 @@ from toolkit.catalogue.models import cache_parts, experts_of, not_computed, spec
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
+from toolkit.estimators.elsewhere import measured_elsewhere
 from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import method_errors, operators_of
@@ -153,9 +154,11 @@ def _operator_times(recipe: Recipe) -> ComputedPasses:
     ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
     error = AnalyticError(**method_errors())
-    source = (
-        f"sum of {operators.source}; of models that set none of its constants, decode passes were "
-        f"{error.decode_percent:g} % off and prompts {error.prompt_percent:g} % (median)"
+    near = measured_elsewhere(operators.name, experts=model.experts > 0)
+    source = f"sum of {operators.source}; " + (
+        near
+        or f"of {error.points} measured servers, TPOT was {error.decode_percent:g} % off and TTFT "
+        f"{error.prompt_percent:g} % (median)"
     )
     launch_s = model.layers * EAGER_LAYER_S if vllm and vllm.enforce_eager else 0.0
     if launch_s:

@@ -11,6 +11,7 @@ from toolkit.estimators.gpu_operators import ModelShapes
 from toolkit.files.recipe import ModelSpec, Recipe
 
 QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")  # types that normalize queries and keys
+NORM_REDUCES = {"minimax_m2": 2}  # of types whose norms span all heads: of queries, of keys
 NEEDED = (
     "num_hidden_layers",
     "hidden_size",
@@ -47,6 +48,7 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
         weights=weights,
         expert_weights=expert_weights,
         qk_norm=config.get("model_type") in QK_NORM,
+        norm_reduces=NORM_REDUCES.get(str(config.get("model_type")), 0),
     )
     experts, chosen = experts_of(config)
     if not experts:

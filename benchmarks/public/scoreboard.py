@@ -1,0 +1,261 @@
+"""The scoreboard: predictions beside measurements that nobody here made, and beside the peers.
+
+    python -m benchmarks.public.scoreboard --aiconfigurator DIR --servingsim DIR [--peer FILE] \\
+        --json docs/results/data/scoreboard.json
+
+Takes three minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
+FILE is what `benchmarks.public.silicon_peer` wrote. It predicts the runs of LLMServingSim
+(`benchmarks.public.llmservingsim`), our own windows (`benchmarks.engines.gpu_windows`) and the
+measured servers (`benchmarks.public.silicon`), prints their tables, and puts them with --page into
+the sections of the page, with --picture into a drawing, with --errors into the small file that
+ships, and with --extract into that of a test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep, put_section
+from benchmarks.engines.gpu_windows import NAME, errors_of
+from benchmarks.public import llmservingsim, silicon
+from benchmarks.public.operators import flat_json
+from benchmarks.public.silicon import Board, Compared
+from docs.make_pictures import picture
+from toolkit.errors import InputError
+from toolkit.estimators.operators import law_of_passes, pass_times
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.shipped import shipped_profiles
+
+KAIST_HEAD = (
+    "| run | prediction | makespan | mean TTFT | mean TPOT | mean E2E |\n"
+    "|---|---|---:|---:|---:|---:|"
+)
+SHOWN = ("makespan, s", "mean TTFT, s", "mean TPOT, ms", "mean E2E, s")
+PEER_ROWS = ("TTFT Mean", "TPOT Mean", "Latency Mean")
+OWN_HEAD = (
+    "| requests/s | with | throughput | mean TTFT | mean TPOT | mean E2E |\n"
+    "|---:|---|---:|---:|---:|---:|"
+)
+OWN_SHOWN = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
+KNOWLEDGE = {None: "the fit alone", "warmup": "the warm-up's front and speed"}
+
+
+def kaist_table(data: Path) -> str:
+    """The runs of LLMServingSim, each predicted from attention at equal and at unequal lengths."""
+    lines = [KAIST_HEAD]
+    for meta in sorted(data.glob("bench/examples/*/*/vllm/meta.json")):
+        name = " ".join(meta.parts[-4:-2])
+        try:
+            lines += kaist_lines(data, meta.parent)
+        except InputError as error:
+            lines.append(f"| {name} | not predicted: {error.message.partition(': ')[2]} | | | | |")
+        lines.append(peer_line(name, meta.parents[1] / "validation" / "summary.txt"))
+    return "\n".join(lines) + "\n"
+
+
+def kaist_lines(data: Path, folder: Path) -> list[str]:
+    """The lines of one run. `InputError` if it is not modelled."""
+    case = llmservingsim.read_case(data, folder)
+    operators = llmservingsim.read_operators(data, case)
+    if case.ranks > 1:
+        operators.append(llmservingsim.all_reduce(data, case))
+    measured = llmservingsim.metrics(case.measured)
+    lines = []
+    for unequal in (False, True):
+        attention = llmservingsim.read_attention(data, case, unequal=unequal)
+        seconds = pass_times(operators, attention)
+        law = law_of_passes(attention.shapes, seconds, llmservingsim.KNOTS).law
+        result = llmservingsim.predict(case, law, ahead=case.ahead)
+        predicted = llmservingsim.metrics(result.served)
+        errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in SHOWN]
+        lengths = "unequal" if unequal else "equal"
+        cells = [case.name, f"llmctl, attention at {lengths} lengths", *errors]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def peer_line(name: str, summary: Path) -> str:
+    """What LLMServingSim's own simulation of the run was off, by its own summary."""
+    found = dict(re.findall(r"(\w+ Mean) .* ([+-][\d.]+)%", summary.read_text(encoding="utf-8")))
+    cells = [name, "LLMServingSim", "", *(f"{found[key]} %" for key in PEER_ROWS)]
+    return f"| {' | '.join(cells)} |"
+
+
+def own_table() -> str:
+    """Our own windows on an H200."""
+    fit = read_file(Fit, shipped_profiles() / NAME / "fit.json")
+    lines = [OWN_HEAD]
+    for row in errors_of(fit):
+        if row["conditions"] in KNOWLEDGE:
+            errors = [f"{row['error'][key]:+.1f} %" for key in OWN_SHOWN]
+            cells = [f"{row['rate_rps']:g}", KNOWLEDGE[row["conditions"]], *errors]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the drawing ----
+
+SIDE = 300.0  # of a panel, in pixels
+GAP = 60.0
+LEFT = 46.0
+BOTTOM = 34.0
+
+
+def drawing(found: Sequence[Compared]) -> str:
+    """Predicted against measured on logarithmic axes: TPOT, and TTFT."""
+    tpot = [(1e3 * one.row.tpot_s, 1e3 * one.ours.tpot_s, is_dense(one)) for one in found]
+    ttft = [(one.row.ttft_s, one.ours.ttft_s, is_dense(one)) for one in found]
+    parts = [panel(tpot, LEFT, "TPOT, ms"), panel(ttft, LEFT + SIDE + GAP + LEFT, "TTFT, s")]
+    label = "Predicted against measured, TPOT and TTFT, each dot a server"
+    return picture("\n".join(parts), 2 * (LEFT + SIDE) + GAP, SIDE + BOTTOM, label)
+
+
+def is_dense(one: Compared) -> bool:
+    """Whether the model has no experts."""
+    return "Llama" in one.row.model or one.row.model == "Qwen3-32B"
+
+
+def panel(points: Sequence[tuple[float, float, bool]], left: float, name: str) -> str:
+    """One square, with decades as its grid."""
+    values = [value for point in points for value in point[:2]]
+    low = math.log10(min(values)) - 0.05
+    high = math.log10(max(values)) + 0.05
+
+    def place(value: float) -> float:
+        return SIDE * (math.log10(value) - low) / (high - low)
+
+    parts = [f'<rect class="box" x="{left}" y="0" width="{SIDE}" height="{SIDE}"/>']
+    for decade in range(math.ceil(low), math.floor(high) + 1):
+        for times in (1, 2, 5):
+            value = times * 10.0**decade
+            if not low <= math.log10(value) <= high:
+                continue
+            at = place(value)
+            x = left + at
+            y = SIDE - at
+            parts.append(f'<path class="grid" d="M{x:.1f} 0V{SIDE}M{left} {y:.1f}h{SIDE}"/>')
+            parts.append(f'<text x="{x:.1f}" y="{SIDE + 14}" text-anchor="middle">{value:g}</text>')
+            parts.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    parts.append(f'<path class="rule" d="M{left} {SIDE}L{left + SIDE} 0"/>')
+    for dense, color in ((True, "s0"), (False, "s1")):
+        dots = "".join(
+            f"M{left + place(measured):.1f} {SIDE - place(predicted):.1f}h0"
+            for measured, predicted, own in points
+            if own == dense
+        )
+        style = "fill:none;stroke-width:3.4;stroke-linecap:round;stroke-opacity:.65"
+        parts.append(f'<path class="{color}" style="{style}" d="{dots}"/>')
+    middle = left + SIDE / 2
+    parts.append(f'<text class="name" x="{left + 8}" y="18">{name}, predicted</text>')
+    parts.append(
+        f'<text class="name" x="{middle}" y="{SIDE + 30}" text-anchor="middle">measured</text>'
+    )
+    for y, word, color in ((SIDE - 24, "dense", "s0"), (SIDE - 9, "experts", "s1")):
+        place_of = f'x="{left + SIDE - 8}" y="{y}" text-anchor="end"'
+        parts.append(f'<text {place_of} style="fill:var(--{color})">{word}</text>')
+    return "\n".join(parts)
+
+
+# ---- what ships ----
+
+
+def errors_file(board: Board) -> str:
+    """The errors of TPOT and TTFT by GPU, kind of model and version of vLLM, for users of analytic
+    predictions.
+    """
+    groups: dict[tuple[str, bool, str], list[Compared]] = {}
+    for one in board.judged:
+        key = (one.row.gpu, not is_dense(one), one.row.version)
+        groups.setdefault(key, []).append(one)
+    rows = [
+        {
+            "gpu": gpu,
+            "experts": experts,
+            "version": version,
+            "rows": len(group),
+            "tpot_percent": silicon.median_error(group, 0),
+            "ttft_percent": silicon.median_error(group, 1),
+        }
+        for (gpu, experts, version), group in sorted(groups.items())
+    ]
+    content = {
+        "about": "Median errors of analytic predictions, in percent (docs/results/scoreboard.md)",
+        "source": "ai-dynamo/aiconfigurator, silicon_sample.csv, Apache-2.0, NVIDIA",
+        "groups": rows,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+EXTRACT_ROWS = 80
+
+
+def extract(data: Path, board: Board) -> str:
+    """Judged rows, evenly over all, with the shapes of their models, for a test: the medians of
+    their errors may not get worse unseen.
+    """
+    ordered = sorted(board.judged, key=lambda one: (one.row.setting, one.row.name).__repr__())
+    places = np.linspace(0, len(ordered) - 1, EXTRACT_ROWS).round().astype(int)
+    chosen = [ordered[place] for place in places]
+    shapes = {
+        f"{row.model} {row.precision}": asdict(silicon.shapes_of(data, row.model, row.precision))
+        for row in (one.row for one in chosen)
+    }
+    content = {
+        "source": "ai-dynamo/aiconfigurator, systems/silicon_sample.csv at 095f58a (measured by "
+        "InferenceX and NVIDIA)",
+        "licence": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
+        "tpot_percent": silicon.median_error(chosen, 0),
+        "ttft_percent": silicon.median_error(chosen, 1),
+        "columns": [each.name for each in fields(silicon.Row)],
+        "rows": [list(asdict(one.row).values()) for one in chosen],
+        "shapes": shapes,
+    }
+    return flat_json(content)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--aiconfigurator", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--servingsim", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="replace its sections")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG")
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="what ships")
+    parser.add_argument("--extract", type=Path, metavar="FILE", help="what a test predicts")
+    options = parser.parse_args()
+    peer = json.loads(options.peer.read_text(encoding="utf-8")) if options.peer else {}
+    constants = silicon.shipped_constants()
+    board = silicon.board_of(options.aiconfigurator, constants, peer)
+    sections = {
+        "kaist": ("Runs, request by request", kaist_table(options.servingsim)),
+        "own": ("Our own windows", own_table()),
+        "silicon": ("Servers", silicon.tables(board)),
+        "varied": (
+            "What is assumed, varied",
+            silicon.varied_table(options.aiconfigurator, board, constants),
+        ),
+    }
+    for name, (title, text) in sections.items():
+        print(f"{title}\n\n{text}")
+        if options.page:
+            put_section(options.page, name, title, text)
+    keep("rows", [silicon.derived(one) for one in board.judged])
+    if options.picture:
+        options.picture.write_text(drawing(board.judged), encoding="utf-8")
+    if options.errors:
+        options.errors.write_text(errors_file(board), encoding="utf-8")
+    if options.extract:
+        options.extract.write_text(extract(options.aiconfigurator, board), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
