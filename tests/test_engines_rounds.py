@@ -99,7 +99,6 @@ def test_the_facts_say_whether_memory_is_a_slab(
         ),
         ("baton", {"headroom_steps": 1, "memory_threshold": 0.6}, "shape", MOVES - {"pause"}),
     ],
-    keep=2,
 )
 def test_the_engine_does_what_the_simulated_worker_does(
     policy: str, parameters: dict[str, object], joining: Joining, expected_moves: set[str]

@@ -71,7 +71,7 @@ from toolkit.files.tuning import (
     breaks,
     share_used,
 )
-from toolkit.tuning.parallel import ONE_SIZE, SIZES, Machine, compared, on_gpus
+from toolkit.tuning.parallel import ONE_SIZE, SIZES, SizedRecipe, compared, on_gpus
 from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def _is_computed(recipe: Recipe, fit: Fit) -> bool:
     return bool(fit.engine.analytic) and is_computed(recipe)
 
 
-def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[int, str]]:
+def _machines(args: TuneOptions, opened: Opened) -> tuple[list[SizedRecipe], dict[int, str]]:
     """The machines to compare, and why other tensor parallelisms are not among them.
 
     Without a wish there is one, with the recipe's. A size that is named and cannot be raises
@@ -369,7 +369,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[in
     if not sizes:
         recipe = recipe.model_copy(update={"workers": workers or recipe.workers})
         siblings = () if opened.others else tuple(shipped_siblings(recipe))
-        return [Machine(recipe, opened.fit, siblings)], {}
+        return [SizedRecipe(recipe, opened.fit, siblings)], {}
     if args.workers is not None:
         refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
     gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
@@ -389,7 +389,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[in
             fit = opened.fit
             if opened.file is None:
                 fit = computed_fit(args.recipe, sized)
-            machines.append(Machine(sized, fit, tuple(shipped_siblings(sized))))
+            machines.append(SizedRecipe(sized, fit, tuple(shipped_siblings(sized))))
         except InputError as error:
             if args.tp is not None or recipe.tune.tensor_parallel_sizes or sizes == [own]:
                 raise
@@ -410,7 +410,7 @@ class Searches:
 
     args: TuneOptions
     opened: Opened
-    machines: list[Machine]
+    machines: list[SizedRecipe]
     workload: Workload
     made_from: EnvelopeFields
     traffic: str
@@ -428,7 +428,7 @@ class Searches:
         totals = [self._noted(inputs) for inputs in searches]
         self.stores = [self._store(inputs) for inputs in searches]
         tunings: list[Tuning] = []
-        able: list[Machine] = []
+        able: list[SizedRecipe] = []
         failed: LimitsBrokenError | None = None
         with _runner(self.args) as (runner, jobs), progress("tuning", sum(totals)) as advance:
             rememberings = [Remembering(runner, store) for store in self.stores]
@@ -466,7 +466,7 @@ class Searches:
             return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         return tune_to_size
 
-    def _inputs(self, machine: Machine) -> Inputs:
+    def _inputs(self, machine: SizedRecipe) -> Inputs:
         from toolkit.tuning.tune import Inputs
 
         others = tuple(self.opened.others)
