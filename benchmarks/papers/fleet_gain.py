@@ -37,7 +37,8 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, read_file
 from toolkit.metrics import Served, summarize
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import LatencyLaw, Policy
+from toolkit.sched.policies.base import Policy
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 from toolkit.sim.api import requests_of, virtual_workers
