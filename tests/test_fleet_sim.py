@@ -23,11 +23,11 @@ from toolkit.routing.routers import RoundRobinRouter, make_router
 from toolkit.routing.types import ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.pool import RETURN_S
-from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.queues import by_pace, requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Job, Request, Worker
+from toolkit.sched.view import LengthHistory, View
+from toolkit.sched.waiting import RETURN_S
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing

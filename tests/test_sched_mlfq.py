@@ -9,7 +9,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy, refuse_oracle
-from toolkit.sched.policies.feedback_queues import NEVER, FeedbackQueues
+from toolkit.sched.policies.mlfq import NEVER, FeedbackQueues
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 from toolkit.sim.api import simulate

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.common.serving import LAW
 from toolkit.estimators.laws import WithOverhead
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.footprint import longest
+from toolkit.sched.memory import longest
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.slice import SlicePolicy, offload_max_min, share_out
 from toolkit.sched.scheduler import Scheduler

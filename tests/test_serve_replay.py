@@ -31,7 +31,7 @@ from toolkit.sched.eventlog import (
     to_line,
 )
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import Policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.serve.driver import Driver
