@@ -483,8 +483,11 @@ class Searches:
         total = evaluations(settings, inputs.recipe.tune.draws, inputs.siblings)
         if len(self.machines) > 1:
             size = inputs.recipe.engine.tensor_parallel_size
-            workers = "the fewest" if self.args.workers == AUTO else inputs.recipe.workers
-            note(f"{workers} workers with tensor parallelism {size}:")
+            count = inputs.recipe.workers
+            workers = f"{count} worker{'s' * (count > 1)}"
+            if self.args.workers == AUTO:
+                workers = "the fewest workers"
+            note(f"{workers} with tensor parallelism {size}:")
         trace = self.workload.windows.trace
         _note_search(settings, total, trace, inputs.recipe.name, inputs.others)
         return total
@@ -742,8 +745,9 @@ def _show_parallel(result: Tuning) -> None:
         rate = "not searched" if one.outcome is None else "-"
         if one.capacity_rps is not None:
             rate = number(one.capacity_rps)
-        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, one.binding])
-    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">then breaks"]
+        latency_s = one.outcome.metrics.get("e2e_mean_s") if one.outcome else None
+        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, latency_s])
+    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">mean E2E, s"]
     table(columns, rows, title="the same GPUs, by tensor parallelism")
 
 
