@@ -1,5 +1,6 @@
 """The ranked inbox against sorting all jobs at every query."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
