@@ -64,11 +64,13 @@ check: $(STAMP)  ## everything CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(BIN)/python $(PYTEST)
 
-docs: $(STAMP)  ## the site, in build/site: offline, and a broken link is an error
+docs: $(STAMP)  ## the pages are checked, and the site is built, in build/site: offline
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference --check
+	$(BIN)/python -m docs.check_pages
 	LLMCTL_COMPILED=0 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
-reference: $(STAMP)  ## make the pages of docs/reference that follow from the code, and pictures, again
+reference: $(STAMP)  ## make the recipes, pages and pictures that follow from the code again
+	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_recipes
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference
 	$(BIN)/python -m docs.make_pictures
 

@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "patient",
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        max_examples=lanes.QUICK_EXAMPLES if quick else 100,
+        max_examples=lanes.QUICK_EXAMPLES if quick else lanes.EXAMPLES,
     )
     settings.load_profile("patient")
     # files of tests need not survive a power cut, and thousands of waits for the disk take seconds

@@ -2,9 +2,7 @@
 and the check of a rendered object.
 
 They follow the operators' own documentation: prometheus-operator's API reference,
-monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the prometheus scaler; ray.io/v1 of KubeRay
-1.7 (helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml). KubeRay 1.6 is the first version
-with `authOptions.secretName` and `upgradeStrategy`.
+monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the prometheus scaler.
 """
 
 from __future__ import annotations
@@ -196,52 +194,6 @@ class ScaledObject(KubernetesObject):
     spec: ScaledObjectSpec
 
 
-StartParams = dict[str, str]  # options of `ray start` without their dashes
-
-
-class AuthOptions(StrictObject):
-    """Every connection to Ray needs the token in the Secret's key `auth_token`."""
-
-    mode: Literal["token"] = "token"
-    secret_name: DnsName
-
-
-class UpgradeStrategy(StrictObject):
-    """Recreates all pods for a changed template. By default, only newly made pods get it."""
-
-    type: Literal["Recreate"] = "Recreate"
-
-
-class HeadGroup(StrictObject):
-    ray_start_params: StartParams
-    template: dict[str, Any]
-
-
-class WorkerGroup(StrictObject):
-    group_name: DnsName
-    replicas: Count
-    min_replicas: Count
-    max_replicas: Count
-    # labels of Ray's nodes; KubeRay refuses them among the parameters
-    labels: dict[str, str] | None = None
-    ray_start_params: StartParams
-    template: dict[str, Any]
-
-
-class RayClusterSpec(StrictObject):
-    ray_version: str
-    auth_options: AuthOptions
-    upgrade_strategy: UpgradeStrategy = UpgradeStrategy()
-    head_group_spec: HeadGroup
-    worker_group_specs: list[WorkerGroup]
-
-
-class RayCluster(KubernetesObject):
-    api_version: Literal["ray.io/v1"] = "ray.io/v1"
-    kind: Literal["RayCluster"] = "RayCluster"
-    spec: RayClusterSpec
-
-
 class GeneratorOptions(StrictObject):
     labels: dict[str, str]
     disable_name_suffix_hash: bool
@@ -326,7 +278,6 @@ OWN_MODELS: dict[str, type[BaseModel]] = {
     "Kustomization": Kustomization,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,
-    "RayCluster": RayCluster,
     "ScaledObject": ScaledObject,
 }
 

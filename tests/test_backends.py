@@ -15,6 +15,7 @@ from typing import ClassVar
 import httpx
 import pytest
 from commands import llmctl
+from said import says
 
 from benchmarks.common.serving import Server
 from toolkit.backends import Checks, Serves, backend_of
@@ -126,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_an_engine_of_another_package_is_tuned_rendered_and_served(folder: Path):
+def test_another_packages_engine_is_tuned_rendered_and_served(folder: Path):
     files = ["recipe.yaml", "--fit", "fit.json"]
     tune = ["--trace", "trace.jsonl", "--policies", "own", "--jobs", "1", "--out", "tuning.json"]
     assert llmctl("tune", *files, *tune) == 0
@@ -140,7 +141,7 @@ def test_an_engine_of_another_package_is_tuned_rendered_and_served(folder: Path)
 
 
 @pytest.mark.slow
-def test_policies_that_the_engine_cannot_run_are_refused_by_its_traits(folder: Path, capsys):
+def test_an_engine_refuses_policies_that_it_cannot_run(folder: Path, capsys):
     options = ["--fit", "fit.json", "--policy", "past-future", "--out", "plan.json"]
     assert llmctl("render", "recipe.yaml", *options) == 2
     assert "'toy' runs static batches" in capsys.readouterr().err
@@ -155,7 +156,7 @@ def test_a_server_of_another_package_is_started_and_checked(folder: Path, capsys
     assert llmctl("serve", "server.json", "--port", "8123") == 0
     assert "http://127.0.0.1:8123/slice" in capsys.readouterr().out
     assert llmctl("serve", "server.json", "--status-page") == 2
-    assert "engine toyserver does not support --status-page" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "--status-page")
     Path("server.yaml").write_text(RECIPE.replace("name: toy,", "name: toyserver,"))
     assert llmctl("doctor", "server.yaml", "--strict") == 3
     assert "no toys here" in capsys.readouterr().out

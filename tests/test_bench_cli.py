@@ -7,6 +7,7 @@ import signal
 import commands
 import pytest
 import samples
+from said import says
 from sse_server import serve_request, sse_server, whole
 
 from toolkit.deploy.plan import make_plan
@@ -82,8 +83,8 @@ def test_the_table_fits_80_columns_with_notes_on_the_replay(capsys, trace, plan)
     assert max(map(len, out.splitlines())) <= 80
     assert "throughput_rps" in out
     assert "predicted" in out
-    assert "trace: prompts unchanged: all within 384 tokens" in err
-    assert "replaying 5 requests against tiny" in err
+    assert says(err, "384")
+    assert says(err, "5 requests", "tiny")
 
 
 def test_another_server_gets_the_lengths_and_the_report_says_so(capsys, trace):
@@ -93,10 +94,7 @@ def test_another_server_gets_the_lengths_and_the_report_says_so(capsys, trace):
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 0
     assert "predicted" not in out
-    assert (
-        "replay: each request's limit is exactly its output, so the scheduler knows the lengths"
-        in err
-    )
+    assert "scheduler knows the lengths" in err
     assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
 
 
@@ -121,7 +119,7 @@ def test_a_part_of_the_trace_at_another_rate(capsys, trace):
         code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, *options, "--json")
     assert code == 0
     assert json.loads(printed)["requests"] == 3
-    assert json.loads(printed)["trace_notes"][-1] == "cut to 0.004 s .. 0.019 s: 3 requests"
+    assert says(json.loads(printed)["trace_notes"][-1], "0.004", "0.019", "3")
 
 
 def test_saved_requests_can_be_replayed(capsys, tmp_path, trace):
@@ -144,7 +142,7 @@ def test_failures_are_counted_by_reason(capsys, trace):
     with sse_server(answer) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 0
-    assert "1 requests failed: HTTP 503: busy" in err
+    assert says(err, "1", "503", "busy")
 
 
 def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
@@ -155,8 +153,8 @@ def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
     with sse_server(answer) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--out", out)
     assert code == 1
-    assert "5 requests failed: HTTP 503: busy" in err
-    assert "error: none of 5 requests was served" in err
+    assert says(err, "5", "503", "busy")
+    assert says(err, "none of 5")
     assert json.loads(out.read_text())["failures"] == {"HTTP 503: busy": 5}
 
 
@@ -174,7 +172,7 @@ def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
     with sse_server(answer) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", path, "--out", out)
     assert code == 130
-    assert "interrupted: 1 of 3 requests were answered" in err
+    assert says(err, "interrupted", "1 of 3")
     assert json.loads(out.read_text())["interrupted"] is True
 
 
@@ -188,7 +186,7 @@ def without_end_after(body: dict) -> bytes | None:
     return NO_END_AFTER if "llmctl_end_after" in body else serve_request(body)
 
 
-def test_a_server_without_hidden_lengths_gets_the_outputs_as_limits(capsys, trace, plan):
+def test_without_hidden_lengths_outputs_are_the_limits(capsys, trace, plan):
     with sse_server(without_end_after) as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--json"]
         code, printed, err = llmctl(capsys, "--url", server.url, *options)
@@ -203,10 +201,7 @@ def test_a_server_without_hidden_lengths_gets_the_outputs_as_limits(capsys, trac
     *_, a, b, c, d, e = server.bodies
     assert sorted(body["max_tokens"] for body in (a, b, c, d, e)) == [3, 4, 5, 6, 7]
     assert all(body["ignore_eos"] for body in (a, b, c, d, e))
-    assert (
-        "replay: each request's limit is exactly its output, so the scheduler knows the lengths"
-        in err
-    )
+    assert "scheduler knows the lengths" in err
 
 
 def test_the_prediction_uses_the_limits_of_the_requests(capsys, tmp_path):
@@ -238,16 +233,12 @@ def test_hidden_lengths_that_the_server_refuses_name_the_flag(capsys, trace):
             capsys, "--url", server.url, "--trace", trace, "--lengths", "hidden"
         )
     assert (code, out) == (2, "")
-    assert "HTTP 400: 'llmctl_end_after' needs a server started with --allow-end-after" in err
-    assert (
-        "hint: start it with: llmctl serve --allow-end-after; or leave out --lengths hidden" in err
-    )
+    assert says(err, "400", "'llmctl_end_after'", "--allow-end-after")
+    assert says(err, "llmctl serve --allow-end-after", "--lengths")
     assert len(server.bodies) == 1
 
 
-def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_them(
-    capsys, trace, plan
-):
+def test_refused_requests_are_counted_apart(capsys, trace, plan):
     def answer(body):
         late_s = len(body["prompt"]) / 10
         if body["stream"] and late_s > 2.1:
@@ -269,17 +260,15 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
     assert code == 0
     report = json.loads(printed)
     assert report["refused"] == 3
-    assert report["failures"] == {
-        "HTTP 503: too many requests wait: the first token would come in ... s": 3
-    }
+    ((why, count),) = report["failures"].items()
+    assert count == 3
+    assert says(why, "503")
     assert report["measured"]["sla_attainment_percent"] == pytest.approx(40.0)
-    assert (
-        "3 of 5 requests were refused for load: attainment and goodput count them as missed" in err
-    )
-    assert "the prediction serves every request" in err
+    assert says(err, "3 of 5", "refused")
+    assert "prediction serves" in err
 
 
-def test_every_target_is_shown_with_limit_measurement_prediction_and_verdict(capsys, trace, plan):
+def test_every_target_has_its_row(capsys, trace, plan):
     with sse_server() as server:
         options = ["--trace", trace, "--plan", plan, "--warmup", 0]
         sla = ["--sla", "ttft_p99_s=30", "--sla", "e2e_p95_s=0.000001"]
@@ -324,10 +313,7 @@ def test_a_rate_other_than_the_tuned_one_is_noted(capsys, tmp_path, trace):
             "--rate",
             50,
         )
-    assert (
-        "the plan was tuned for 50 requests/s, and this replays 100; for the tuned rate: --rate 50"
-        in err
-    )
+    assert says(err, "50", "requests/s", "100", "--rate")
     assert "for the tuned rate" not in same
 
 
@@ -350,8 +336,8 @@ def test_a_server_that_is_still_loading_says_to_try_again(capsys, trace, owner):
     ) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 2
-    assert "HTTP 503: the server is loading" in err
-    assert "hint: try again when it is ready" in err
+    assert says(err, "503", "loading")
+    assert "hint: " in err
 
 
 def test_a_wrong_key_says_where_to_put_it(capsys, trace):
@@ -359,7 +345,7 @@ def test_a_wrong_key_says_where_to_put_it(capsys, trace):
     with sse_server(lambda body: refusal) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 2
-    assert "hint: give the key in LLMCTL_API_KEY" in err
+    assert says(err, "LLMCTL_API_KEY")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def priorities(monkeypatch):
     return asked
 
 
-def test_the_client_runs_before_others_while_it_replays_and_as_usual_afterwards(priorities):
+def test_the_client_has_priority_while_it_replays(priorities):
     during = []
     with sse_server() as server:
         target = find_target(server.url)
@@ -63,7 +63,7 @@ def test_the_client_is_an_ordinary_one_again_after_a_failure(priorities):
 
 
 @pytest.mark.parametrize("lacks", ["the right", "the call"])
-def test_the_client_replays_as_usual_where_it_cannot_run_before_others(monkeypatch, lacks):
+def test_without_priority_the_client_replays_as_usual(monkeypatch, lacks):
     def refuse(pid, *how):
         raise PermissionError(1, "not permitted")
 
@@ -76,7 +76,7 @@ def test_the_client_replays_as_usual_where_it_cannot_run_before_others(monkeypat
     assert [sample.failure for sample in result.samples] == ["", "", ""]
 
 
-def test_every_request_has_the_trace_s_lengths_hidden_from_the_scheduler():
+def test_lengths_are_hidden_from_the_scheduler():
     with sse_server() as server:
         result = play(server)
     assert sorted(
@@ -119,7 +119,7 @@ def test_requests_are_greedy_streams_with_usage():
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_prompts_are_random_tokens_of_the_vocabulary_each_its_own_and_the_same_with_the_same_seed():
+def test_prompts_are_random_and_follow_from_the_seed():
     trace = trace_of((0, 40, 1), (0, 40, 1))
     prompts = []
     for seed in (1, 1, 2):

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import samples
+from said import says
 
 from benchmarks.gpu import live as gpu_live
 from benchmarks.gpu import preflight
@@ -48,7 +49,7 @@ def run(tmp_path):
     "name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb-transformers", "tiny-llama-cpu-rebatch"]
 )
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_recipe_is_measured_with_random_weights_and_a_cache_that_an_overload_fills(name, quick):
+def test_a_recipe_gets_random_weights_and_a_small_cache(name, quick):
     recipe = load_recipe(name)
     derived = derive(recipe, "rebatch", "cuda", "NVIDIA H200", quick=quick)
     assert derived.model.source == "random" or derived.model.load_format == "dummy"
@@ -76,15 +77,11 @@ def test_a_folder_holds_one_recipe(tmp_path):
     recipe = load_recipe("tiny-llama-cpu")
     for _ in range(2):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=True)
-    with pytest.raises(
-        InputError, match=r"recipe-transformers.json is of another recipe or device"
-    ):
+    with pytest.raises(InputError, match=r"recipe-transformers\.json"):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=False)
 
 
-def test_finished_stages_are_skipped_and_stages_that_need_a_failed_one_are_left_out(
-    run, monkeypatch
-):
+def test_finished_stages_and_those_after_a_failure_are_skipped(run, monkeypatch):
     run.folder.mkdir()
     (run.folder / "profile-transformers.json").touch()
     started = []
@@ -119,9 +116,7 @@ def test_no_stage_is_started_that_does_not_fit_into_the_budget(run, monkeypatch,
     ]
     assert limits["profile-transformers"] == 130.0
     assert limits["profile-rebatch"] == 200.0
-    assert "rounds: not started: it takes about 80 s, and 25 s of the budget" in (
-        capsys.readouterr().out
-    )
+    assert says(capsys.readouterr().out, "rounds", "80 s", "25 s")
     now_s[0] = 40.0
     gpu.go(run, gpu.Budget(200.0, 0.0))
     assert limits["slices"] == 200.0 - 120.0 - gpu.GRACE_S  # what is left, less the clean-up
@@ -150,7 +145,7 @@ def test_results_travel_as_one_archive_with_their_journals(tmp_path):
         gpu.unpack(tmp_path / "nothing.tar.gz", tmp_path / "other")
 
 
-def test_an_archive_that_is_too_large_is_cut_into_parts_that_cat_joins(tmp_path):
+def test_a_large_archive_is_cut_into_parts(tmp_path):
     results = filled(tmp_path / "results")
     (results / "h200" / "noise").write_bytes(random.Random(0).randbytes(3000))
     out = tmp_path / "out"
@@ -179,10 +174,10 @@ def test_the_preflight_names_all_that_is_missing_in_one_line(monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "argv", ["preflight", "--results", str(tmp_path)])
     assert preflight.main() == 3
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("preflight: missing: torch>=2.11,<2.14 (here 2.9.0); transformers")
+    assert says(line, "torch>=2.11,<2.14", "2.9.0")
     for word in ("pydantic>=2.11", "pydantic-core", "msgspec>=0.19", "annotated-types"):
         assert f"; {word}" in line
-    assert "; 8 GiB of host memory (2.0 GiB are available)" in line
+    assert says(line, "8 GiB", "2.0 GiB")
     assert "numpy" not in line
 
 
@@ -214,7 +209,7 @@ def test_expandable_segments_are_left_out_where_they_alone_fail(
 
 
 @pytest.mark.slow
-def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+def test_a_slow_stage_ends_with_its_processes(tmp_path):
     """Its grandchild has a session of its own and ignores SIGTERM, as a worker that computes."""
     started = tmp_path / "started"
     grandchild = (
@@ -243,7 +238,7 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
 
 
 @pytest.mark.slow
-def test_the_preflight_names_every_package_that_the_stages_import():
+def test_the_preflight_knows_every_import_of_the_stages():
     code = (
         "import ast, importlib, pathlib, sys\n"
         "from benchmarks.gpu.preflight import STAGES_IMPORT\n"
@@ -335,7 +330,7 @@ def test_tables_show_the_finished_stages(tmp_path):
     assert "| 2 x 64 | 2.0 | 1.05 | 2.10 |" in tables(tmp_path / "cpu")
 
 
-def test_the_table_shows_the_rows_of_sls_and_predictions_beside_measurements(tmp_path):
+def test_the_table_shows_predictions_beside_measurements(tmp_path):
     folder = tmp_path / "cpu" / "tiny"
     folder.mkdir(parents=True)
     times = {"throughput_rps": 2.0, "ttft_mean_s": 0.5, "e2e_mean_s": 3.0}
@@ -372,7 +367,7 @@ def test_the_probe_runs_on_a_cpu_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["probe", *words])
     assert gpu_probe.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "a CPU: tiny sizes, no cuDNN, nothing captured, nothing pinned"
+    assert says(lines[1], "CPU", "cuDNN")
     columns = ["floor", "eager", "fixed", "slices", "their", "floor"]
     assert lines[3].split() == ["ms", "per", "step", *columns]
     assert lines[4].startswith("N 2, L 16")
@@ -402,8 +397,8 @@ def test_the_probe_says_whether_cudnn_is_rightly_left_out():
         ],
     }
     text = gpu_probe.table(found)
-    assert "copy within the device 4300.0 GB/s, to host memory 50.0 GB/s, back 55.0 GB/s" in text
+    assert says(text, "4300.0", "GB/s", "50.0", "55.0")
     cells = ["4.00", "15.00", "45.00", "-", "5.00", "4.00"]
     assert text.splitlines()[-3].split() == ["N", "16,", "L", "512", *cells]
-    assert "cuDNN let in: 3.00 times the time of a step; leaving it out is right here" in text
-    assert text.endswith("fixed: captured as CUDA graphs")
+    assert says(text, "3.00")
+    assert "CUDA graphs" in text

@@ -57,7 +57,7 @@ def test_failed_requests_show_nothing():
     assert seen_by_clients(plan(), trace, seen, ()).slowdown == pytest.approx(1.0, rel=0.03)
 
 
-def test_a_server_that_is_faster_than_fitted_has_no_delay_below_zero():
+def test_a_fast_server_has_no_negative_delay():
     trace = busy()
     served = predicted(plan(), trace).served
     seen = as_seen(trace, served)

@@ -10,6 +10,7 @@ import pytest
 import samples
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 from sse_server import (
     DONE,
     chunked,
@@ -75,7 +76,7 @@ IDS = [[1, 2, 3], [1, 2, 4], [9, 10], [1, 2, 3], []]
 LENGTHS = [11, 12, 7, 11, 9]
 
 
-def test_prompts_have_their_length_and_begin_alike_where_blocks_are_shared():
+def test_prompts_begin_alike_where_blocks_are_shared():
     made = Prompts(trace_of(LENGTHS, IDS), FULL, 50_000, seed=5)
     prompts = [made.prompt(row) for row in range(5)]
     assert [len(prompt) for prompt in prompts] == LENGTHS
@@ -139,7 +140,7 @@ def play(server, trace, dialect=FULL, seed=0):
     return run(find_target(server.url), trace, load, lambda: None).samples
 
 
-def test_a_turn_holds_the_prompt_before_and_the_answer_that_was_given():
+def test_a_turn_holds_the_prompt_and_answer_before_it():
     trace = trace_of([10, 6, 17, 30], sessions=SESSIONS)
     with sse_server(answers_with_ids) as server:
         samples = play(server, trace, replace(FULL, answer_ids=True))
@@ -246,16 +247,14 @@ def test_a_server_is_asked_whether_it_gives_token_ids():
         assert with_answer_ids(find_target(server.url), FULL) == FULL
 
 
-def test_the_loop_is_closed_where_the_trace_has_sessions_unless_it_is_opened():
+def test_sessions_are_replayed_in_closed_loop_by_default():
     trace = trace_of([10, 6, 17, 30], [[1, 2, 3], [5, 6], [1, 2, 7, 8, 9], []], sessions=SESSIONS)
     with sse_server() as server:
         target = find_target(server.url)
         closed = look_at(target, trace, None, RequestSettings())
         assert closed.trace.sessions is not None
-        assert (
-            "closed loop: 2 of 4 requests are sent when the turn before has ended" in closed.notes
-        )
-        assert any("does not give its answers' token ids" in line for line in closed.notes)
+        assert says(" ".join(closed.notes), "closed loop", "2 of 4")
+        assert any("token ids" in line for line in closed.notes)
         opened = look_at(target, trace, None, RequestSettings(loop="open"))
         assert opened.trace.sessions is None
         assert opened.trace.shared is not None
@@ -364,6 +363,6 @@ def test_bench_replays_sessions_and_shows_hits(capsys, tmp_path):
         code = commands.llmctl("bench", "--url", server.url, "--trace", path, "--out", out)
     err = capsys.readouterr().err
     assert code == 0
-    assert "closed loop: 1 of 2 requests are sent when the turn before has ended" in err
-    assert "prefix cache: 15.4 % of 26 prompt tokens" in err
+    assert says(err, "closed loop", "1 of 2")
+    assert says(err, "15.4", "26")
     assert json.loads(out.read_text())["cache"]["hit_tokens"] == 4

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import samples
 from commands import llmctl
+from said import says
 from sse_server import serve_request, sse_server, whole
 
 from toolkit.bench import session
@@ -46,7 +47,7 @@ def served(first: list[float], finish: list[float], ok: list[bool] | None = None
     )
 
 
-def test_errors_are_those_of_the_means_and_the_worst_window_keeps_its_sign():
+def test_errors_are_of_means_and_the_worst_keeps_its_sign():
     found = metric_errors(
         [
             window({"ttft_mean_s": 2.0}, {"ttft_mean_s": 1.0}),
@@ -122,7 +123,7 @@ def validate(plan: Path, url: str, *options: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
+def test_a_validation_is_written_and_shown_with_predictions(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     with sse_server() as server:
@@ -138,9 +139,7 @@ def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
     capsys.readouterr()
     folder = plan.parent
     render(folder)
-    assert (
-        "validated on 2 windows, the prediction's errors: throughput_rps" in capsys.readouterr().err
-    )
+    assert says(capsys.readouterr().err, "2 windows", "throughput_rps")
 
 
 @pytest.mark.slow
@@ -158,7 +157,7 @@ def test_each_run_against_a_server_has_prompts_of_its_own(plan: Path):
 
 
 @pytest.mark.slow
-def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
+def test_windows_fit_the_trace_and_lengths_are_told_first(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"timestamp": 50 * k, "input_length": 9, "output_length": 4} for k in range(30)]
@@ -168,9 +167,7 @@ def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
             validate(plan, server.url, "--warmup", "0", "--trace", str(tmp_path / "t.jsonl")) == 0
         )
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == (
-        "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
-    )
+    assert says(lines[0], "384", "128")
     note = "windows of 0.58 s instead of 1 s: t.jsonl lasts 1.45 s at 20 requests/s, for 2 windows"
     assert f"trace: {note}" in lines
     found = read_file(Validation, plan.with_name("validation.json"))
@@ -190,9 +187,7 @@ def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(
-    plan: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_errors_beyond_the_limit_are_exit_code_4(plan: Path, capsys: pytest.CaptureFixture[str]):
     with sse_server() as server:  # answers at once: the laws predict far more
         assert validate(plan, server.url, "--warmup", "0", "--max-error", "1") == 4
     assert "beyond 1 %: " in capsys.readouterr().err
@@ -217,7 +212,7 @@ def test_a_server_that_fails_every_request_is_reported(
 
 
 @pytest.mark.slow
-def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced_is_not(
+def test_a_plan_of_another_engine_is_refused_unless_forced(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     with sse_server() as server:
@@ -228,10 +223,10 @@ def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced
         told = capsys.readouterr().err
         assert "another engine fake" in told
         assert "(here rebatch 5.23.0)" in told
-        assert "another dtype float32 (here bfloat16)" in told
+        assert says(told, "float32", "bfloat16")
         assert server.bodies == []
         assert validate(plan, server.url, "--warmup", "0", "--force") == 0
-    assert "warning: the fit was made with another engine" in capsys.readouterr().err
+    assert "another engine" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import samples
+from said import says
 from sse_server import serve_request, sse_server
 
 from toolkit.bench.client import LoadSpec
@@ -46,7 +47,7 @@ def trace(count: int = 6) -> Trace:
     return Trace(k * 1.0, 10 + k, 1 + k, np.zeros(count, dtype=np.int64))
 
 
-def test_the_requests_are_those_that_come_next_and_time_goes_on_where_the_trace_starts_again():
+def test_warm_up_requests_come_next_in_the_trace_and_wrap_around():
     other = other_requests(trace(), 3.5, 4)
     assert other.prompt_tokens.tolist() == [14, 15, 10, 11]
     assert other.arrival_s.tolist() == [0.0, 1.0, 1.0, 2.0]
@@ -110,7 +111,7 @@ def test_prompts_are_not_those_of_the_replay():
 def test_a_server_without_counters_is_named(monkeypatch):
     with sse_server() as server:
         monkeypatch.setattr("toolkit.bench.predict.TOOK", "llmctl_no_such_total")
-        with pytest.raises(InputError, match=r"/metrics has no llmctl_no_such_total") as error:
+        with pytest.raises(InputError, match=r"/metrics.*llmctl_no_such_total") as error:
             warm_up(find_target(server.url), other_requests(trace(), 0.0, 1), LOAD, lambda: None)
     assert "--warmup 0" in error.value.hint
 
@@ -161,7 +162,7 @@ def test_clocks_that_disagree_make_no_token_early():
 
 
 @pytest.mark.parametrize("served", [3, 5])
-def test_the_fronts_delay_is_unknown_where_the_server_had_other_requests(served):
+def test_other_requests_hide_the_fronts_delay(served):
     times = times_between(
         counters(0, 0.0, 0.0), counters(served, 0.375, 1.75), seen_by_clients(4, 0.5, 2.0)
     )
@@ -228,7 +229,7 @@ def test_the_cost_of_arrivals_is_separated_from_a_slow_machine(slowdown: float, 
         slices([]),
     ],
 )
-def test_where_the_cost_is_uncertain_the_slowdown_covers_everything(sums: dict[str, float]):
+def test_an_uncertain_cost_is_part_of_the_slowdown(sums: dict[str, float]):
     assert arrival_cost_of(sums) == (0.0, 0.0)
 
 
@@ -268,7 +269,7 @@ def test_the_command_prints_and_predicts_the_cost_of_arrivals(capsys, tmp_path):
     report = json.loads(printed)
     assert report["warmup"]["arrival_cost_s"] == pytest.approx(0.002, rel=0.02)
     assert report["warmup"]["slowdown"] == pytest.approx(1.0, rel=0.02)
-    assert "and 2 ms more for each request that arrives meanwhile" in err
+    assert says(err, "2 ms")
     assert report["predicted"]["ttft_mean_s"] > report["predicted_as_fitted"]["ttft_mean_s"]
 
 
@@ -332,7 +333,7 @@ def test_the_fronts_delay_is_in_every_predicted_latency():
     assert behind["e2e_p99_s"] == pytest.approx(bare["e2e_p99_s"] + 0.5)
 
 
-def test_a_prediction_of_vllm_without_a_warm_up_is_what_simulate_says():
+def test_without_a_warm_up_bench_predicts_as_simulate_does():
     """The front is the fitted one, not what clients of any server wait besides its laws."""
     recipe = samples.recipe(engine={"name": "vllm"}, workers=1, policy={"name": "vllm"})
     fit = samples.paged_fit()
@@ -345,7 +346,7 @@ def test_a_prediction_of_vllm_without_a_warm_up_is_what_simulate_says():
     assert predict(plan, few, {})["ttft_mean_s"] == simulated["ttft_mean_s"]
 
 
-def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
+def test_the_prediction_knows_the_outputs_seen_before():
     """Past-Future counts requests as long as they may become, until it has seen how long they
     are.
     """
@@ -359,7 +360,7 @@ def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
     assert later["ttft_mean_s"] < first["ttft_mean_s"]
 
 
-def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_path):
+def test_the_command_predicts_at_the_speed_of_its_warm_up(capsys, tmp_path):
     def answer(body):
         server.batch_s = (server.batch_s[0] + 1.25, server.batch_s[1] + 1.0)
         return serve_request(body)
@@ -382,5 +383,5 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(
         report["predicted"]["e2e_mean_s"]
     )
-    assert "at that speed the prediction's errors would be: throughput_rps" in err
-    assert "batches take 1.25 times as long as fitted" in err
+    assert says(err, "throughput_rps")
+    assert says(err, "1.25")

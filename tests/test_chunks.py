@@ -3,7 +3,7 @@ after which step.
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.engines.fake import FakeConfig, FakeEngine
@@ -202,7 +202,6 @@ workloads = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
 @given(
     lengths=workloads,
     case=st.sampled_from(sorted(CASES)),
@@ -221,7 +220,6 @@ def test_engine_simulator_and_scheduler_agree_on_every_round(
     assert sum(each.ok for each in ledger.outcomes) >= len(lengths) - len(cancels)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=workloads, chunk_tokens=st.integers(8, 200), slab=st.booleans())
 def test_no_running_row_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tokens, slab):
     ledger, _ = serve("fcfs", chunk_tokens, sorted(lengths), {}, slab)
@@ -235,7 +233,7 @@ def test_no_running_row_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tok
     assert largest_s <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
 
 
-def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
+def test_chunks_shorten_gaps_and_cost_the_newcomer_time():
     lengths = [(0.0, 4, 30), (2 / 64, 120, 5)]
     (whole, _), (chunked, _) = (
         serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15)
@@ -252,7 +250,6 @@ class CrashError(Exception):
     """What ends an engine in the middle of a round."""
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     prompts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     later=st.lists(st.integers(1, 60), min_size=1, max_size=4),
@@ -338,7 +335,7 @@ def test_a_copy_is_advanced_alone():
 @pytest.mark.parametrize(
     ("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})]
 )
-def test_a_row_in_prefill_counts_with_the_token_that_prefill_will_give(policy, others):
+def test_a_row_in_prefill_counts_with_its_first_token(policy, others):
     scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
     residents = scheduler.workers[0].residents
     for name, prompt in (("a", 3), ("b", 100)):

@@ -131,4 +131,4 @@ def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path: P
     mine = tmp_path / "mine.yaml"
     mine.write_text(shipped.replace("name: llama-3.1-8b-h200", "name: mine"), encoding="utf-8")
     assert llmctl("capacity", str(mine), *TRACE, "--no-at-once") == 0
-    assert "analytic, nothing was measured" in capsys.readouterr().err
+    assert "analytic" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
 from toolkit.files.io import write_file
@@ -69,10 +70,7 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
-    assert (
-        "* engine 'fake' cannot run it; simulated by its laws all the same. It takes the future"
-        in said
-    )
+    assert says(said, "'fake'")
     assert "without targets" in err
     assert "goodput" not in out
     assert out.isascii() or "─" in out
@@ -177,7 +175,7 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
-    assert "interrupted: 1 of 2 runs are finished and shown" in err
+    assert says(err, "interrupted", "1 of 2")
 
 
 def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
@@ -191,7 +189,7 @@ def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
     monkeypatch.setattr(comparison, "simulate", stalls)
     assert llmctl(*stage, "--policies", "slice,fcfs") == 0
     out, err = capsys.readouterr()
-    assert "slice: the simulation stalled: 5 wait" in err
+    assert says(err, "slice", "5 wait")
     assert " slice " in out
 
 
@@ -201,10 +199,9 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(comparison, "compare", lambda *args: pytest.fail("it ran"))
     assert llmctl(*stage, "--png", tmp_path / "x.png") == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "error: --png needs matplotlib, which is not installed",
-        "hint: pip install 'llmctl-toolkit[plot]'",
-    ]
+    error, hint = capsys.readouterr().err.splitlines()
+    assert says(error, "--png", "matplotlib")
+    assert says(hint, "llmctl-toolkit[plot]")
 
 
 @pytest.mark.slow
@@ -307,14 +304,12 @@ def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     assert "slice *" not in out
     said = " ".join(out.split())
     assert footnote(["slice", "past-future", "baton"], ["transformers"]) in said
-    assert "It takes vllm or rebatch for past-future; rebatch for baton." in said
+    assert "vllm or rebatch for past-future" in said
     assert llmctl(*stage, "--policies", "slice,past-future", "--json") == 0
     runs = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
-    assert runs["past-future"]["refusal"].startswith(
-        "policy 'past-future' needs an engine that re-batches"
-    )
+    assert says(runs["past-future"]["refusal"], "'past-future'", "re-batches")
 
 
 def test_simulate_marks_an_unservable_policy(stage, capsys):

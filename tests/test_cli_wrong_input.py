@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
+from said import says
 from test_fleet_files import write_fleet, write_kind
 
 from toolkit.files.io import shipped_fits
@@ -45,10 +46,9 @@ def test_the_number_of_workers_has_a_limit(
     words: list[str], stage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl(*words, "--workers", 1_000_000) == 2
-    assert lines_of(capsys) == [
-        f"error: --workers 1000000: {LIMIT}",
-        "hint: for more, put several servers behind a router",
-    ]
+    error, hint = lines_of(capsys)
+    assert error == f"error: --workers 1000000: {LIMIT}"
+    assert hint.startswith("hint: ")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_count_of_workers_is_a_whole_number(
     count: str, stage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("tune", "recipe.yaml", "--workers", count) == 2
-    assert "it is a whole number from 1, or 'auto'" in lines_of(capsys)[0]
+    assert says(lines_of(capsys)[0], "'auto'")
 
 
 def test_a_fit_of_another_recipe_is_named_as_such(
@@ -123,8 +123,8 @@ def test_a_fit_of_another_recipe_is_named_as_such(
     write_kind(tmp_path, "small", model={"max_model_len": 1024})
     assert llmctl("tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json") == 2
     error, hint = lines_of(capsys)
-    assert error == "error: small.fit.json is of recipe 'small', not 'large'"
-    assert hint == "hint: make one of 'large': llmctl profile RECIPE; llmctl fit PROFILE"
+    assert says(error, "small.fit.json", "'small'", "'large'")
+    assert says(hint, "'large'", "llmctl profile RECIPE", "llmctl fit PROFILE")
 
 
 def test_the_shipped_fit_is_offered_instead_of_another_recipes(
@@ -134,8 +134,8 @@ def test_the_shipped_fit_is_offered_instead_of_another_recipes(
     other = shipped_fits()[-1]
     assert llmctl("tune", one, "--fit", other) == 2
     error, hint = lines_of(capsys)
-    assert error == f"error: fit.json is of recipe '{other}', not '{one}'"
-    assert hint.endswith(f"or take the one that ships: --fit {one}")
+    assert says(error, "fit.json", f"'{other}'", f"'{one}'")
+    assert hint.endswith(f"--fit {one}")
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
@@ -149,9 +149,7 @@ def test_without_a_fit_those_that_ship_are_named(
     assert llmctl(command) == 2
     error, hint = lines_of(capsys)
     assert error == "error: fit.json: no such file"
-    assert hint.startswith(
-        "hint: make it with: llmctl fit PROFILE; or name one that ships with --fit: unit-step, "
-    )
+    assert says(hint, "llmctl fit PROFILE", "--fit")
     assert [name for name in shipped_fits() if name not in hint] == []
 
 
@@ -173,10 +171,9 @@ def test_the_number_of_processes_has_a_limit(
     stage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("tune", "recipe.yaml", "--jobs", 1_000_000) == 2
-    assert lines_of(capsys) == [
-        "error: --jobs 1000000: the limit is 1,024, since each is a process",
-        "hint: leave it out for as many as there are cores",
-    ]
+    error, hint = lines_of(capsys)
+    assert says(error, "--jobs 1000000", "1,024")
+    assert hint.startswith("hint: ")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import samples
 import tiny
+from said import says
 from test_tuning import trace
 
 from benchmarks.common.serving import client
@@ -210,7 +211,7 @@ def test_accelerator_types_are_ray_s_own_names(cluster, name: str) -> None:
     assert accelerator_type(name) == NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(name)
 
 
-def test_the_error_of_a_kind_without_nodes_names_the_kinds_that_exist(cluster, kinds) -> None:
+def test_a_kind_without_nodes_is_told_the_kinds_there_are(cluster, kinds) -> None:
     message = (
         r"no room for 1 worker of 1 CPU each on machines with llmctl.io/kind=huge: none of its "
         r"4 has that; they have llmctl.io/kind=large \(1\), llmctl.io/kind=small \(1\), "
@@ -220,9 +221,7 @@ def test_the_error_of_a_kind_without_nodes_names_the_kinds_that_exist(cluster, k
         asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
 
 
-def test_fleet_workers_run_on_nodes_of_their_kind_and_requests_continue_where_they_fit(
-    cluster, kinds
-) -> None:
+def test_fleet_workers_run_on_nodes_of_their_kind(cluster, kinds) -> None:
     async def main() -> None:
         workers = Watched(kinds=["large", "small"], decode_s=0.01)
         async with client(workers, capacity=(4096, 480)) as http:
@@ -245,7 +244,7 @@ def test_fleet_workers_run_on_nodes_of_their_kind_and_requests_continue_where_th
     asyncio.run(main())
 
 
-def test_workers_restart_after_a_crash_and_refuse_what_they_cannot_load(cluster) -> None:
+def test_workers_restart_and_refuse_what_they_cannot_load(cluster) -> None:
     async def main() -> None:
         workers = Watched()
         await workers.start(lambda _: None)
@@ -265,7 +264,7 @@ def test_workers_restart_after_a_crash_and_refuse_what_they_cannot_load(cluster)
     asyncio.run(main())
 
 
-def test_trials_give_the_same_results_on_the_cluster_and_in_process(cluster) -> None:
+def test_trials_on_the_cluster_give_the_same_results(cluster) -> None:
     bench = EvaluationSetup(
         make_world(samples.recipe(), samples.fit()), [trace(40, seed) for seed in range(2)], {}
     )
@@ -282,7 +281,7 @@ def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker
     return [found for data in actor.call(number, pack(frame)) for found in front_side().feed(data)]
 
 
-def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
+def test_an_actor_handles_frames_in_order() -> None:
     """Ray may start a call before an earlier one: a `Stop` that arrives first still takes effect
     last.
     """
@@ -414,11 +413,11 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-def test_a_server_without_room_says_what_there_is_and_its_wait_can_be_ended(cluster) -> None:
+def test_a_server_without_room_says_what_there_is(cluster) -> None:
     servers = RayServers(placed(1, "nowhere"), 0.5, "")
     try:
         late = servers.start(0, sleeper([]), print)
-        with pytest.raises(EngineError, match=r"no room for 1 worker of 1 CPU each on machines"):
+        with pytest.raises(EngineError, match="1 worker of 1 CPU"):
             late.wait_until_ready()
         late.stop()
     finally:
@@ -463,4 +462,4 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match="not installed") as caught, joined("auto", 1):
         pass
-    assert caught.value.hint == "pip install 'llmctl-toolkit[ray]'"
+    assert says(caught.value.hint, "llmctl-toolkit[ray]")

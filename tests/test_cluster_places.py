@@ -5,6 +5,7 @@ cluster is started.
 import pytest
 import samples
 import tiny
+from said import says
 
 from toolkit.cluster.places import (
     Machine,
@@ -79,18 +80,18 @@ def test_recipes_for_the_same_gpu_share_its_machines() -> None:
     assert node_labels([kind("one", "NVIDIA H200"), kind("two", "NVIDIA H200")]) == [H200, H200]
 
 
-def test_different_gpus_with_the_same_accelerator_type_need_labels() -> None:
+def test_gpus_of_one_accelerator_type_need_labels() -> None:
     kinds = [kind("large", "NVIDIA A100-SXM4-80GB"), kind("small", "NVIDIA A100-SXM4-40GB")]
     message = "80GB and with NVIDIA A100-SXM4-40GB have the same label in a Ray cluster, .*=A100"
     with pytest.raises(InputError, match=message) as caught:
         node_labels(kinds)
-    assert "ray start --labels=memory=80GB" in caught.value.hint
+    assert says(caught.value.hint, "ray start --labels=memory=80GB")
 
 
 def test_a_recipe_name_that_cannot_be_a_label_is_refused() -> None:
-    with pytest.raises(InputError, match=r"recipe 'odd.': its name cannot be a label") as caught:
+    with pytest.raises(InputError, match=r"'odd\.'") as caught:
         node_labels([kind("odd."), kind("cpus")])
-    assert caught.value.hint == "set their labels in the fleet: nodes"
+    assert "nodes" in caught.value.hint
 
 
 MACHINES = [
@@ -135,7 +136,7 @@ def test_no_room_names_the_workers_and_the_cluster_s_resources(
     assert no_room(wanted, MACHINES) == f"the cluster has no room for {message}"
 
 
-def test_servers_of_one_machine_have_cpus_of_their_own_until_they_end() -> None:
+def test_servers_of_one_machine_have_their_own_cpus() -> None:
     shares = CpuShares()
     assert shares.take("a", "here", 2) == ([0, 1], {0, 1})
     assert shares.take("b", "here", 1) == ([2], {0, 1, 2})

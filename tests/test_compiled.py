@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from said import says
 
 from toolkit import compiled
 from toolkit.compiled import MODULES, SUFFIX, RunningCode
@@ -60,17 +61,15 @@ def test_libraries_of_the_sources_are_found_and_nothing_else(libraries: Path) ->
     assert found("toolkit.errors") is found("json") is None
 
 
-def test_a_library_of_another_source_is_not_taken_and_a_warning_says_so_once(
+def test_a_stale_library_is_not_taken_with_one_warning(
     libraries: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(libraries)
     assert found() is found(MODULES[-1]) is None  # all or nothing
-    assert capsys.readouterr().err == (
-        f"warning: {NAME} has changed since the code was compiled: plain Python runs; "
-        "make compile\n"
-    )
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert says(warning, NAME, "make compile")
     assert os.environ[compiled.VARIABLE] == "0"  # processes that this one starts are silent
-    assert compiled.running().reason == f"{NAME} has changed since the code was compiled"
+    assert NAME in compiled.running().reason
 
 
 def test_without_libraries_plain_python_runs_silently(
@@ -85,12 +84,9 @@ def test_a_longer_list_of_modules_makes_the_libraries_stale(
     libraries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "MODULES", (*MODULES, "toolkit.units"))
-    assert compiled.unusable() == "toolkit.units has changed since the code was compiled"
+    assert says(compiled.unusable(), "toolkit.units")
     monkeypatch.setattr(compiled, "MODULES", MODULES[:-1])
-    assert (
-        compiled.unusable()
-        == "the list of compiled modules has changed since the code was compiled"
-    )
+    assert "compiled modules has changed" in compiled.unusable()
 
 
 def test_the_variable_forces_either(libraries: Path) -> None:
@@ -101,11 +97,11 @@ def test_the_variable_forces_either(libraries: Path) -> None:
     assert found()
     edit(libraries)
     compiled._finder._usable = None
-    with pytest.raises(InputError, match=r"LLMCTL_COMPILED=1, and .* has changed") as caught:
+    with pytest.raises(InputError, match=r"LLMCTL_COMPILED=1.*changed") as caught:
         found()
     assert caught.value.hint == "make compile"
     os.environ[compiled.VARIABLE] = "yes"
-    with pytest.raises(InputError, match="LLMCTL_COMPILED=yes: it is 0, 1 or unset"):
+    with pytest.raises(InputError, match="LLMCTL_COMPILED=yes"):
         compiled.wish()
 
 
@@ -132,11 +128,10 @@ def test_what_is_lacking_is_named(
 ) -> None:
     shutil.rmtree(libraries)
     os.environ["CC"] = str(tmp_path / "no-compiler")
-    assert compiled.running() == RunningCode(
-        False,
-        f"not compiled for this Python; there is no C compiler ({tmp_path}/no-compiler)",
-        "install gcc or clang, and Python's headers; make compile",
-    )
+    found = compiled.running()
+    assert not found.compiled
+    assert f"{tmp_path}/no-compiler" in found.reason
+    assert says(found.remedy, "gcc", "make compile")
     os.environ[compiled.VARIABLE] = "0"
     assert compiled.running() == RunningCode(False, "LLMCTL_COMPILED=0", "unset LLMCTL_COMPILED")
 
@@ -195,24 +190,19 @@ WHICH = "import toolkit.units as u; print(type(u.__loader__).__name__)"
 
 
 @pytest.mark.slow
-def test_without_a_compiler_a_wheel_is_plain_and_the_error_is_only_for_those_that_want_it(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_without_a_compiler_a_wheel_is_plain(checkout: Path, tmp_path: Path) -> None:
     build = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = run(checkout, *build, CC="/no/compiler")
-    assert "not compiled: there is no C compiler (/no/compiler); plain Python" in done.stderr
+    assert says(done.stderr, "/no/compiler")
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if "_compiled" in name]
     done = run(checkout, "hatch_build.py", CC="/no/compiler", LLMCTL_COMPILED="1")
     assert done.returncode
-    assert done.stderr == ("error: LLMCTL_COMPILED=1, and there is no C compiler (/no/compiler)\n")
+    assert says(done.stderr, "LLMCTL_COMPILED=1", "/no/compiler")
     done = run(checkout, "hatch_build.py", CC="/no/compiler")
-    assert (done.returncode, done.stdout) == (
-        0,
-        "not compiled: there is no C compiler (/no/compiler); plain Python gives the same "
-        "results, more slowly; make compile does it later\n",
-    )
+    assert done.returncode == 0
+    assert says(done.stdout, "/no/compiler", "make compile")
 
 
 @pytest.mark.slow
@@ -222,7 +212,7 @@ def test_without_a_compiler_a_wheel_is_plain_and_the_error_is_only_for_those_tha
 def test_compiled_code_runs_until_its_source_is_edited(checkout: Path, tmp_path: Path) -> None:
     done = run(checkout, "hatch_build.py")
     assert done.stdout.endswith("\ncompiled: 1 modules\n"), done.stdout + done.stderr
-    assert run(checkout, "hatch_build.py").stdout == "compiled: 1 modules, up to date\n"
+    assert "up to date" in run(checkout, "hatch_build.py").stdout
     assert run(checkout, "-c", WHICH).stdout.strip() == "ExtensionFileLoader"
     assert run(checkout, "-c", WHICH, LLMCTL_COMPILED="0").stdout.strip() == "SourceFileLoader"
 
@@ -236,6 +226,6 @@ def test_compiled_code_runs_until_its_source_is_edited(checkout: Path, tmp_path:
         file.write("EDITED = True\n")
     done = run(checkout, "-c", f"{WHICH}; print(u.EDITED)")
     assert done.stdout.split() == ["SourceFileLoader", "True"]
-    assert done.stderr.startswith("warning: toolkit.units has changed since the code was compiled")
+    assert says(done.stderr, "toolkit.units")
     assert run(checkout, "-c", WHICH, LLMCTL_COMPILED="1").returncode
     assert importlib.machinery.EXTENSION_SUFFIXES[0] == SUFFIX

@@ -30,37 +30,6 @@ def test_the_forges_files_fit_their_schemas(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def targets() -> set[str]:
-    """The targets of the Makefile that `make help` lists."""
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE))
-
-
-def test_runs_of_tests_keep_bytecode_whatever_the_shell_says() -> None:
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    rules = re.findall(r"^([a-z-]+):.*##.*\n((?:\t.*\n)+)", text, re.MULTILINE)
-    run_tests = {target for target, recipe in rules if "$(PYTEST)" in recipe}
-    kept = re.search(r"^(.*): export PYTHONDONTWRITEBYTECODE =$", text, re.MULTILINE)
-    assert kept is not None
-    assert {"quick", "test"} <= run_tests == set(kept[1].split())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CONTRIBUTING.md",
-        ".github/workflows/ci.yml",
-        ".github/PULL_REQUEST_TEMPLATE.md",
-        ".pre-commit-config.yaml",
-    ],
-)
-def test_every_make_target_that_is_named_exists(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:`|^    |run: |entry: )make ([a-z-]+)", text, re.MULTILINE))
-    assert named
-    assert named <= targets()
-
-
 def test_every_action_is_pinned_by_commit() -> None:
     text = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     used = re.findall(r"uses: (\S+)(.*)", text)
@@ -81,8 +50,3 @@ def test_the_version_is_the_same_everywhere() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     released = re.findall(r"^## \[?(\d+\.\d+\.\d+)\]?", changelog, re.MULTILINE)
     assert PROJECT["version"] == released[0] == citation["version"] == toolkit.__version__
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    assert (ROOT / "toolkit" / "py.typed").is_file()
-    assert "Typing :: Typed" in PROJECT["classifiers"]

@@ -27,7 +27,6 @@ from toolkit.serve.status import gauges
 
 OWN = {
     "kubernetes": {"namespace": "default", "job": "default/llmctl-test"},
-    "kuberay": {"namespace": "default", "job": "default/llmctl-test"},
     "local": {"job": "llmctl-test"},
     "systemd": {"job": "llmctl-test"},
 }
@@ -105,7 +104,7 @@ def limits() -> dict[str, float]:
     return {key: 1.23 + 0.01 * number for number, key in enumerate(SLA_KEYS)}
 
 
-def test_every_target_has_its_rule_and_the_server_the_series_that_it_reads(tmp_path: Path) -> None:
+def test_every_target_has_a_rule_and_the_server_its_series(tmp_path: Path) -> None:
     sla = limits()
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=sla)
@@ -335,7 +334,7 @@ def alert_of(key: str) -> str:
 
 @pytest.mark.slow
 @needs_promtool
-def test_each_promised_target_that_breaks_fires_its_alert_and_no_other(tmp_path: Path) -> None:
+def test_a_broken_target_fires_its_own_alert_alone(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla=limits())
     found = rules(order, series(order, monitored=True), QUEUE)
     own = f'{FRONT},instance="{OWN["kubernetes"]["job"]}",model_name="m"'
@@ -349,7 +348,7 @@ def test_each_promised_target_that_breaks_fires_its_alert_and_no_other(tmp_path:
 
 @pytest.mark.slow
 @needs_promtool
-def test_each_promised_target_that_breaks_at_a_front_fires_its_alert(tmp_path: Path) -> None:
+def test_a_target_broken_at_a_front_fires_its_alert(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla=limits())
     found = replica_rules(order, series(order, monitored=True), [(BEHIND, QUEUE)])
     worlds = [(one_front(), set[str]())]
@@ -374,7 +373,7 @@ def test_each_promised_target_that_breaks_at_a_front_fires_its_alert(tmp_path: P
 
 @pytest.mark.slow
 @needs_promtool
-def test_the_autoscaler_s_query_sees_a_queue_that_grows_before_it_is_long(tmp_path: Path) -> None:
+def test_the_autoscaler_sees_a_queue_grow_early(tmp_path: Path) -> None:
     """A queue that grows by 2 a second has 60 after 30 s, and 290 after a load of 115 s more."""
     made = orders.plan(tmp_path)
     engine = made.fit.engine.model_copy(update={"load_s": 85.0})

@@ -88,7 +88,7 @@ def test_a_shipped_trace_is_found_by_its_digest(plan: Plan, tmp_path: Path) -> N
     assert tuned_trace(tuned_on(plan, other), []) is None
 
 
-def test_a_replica_is_added_before_the_queue_that_admission_refuses(plan: Plan) -> None:
+def test_a_replica_is_added_before_admission_refuses(plan: Plan) -> None:
     order = orders.order(plan)
     breaking = waiting_threshold(plan, None).value
     assert breaking is not None
@@ -98,7 +98,7 @@ def test_a_replica_is_added_before_the_queue_that_admission_refuses(plan: Plan) 
     assert 1 <= 1.1 * threshold < breaking
 
 
-def test_the_query_adds_what_the_queue_grows_by_while_a_replica_loads(plan: Plan) -> None:
+def test_the_query_adds_the_growth_while_a_replica_loads(plan: Plan) -> None:
     spec = scaled(orders.order(loading(plan, 84.4)))
     query = spec["triggers"][0]["metadata"]["query"]
     assert query == (
@@ -110,7 +110,7 @@ def test_the_query_adds_what_the_queue_grows_by_while_a_replica_loads(plan: Plan
     assert "| ScaledObject query: growth | none |" in explained
 
 
-def test_replicas_at_most_double_while_one_loads_and_go_one_by_one(plan: Plan) -> None:
+def test_replicas_at_most_double_and_go_one_by_one(plan: Plan) -> None:
     spec = scaled(orders.order(loading(plan, 84.4), replicas=2))
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     (up,) = behavior["scaleUp"]["policies"]

@@ -14,6 +14,7 @@ import orders
 import pytest
 import yaml
 from operator_kinds import check_object
+from said import says
 from test_deploy_replicas import NEWER, command_in, fronts, objects, parsed, services, with_engine
 
 from toolkit.backends.vllm.backend import VllmBackend
@@ -273,7 +274,7 @@ def test_one_image_is_refused_for_kinds_on_different_devices(fleet: Plan) -> Non
     mixed = wide(fleet, recipe=second.recipe.model_copy(update={"hardware": hardware}))
     with pytest.raises(InputError) as caught:
         render_target("compose", orders.order(mixed, replica_image="x/vllm:1"))
-    assert caught.value.message.endswith("one image for all kinds, and they run on cpu and cuda")
+    assert says(caught.value.message, "cpu", "cuda")
 
 
 def test_what_a_fleet_of_servers_cannot_be_rendered_for_is_said(fleet: Plan) -> None:
@@ -282,7 +283,7 @@ def test_what_a_fleet_of_servers_cannot_be_rendered_for_is_said(fleet: Plan) -> 
     assert f"a fleet of servers ({FAST}, {SLOW}) cannot be rendered" in caught.value.message
     assert "kubernetes" in caught.value.hint
     ours = fleet.model_copy(update={"policy": PlannedPolicy(name="past-future", parameters={})})
-    with pytest.raises(InputError, match=f"kind '{FAST}': policy 'past-future' runs inside"):
+    with pytest.raises(InputError, match=f"'{FAST}'.*'past-future'"):
         render_target("compose", orders.order(ours))
 
 
@@ -304,7 +305,7 @@ def test_a_fleet_s_yaml_is_the_same_each_time(order: Order) -> None:
     assert {f"core/{name}" for name in resources} <= files.keys()
 
 
-def test_a_fleet_on_ray_has_an_actor_for_each_server_on_machines_of_its_kind(order: Order) -> None:
+def test_a_fleet_on_ray_has_an_actor_for_each_server(order: Order) -> None:
     files = render_target("ray", order)
     told = files["EXPLAIN.md"]
     for name, count, gpu in ((FAST, 1, "H200"), (SLOW, 2, "A100")):

@@ -70,7 +70,7 @@ def test_every_query_reads_an_existing_metric(names, exposed):
     assert {name.startswith("vllm:") for name in found} == {names == "vllm"}
 
 
-def test_every_metric_is_on_the_dashboard_or_has_a_reason_not_to_be(exposed):
+def test_every_metric_is_on_the_dashboard_or_excused(exposed):
     on_board = {name for expr in expressions(dashboard()) for name in METRIC.findall(expr)}
     families = {
         re.sub(r"_(bucket|sum|count|created)$", "", name)
@@ -172,7 +172,7 @@ def test_the_shipped_file_is_the_dashboard(names):
     )
 
 
-def test_panels_with_vllm_s_names_are_among_the_others_with_the_same_unit():
+def test_panels_with_vllm_s_names_have_the_same_units():
     units = [
         {
             panel["title"]: panel["fieldConfig"]["defaults"]["unit"]
@@ -184,7 +184,7 @@ def test_panels_with_vllm_s_names_are_among_the_others_with_the_same_unit():
     assert units[1].items() < units[0].items()
 
 
-def test_before_replicas_the_dashboard_shows_the_front_s_longest_gaps():
+def test_the_dashboard_shows_the_front_s_longest_gaps():
     """Servers of vLLM have no metric of them."""
     sla = {"mtpot_p99_s": 0.5}
     board = dashboard(sla, "vllm", job="replicas", front="default/front")

@@ -8,18 +8,13 @@ import orders
 import pytest
 
 import toolkit
-from toolkit.backends.vllm.backend import IMAGES
 from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.targets import compose
-from toolkit.deploy.targets.kuberay import EXTRA
 from toolkit.deploy.targets.objects import POD_SECURITY as POD
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-
-
-BESIDE = (ROOT / "Dockerfile.vllm").read_text(encoding="utf-8")
 
 
 def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments() -> None:
@@ -56,39 +51,20 @@ def test_every_extra_of_an_image_is_one_of_the_package() -> None:
         "optional-dependencies"
     ]
     needed = {traits.extra for traits in ENGINES.values()} - {""}
-    assert {*needed, EXTRA} <= extras.keys()
-
-
-def test_beside_vllm_it_has_the_same_files_user_and_folders() -> None:
-    for pattern in (r"^COPY .+$", r"^USER 10001.+$", r"HOME=/tmp .+$", r"^CMD .+$"):
-        assert re.findall(pattern, BESIDE, re.MULTILINE) == re.findall(
-            pattern, DOCKERFILE, re.MULTILINE
-        )
-    assert re.findall(r"^FROM (.+)$", BESIDE, re.MULTILINE) == ["${BASE}"]
-    name = f"llmctl:{toolkit.__version__}-kuberay-vllm"
-    (build,) = re.findall(
-        r"docker build -t (\S+) -f Dockerfile.vllm --build-arg BASE=(\S+) \.", BESIDE
-    )
-    assert build == (name, IMAGES["cuda"])
+    assert needed <= extras.keys()
 
 
 @pytest.mark.parametrize(
-    ("engine", "extras", "image", "argument"),
+    ("engine", "image", "argument"),
     [
-        ("transformers", (), "llmctl:{}", ""),
-        ("deepspeed", (), "llmctl:{}-deepspeed", " --build-arg 'EXTRAS=[deepspeed]'"),
-        (
-            "deepspeed",
-            (EXTRA,),
-            "llmctl:{}-deepspeed-kuberay",
-            " --build-arg 'EXTRAS=[deepspeed,kuberay]'",
-        ),
+        ("transformers", "llmctl:{}", ""),
+        ("deepspeed", "llmctl:{}-deepspeed", " --build-arg 'EXTRAS=[deepspeed]'"),
     ],
 )
 def test_an_image_has_what_the_engine_needs(
-    tmp_path: Path, engine: str, extras: tuple[str, ...], image: str, argument: str
+    tmp_path: Path, engine: str, image: str, argument: str
 ) -> None:
-    found = llmctl_image(orders.order(orders.plan(tmp_path, engine={"name": engine})), *extras)
+    found = llmctl_image(orders.order(orders.plan(tmp_path, engine={"name": engine})))
     name = image.format(toolkit.__version__)
     assert found.value == name
     assert found.source.endswith(f"docker build -t {name}{argument} .")

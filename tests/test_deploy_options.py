@@ -19,7 +19,7 @@ from toolkit.files.io import write_file
 from toolkit.files.plan import Plan
 
 Objects = dict[str, dict[str, Any]]
-WORLDS = ("kubernetes", "replicas", "kuberay")
+WORLDS = ("kubernetes", "replicas")
 CLASSES: dict[str, Any] = {
     "image_pull_secrets": ("registry", "second.registry"),
     "priority_class": "serving",
@@ -31,7 +31,7 @@ CLASSES: dict[str, Any] = {
 @pytest.fixture
 def plans(tmp_path: Path, shipped: Plan) -> dict[str, Plan]:  # noqa: F811
     gpu = orders.plan(tmp_path, **orders.GPU)
-    return {"kubernetes": gpu, "replicas": shipped, "kuberay": gpu}
+    return {"kubernetes": gpu, "replicas": shipped}
 
 
 def order_of(plans: dict[str, Plan], world: str, **options: Any) -> Order:
@@ -48,16 +48,9 @@ def objects_of(world: str, order: Order) -> Objects:
 
 
 def templates(objects: Objects) -> list[dict[str, Any]]:
-    """Every pod's template, by KubeRay's key too."""
-    found = [
-        one["spec"]["template"] for one in objects.values() if "template" in one.get("spec", {})
-    ]
-    for one in objects.values():
-        spec = one.get("spec", {})
-        if "headGroupSpec" in spec:
-            found.append(spec["headGroupSpec"]["template"])
-            found += [group["template"] for group in spec["workerGroupSpecs"]]
-    return found
+    """Every pod's template."""
+    specs = [one.get("spec", {}) for one in objects.values()]
+    return [spec["template"] for spec in specs if "template" in spec]
 
 
 def has_gpus(template: dict[str, Any]) -> bool:
@@ -117,18 +110,15 @@ def test_pods_of_one_kind_go_to_different_nodes(plans: dict[str, Plan], world: s
         for template in templates(objects_of(world, order_of(plans, world)))
         if "topologySpreadConstraints" in template["spec"]
     ]
-    assert len(spread) == {"kubernetes": 1, "replicas": 2, "kuberay": 1}[world]
+    assert len(spread) == {"kubernetes": 1, "replicas": 2}[world]
     for template, (one,) in spread:
         assert (one["topologyKey"], one["maxSkew"]) == ("kubernetes.io/hostname", 1)
         assert one["whenUnsatisfiable"] == "ScheduleAnyway", "one node still takes all"
         wanted = one["labelSelector"]["matchLabels"]
-        if world == "kuberay":  # KubeRay itself sets these
-            assert wanted.keys() == {"ray.io/cluster", "ray.io/group"}
-        else:
-            assert wanted.items() <= template["metadata"]["labels"].items()
+        assert wanted.items() <= template["metadata"]["labels"].items()
 
 
-def test_several_fronts_have_a_budget_and_explain_md_says_what_they_share(
+def test_several_fronts_have_a_budget(
     plans: dict[str, Plan],
 ) -> None:
     order = order_of(plans, "replicas", fronts=3)
@@ -154,12 +144,9 @@ def test_several_fronts_have_a_budget_and_explain_md_says_what_they_share(
     ), "of one front no other is left"
 
 
-@pytest.mark.parametrize("world", ["kubernetes", "kuberay"])
-def test_several_fronts_are_refused_where_there_is_one_or_none(
-    plans: dict[str, Plan], world: str
-) -> None:
+def test_several_fronts_are_refused_where_there_is_none(plans: dict[str, Plan]) -> None:
     with pytest.raises(InputError, match="--fronts 2"):
-        files_of(world, order_of(plans, world, fronts=2))
+        files_of("kubernetes", order_of(plans, "kubernetes", fronts=2))
 
 
 GATEWAY = {"gateway": "edge/public", "hostname": "llm.example.com"}
@@ -191,7 +178,7 @@ def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: 
         assert key in explained
 
 
-def test_behind_a_gateway_the_proxy_is_one_client_and_has_no_share(
+def test_behind_a_gateway_the_proxy_is_one_client(
     plans: dict[str, Plan],
 ) -> None:
     for world in ("kubernetes", "replicas"):
@@ -201,8 +188,6 @@ def test_behind_a_gateway_the_proxy_is_one_client_and_has_no_share(
         plain = objects_of(world, order_of(plans, world))
         spec = plain["core/deployment.yaml"]["spec"]["template"]["spec"]
         assert "--client-share" not in spec["containers"][0]["args"]
-    script = files_of("kuberay", order_of(plans, "kuberay", **GATEWAY))["core/front.sh"]
-    assert "  --client-share 1 \\\n" in script
 
 
 def test_an_image_without_a_registry_has_a_line_that_pushes_it(plans: dict[str, Plan]) -> None:

@@ -44,16 +44,13 @@ def probes(target: str, folder: Path) -> dict[str, Probe]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
-    target: str, tmp_path: Path
-) -> None:
+def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(tmp_path: Path) -> None:
     """While its only worker is loaded again, the pod gets no new requests, and answers those that
     it has.
     """
     import openai  # here: it takes half a second, and only slow tests need it
 
-    found = probes(target, tmp_path)
+    found = probes("kubernetes", tmp_path)
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
     ready = found["readinessProbe"]
     alive = found["livenessProbe"]
@@ -80,14 +77,11 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
         assert server.end() == 0
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_no_probe_fails_before_the_time_that_its_event_may_take(
-    target: str, tmp_path: Path
-) -> None:
+def test_no_probe_fails_before_the_time_that_its_event_may_take(tmp_path: Path) -> None:
     def gives_up_s(probe: Probe) -> int:
         return probe.data["periodSeconds"] * probe.data["failureThreshold"]
 
-    found = probes(target, tmp_path)
+    found = probes("kubernetes", tmp_path)
     assert gives_up_s(found["startupProbe"]) >= 1800, "a model loads in minutes"
     assert found["startupProbe"].data["httpGet"]["path"] == "/ready"
     assert found["livenessProbe"].data["httpGet"]["path"] == "/health"

@@ -24,23 +24,22 @@ SELECTORS = {
 SIDECAR = {"grafana_dashboard": "1"}  # grafana.sidecar.dashboards: label and labelValue
 
 
-@pytest.fixture(params=["kubernetes", "kuberay", "replicas"])
+@pytest.fixture(params=["kubernetes", "replicas"])
 def objects(
     request: pytest.FixtureRequest,
     tmp_path: Any,
     shipped: Plan,  # noqa: F811
 ) -> list[dict[str, Any]]:
-    target = "kubernetes" if request.param == "replicas" else request.param
     plan = shipped if request.param == "replicas" else orders.plan(tmp_path)
-    return found(target, orders.order(plan, prometheus_release=RELEASE))
+    return found(orders.order(plan, prometheus_release=RELEASE))
 
 
-def found(target: str, order: Order) -> list[dict[str, Any]]:
-    files = render_target(target, order)
+def found(order: Order) -> list[dict[str, Any]]:
+    files = render_target("kubernetes", order)
     return [yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")]
 
 
-def test_every_monitor_and_every_rule_has_the_labels_of_the_selectors(
+def test_monitors_and_rules_have_the_selectors_labels(
     objects: list[dict[str, Any]],
 ) -> None:
     kinds = set()
@@ -70,14 +69,11 @@ def test_every_monitor_selects_pods_with_its_port(objects: list[dict[str, Any]])
             assert endpoint["port"] in [port["name"] for port in container["ports"]]
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_without_a_release_nothing_has_the_label_and_explain_md_says_so(
-    tmp_path: Any, target: str
-) -> None:
+def test_without_a_release_nothing_has_the_label_and_explain_md_says_so(tmp_path: Any) -> None:
     order = orders.order(orders.plan(tmp_path))
-    for one in found(target, order):
+    for one in found(order):
         assert "release" not in one.get("metadata", {}).get("labels", {})
-    explained = render_target(target, order)["EXPLAIN.md"]
+    explained = render_target("kubernetes", order)["EXPLAIN.md"]
     assert "| PodMonitor, PrometheusRule: label release | none |" in explained
     assert "--prometheus-release NAME" in explained
 

@@ -15,6 +15,7 @@ import pytest
 import typer
 import yaml
 from operator_kinds import check_object
+from said import says
 
 import toolkit
 from toolkit.backends import ServerOrder
@@ -115,7 +116,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return serve_command().make_context("serve", words[1:]).params
 
 
-def test_the_command_line_of_llmctl_serve_takes_the_words_of_a_replica(order: Order) -> None:
+def test_serve_takes_the_words_of_a_replica(order: Order) -> None:
     unit = render_target("systemd", order)[f"{NAME}-replica@.service"]
     words = [word.replace("${PORT}", "8001") for word in command_in(unit)[1:]]
     found = parsed(words)
@@ -123,9 +124,7 @@ def test_the_command_line_of_llmctl_serve_takes_the_words_of_a_replica(order: Or
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_command_line_of_llmctl_serve_takes_the_words_of_the_front(
-    order: Order, target: str
-) -> None:
+def test_serve_takes_the_words_of_the_front(order: Order, target: str) -> None:
     found = parsed(fronts(order)[target])
     assert found["replicas" if target == "kubernetes" else "replica"]
     assert found["shutdown_timeout"] == 30
@@ -160,7 +159,7 @@ def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, ship
     assert "CUDA_VISIBLE_DEVICES=2,3\n" in render_target("systemd", wide)["replica-1.env"]
 
 
-def test_the_front_stops_before_its_replicas_and_all_with_the_target(order: Order) -> None:
+def test_the_front_stops_before_its_replicas(order: Order) -> None:
     files = render_target("systemd", order)
     front = files[f"{NAME}.service"]
     target = files[f"{NAME}.target"]
@@ -200,7 +199,7 @@ def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout
 
 
-def test_compose_shows_the_front_alone_and_reserves_a_gpu_for_each_replica(order: Order) -> None:
+def test_compose_reserves_a_gpu_for_each_replica(order: Order) -> None:
     found = services(order)
     assert {name for name, one in found.items() if "ports" in one} == {"llmctl"}
     assert {name for name, one in found.items() if "secrets" in one} == {"llmctl"}
@@ -329,7 +328,7 @@ def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
     assert len(bare) == 7, "up, refused, and five times"
 
 
-def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:
+def test_the_threshold_is_of_one_replica(shipped: Plan) -> None:
     recipe = shipped.recipe.model_copy(update={"workers": 4})
     four = shipped.model_copy(update={"workers": 4, "recipe": recipe})
     (found,) = Replication(orders.order(four)).kinds
@@ -352,7 +351,7 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
     assert found == rest[: rest.index("--shutdown-timeout")]
 
 
-def test_a_policy_of_ours_needs_an_image_with_llmctl_and_the_plan(shipped: Plan) -> None:
+def test_our_policies_need_an_image_with_llmctl(shipped: Plan) -> None:
     policy = PlannedPolicy(name="past-future", parameters={})
     plan = shipped.model_copy(update={"policy": policy, "recipe": shipped.recipe.model_copy(
         update={"sla": {}})})  # fmt: skip
@@ -378,9 +377,7 @@ def test_a_model_that_llmctl_builds_is_refused_for_containers(shipped: Plan, tar
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_value_is_explained_and_the_drain_is_longer_than_the_longest_request(
-    order: Order, target: str
-) -> None:
+def test_every_value_is_explained_and_the_drain_is_long_enough(order: Order, target: str) -> None:
     explained = render_target(target, order)["EXPLAIN.md"]
     for key in ("| replicas | 3 | --replicas |", "| replica: drain | 30 s |",
                 "| replica: load | 1800 s |", "| front: router |"):  # fmt: skip
@@ -409,7 +406,7 @@ def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] == 780
 
 
-def test_llmctl_serve_links_all_units_and_starts_and_stops_the_target(
+def test_serve_links_units_and_starts_the_target(
     order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
@@ -435,7 +432,7 @@ def test_llmctl_serve_links_all_units_and_starts_and_stops_the_target(
     ], "for a target alone systemctl would not wait"
 
 
-def test_the_weights_of_llm_ds_router_become_those_of_an_endpoint_picker(shipped: Plan) -> None:
+def test_an_endpoint_picker_gets_llm_d_s_weights(shipped: Plan) -> None:
     assert "endpointpicker.yaml" not in render_target("kubernetes", orders.order(shipped))
     spec = RouterSpec(name="llm-d", parameters={"prefix": 4.5, "queue": 1.0})
     files = render_target(
@@ -457,18 +454,18 @@ def test_the_weights_of_llm_ds_router_become_those_of_an_endpoint_picker(shipped
     assert found["plugins"][0]["parameters"] == {"lruCapacityPerServer": 31_250}
     assert "endpointpicker.yaml" not in files["kustomization.yaml"]
     said = " ".join(files["EXPLAIN.md"].split())
-    assert "parameter 'prefix' of router 'llm-d'" in said
+    assert says(said, "'prefix'", "'llm-d'")
 
 
-def test_a_replicas_unit_is_started_again_when_its_server_does_not_answer(order: Order) -> None:
+def test_a_unit_restarts_when_its_server_does_not_answer(order: Order) -> None:
     files = render_target("systemd", order)
     unit = files[f"{order.name}-replica@.service"]
-    assert "does not answer /health for 30 s (serve.hang_s)" in unit
+    assert says(unit, "/health", "30", "serve.hang_s")
     assert "Restart=on-failure" in unit
     assert "| replica that hangs | 30 s |" in " ".join(files["EXPLAIN.md"].replace("`", "").split())
 
 
-def test_a_replica_that_hangs_while_it_answers_health_is_restarted(order: Order) -> None:
+def test_a_hung_replica_is_restarted_though_health_answers(order: Order) -> None:
     files = render_target("kubernetes", order)
     found = {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
     pod = found["core/statefulset.yaml"]["spec"]["template"]["spec"]

@@ -76,7 +76,7 @@ def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> Non
     assert lines == []
 
 
-def test_without_a_prefix_the_files_stay_where_they_were_rendered(tmp_path: Path) -> None:
+def test_without_a_prefix_files_stay_in_place(tmp_path: Path) -> None:
     order = orders.order(orders.plan(tmp_path), folder=HERE)
     unit = render_target("systemd", order)[f"{order.name}.service"]
     assert f"LoadCredential=plan.json:{HERE}/plan.json" in unit
@@ -98,7 +98,7 @@ def test_the_command_line_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "LoadCredential=plan.json:/etc/llmctl/llmctl-test/plan.json\n" in unit
 
 
-@pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes", "kuberay"])
+@pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes"])
 def test_a_client_is_told_how_to_read_its_key_back(tmp_path: Path, target: str) -> None:
     order = orders.order(orders.plan(tmp_path), namespace="ns")
     (line,) = [one for one in commands_of(order, target) if one.startswith("export LLMCTL_API_KEY")]

@@ -17,6 +17,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from operator_kinds import OWN_MODELS, RulesFile, check_object
+from said import says
 
 from toolkit.cli.basis import plan_from
 from toolkit.deploy import reckon
@@ -61,7 +62,7 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
     for data in objects.values():
         check_object(data)
     kinds = {data["kind"] for data in objects.values()}
-    own = OWN_MODELS.keys() - {"RayCluster", "HTTPRoute"}
+    own = OWN_MODELS.keys() - {"HTTPRoute"}
     assert kinds >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *own}
 
 
@@ -73,7 +74,7 @@ def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[s
         check_object(data)
 
 
-@pytest.mark.parametrize("kind", sorted(OWN_MODELS.keys() - {"RayCluster", "HTTPRoute"}))
+@pytest.mark.parametrize("kind", sorted(OWN_MODELS.keys() - {"HTTPRoute"}))
 def test_the_check_of_objects_refuses_unknown_keys_of_operators(order: Order, kind: str) -> None:
     objects = yaml_files(render_target("kubernetes", order)).values()
     data = next(one for one in objects if one["kind"] == kind)
@@ -202,7 +203,7 @@ def test_every_file_carries_the_digests_and_no_tag_moves(order: Order) -> None:
 
 def test_models_that_llmctl_builds_are_refused_for_other_engines(cpu: Plan) -> None:
     for target in HUB_ONLY:
-        with pytest.raises(InputError, match="cannot load the model of 'test'"):
+        with pytest.raises(InputError, match="'test'"):
             render_target(target, orders.order(cpu))
 
 
@@ -224,7 +225,7 @@ def test_bench_sh_uses_the_address_of_the_server(tmp_path: Path) -> None:
     forwarded = {
         target for target, text in scripts.items() if "default_url=http://127.0.0.1:8000" in text
     }
-    assert forwarded == {"kubernetes", "kuberay"}
+    assert forwarded == {"kubernetes"}
     assert all(
         "default_url=http://127.0.0.1:9000" in scripts[target]
         for target in scripts.keys() - forwarded
@@ -412,7 +413,7 @@ def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
     assert "--schedule-conservativeness 1.0" in script
 
 
-def test_the_threshold_is_the_largest_backlog_that_keeps_the_ttft_target() -> None:
+def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:
     from toolkit.deploy.reckon import MAX_BACKLOG, largest
 
     for most in (0, 1, 2, 3, 7, 8, 100, MAX_BACKLOG - 1, MAX_BACKLOG):
@@ -431,10 +432,10 @@ def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> N
     assert found.value == waiting_threshold(plan, shipped).value
     assert found.value is not None
     assert found.value > 10
-    assert f"no trace was given, so with the lengths of {plan.recipe.tune.trace}" in found.source
+    assert plan.recipe.tune.trace in found.source
 
 
-def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_replaced(
+def test_the_recipe_s_trace_is_the_default(
     gpu: Plan,
 ) -> None:
     def with_trace(name: str) -> Plan:
@@ -443,13 +444,11 @@ def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_repla
 
     found = waiting_threshold(with_trace("bursty-small"), None)
     assert found.value == waiting_threshold(gpu, read_trace(trace_path("bursty-small"))[0]).value
-    assert "so with the lengths of bursty-small" in found.source
+    assert says(found.source, "bursty-small")
     assert default_trace(with_trace("elsewhere/traffic.jsonl").recipe) == "chat-small"
 
 
-def test_the_files_of_a_target_share_one_simulation_of_the_threshold(
-    gpu: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threshold_is_simulated_once(gpu: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(reckon, "_ANSWERS", {})
     monkeypatch.setattr(reckon, "largest", lambda keeps: asked.append(keeps) or 96)
@@ -458,19 +457,19 @@ def test_the_files_of_a_target_share_one_simulation_of_the_threshold(
     assert len(asked) == 1
 
 
-def test_a_target_that_no_request_keeps_has_no_threshold_but_a_reason(gpu: Plan) -> None:
+def test_an_impossible_target_has_no_threshold_but_a_reason(gpu: Plan) -> None:
     recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 1e-6}})
     hopeless = gpu.model_copy(update={"recipe": recipe})
     files = render_target("kubernetes", orders.order(hopeless))
     assert "scaledobject.yaml" not in files
     assert "LlmctlQueue" not in files["prometheusrule.yaml"]
-    assert "not even one request alone keeps ttft_p99_s 1e-06" in files["EXPLAIN.md"]
+    assert says(files["EXPLAIN.md"], "ttft_p99_s", "1e-06")
     assert (
         "--max-queued-requests" not in render_target("sglang", orders.order(hopeless))["serve.sh"]
     )
 
 
-def test_there_is_no_threshold_where_all_requests_that_keep_the_target_start_at_once(
+def test_there_is_no_threshold_where_nothing_waits(
     gpu: Plan,
 ) -> None:
     """The second batch of sequences waits for the whole first one."""
@@ -478,7 +477,7 @@ def test_there_is_no_threshold_where_all_requests_that_keep_the_target_start_at_
     policy = PlannedPolicy(name="sequence", parameters={"batch_size": 4})
     found = waiting_threshold(gpu.model_copy(update={"recipe": recipe, "policy": policy}), None)
     assert found.value is None
-    assert "all start at once: none can wait" in found.source
+    assert "at once" in found.source
 
 
 def bound(limit: int) -> Callable[[int], bool]:
@@ -520,8 +519,7 @@ def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> None:
+def test_a_pod_does_not_have_this_machines_folders(cpu: Plan) -> None:
     def order_of(source: str) -> Order:
         model = cpu.recipe.model.model_copy(update={"source": source})
         return orders.order(
@@ -529,15 +527,13 @@ def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> No
         )
 
     with pytest.raises(InputError, match=r"model\.source /srv/llama is a folder of this machine"):
-        render_target(target, order_of("/srv/llama"))
-    assert render_target(target, order_of("/models/llama"))
+        render_target("kubernetes", order_of("/srv/llama"))
+    assert render_target("kubernetes", order_of("/models/llama"))
 
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - set(HUB_ONLY)))
 def test_a_running_server_is_refused_for_targets_that_start_one(cpu: Plan, target: str) -> None:
     engine = cpu.recipe.engine.model_copy(update={"name": "openai", "url": "http://127.0.0.1:9"})
     plan = cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"engine": engine})})
-    with pytest.raises(
-        InputError, match=f"is a server already, at http://127.0.0.1:9: '{target}' has nothing"
-    ):
+    with pytest.raises(InputError, match=f"http://127.0.0.1:9.*'{target}'"):
         render_target(target, orders.order(plan))

@@ -1,4 +1,4 @@
-"""The documentation names commands, options and policies that exist."""
+"""The documentation names commands and options that exist."""
 
 import re
 from collections.abc import Iterator
@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import main
-from toolkit.sched.policies import KNOWN
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-POLICY_PAGE = (ROOT / "docs" / "explanation" / "policies.md").read_text(encoding="utf-8")
 
 
 def options() -> dict[str, set[str]]:
@@ -41,9 +39,3 @@ def test_every_option_that_a_page_shows_exists(page: Path) -> None:
     known = options()
     shown = list(named(page, known))
     assert [(command, option) for command, option in shown if option not in known[command]] == []
-
-
-@pytest.mark.parametrize("policy", KNOWN)
-def test_every_policy_is_explained(policy: str) -> None:
-    """Its parameters stand in docs/reference/policies.md, which is made from the code."""
-    assert f"`{policy}`" in POLICY_PAGE

@@ -8,12 +8,10 @@ those after it. What cannot run here is listed with the reason. What the pages i
 a command's output is compared with what it prints.
 """
 
-import argparse
 import gzip
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import socket
@@ -31,6 +29,8 @@ from filelock import FileLock
 from test_traces_from_metrics import EARLY, LATE
 from test_traces_from_metrics import page as metrics_page
 
+from benchmarks.common.serving import fake_plan
+from toolkit import compiled
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.io import processor
 
@@ -45,8 +45,10 @@ TIMEOUT_S = 300
 WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy"}
 # Durations that a page recommends and a test need not wait for.
 SHORTER = {
-    "--duration 30": "--duration 2 --warmup 1",
-    "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
+    "--duration 20": "--duration 2",
+    "--duration 30": "--duration 2",
+    "--output 64 --concurrency 16": "--output 64 --concurrency 16 --requests 20",
+    "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
     "--check 8 --strict": "--check 2",
     # so many that one of the only policy that the engine runs is within the limits
@@ -54,7 +56,12 @@ SHORTER = {
         "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0"
     ),
 }
-FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
+# What commands that do not say it get, by their first word.
+FEWER = {
+    "tune": {"--trials": "8", "--draws": "2"},
+    "bench": {"--duration": "2", "--warmup": "1"},
+    "validate": {"--warmup": "1"},
+}
 # Pages with output that every machine prints alike: their fits ship.
 FIGURES = ("docs/how-to/capacity.md", "docs/tutorials/reading-a-verdict.md")
 VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
@@ -180,8 +187,9 @@ class Folder:
     def _words(self, command: str) -> list[str]:
         for long, short in SHORTER.items():
             command = command.replace(long, short)
-        if command.startswith("llmctl tune ") and "--trials" not in command:
-            command += FEW_TRIALS
+        for option, value in FEWER.get(command.split()[1], {}).items():
+            if option not in command:
+                command += f" {option} {value}"
         for named, port in self.installed.ports.items():
             command = command.replace(f":{named}", f":{port}")
         words = [self.words.get(word, word) for word in shlex.split(command)]
@@ -189,8 +197,9 @@ class Folder:
 
     def _env(self) -> dict[str, str]:
         # These files come before those of this checkout, which an editable install puts on the
-        # path.
-        return os.environ | {"PYTHONPATH": str(self.installed.site)} | self.environment
+        # path. Compiled code runs where there is some, as it does for a reader.
+        kept = {name: value for name, value in os.environ.items() if name != compiled.VARIABLE}
+        return kept | {"PYTHONPATH": str(self.installed.site)} | self.environment
 
 
 @dataclass(frozen=True)
@@ -258,6 +267,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     site = shutil.copytree(install(shared), tmp_path_factory.mktemp("installed") / "site")
+    if not compiled.unusable():
+        there = compiled.FOLDER.relative_to(compiled.PACKAGE)
+        shutil.copytree(compiled.FOLDER, site / "toolkit" / there, dirs_exist_ok=True)
     ports = {"8000": free_port(), "8100": free_port()}
     for recipe in (site / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
@@ -322,11 +334,12 @@ def analytic_profile(folder: Folder) -> None:
 
 
 def logs(folder: Folder) -> None:
-    """A log under other names, conversations, and pages of vLLM's metrics."""
+    """A log under other names, conversations, pages of vLLM's metrics, and a plan."""
     rows = "when,in,out,conv\n0,5,6,a\n1500,20,7,a\n"
     (folder.path / "mine.csv.gz").write_bytes(gzip.compress(rows.encode()))
     talk = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
     (folder.path / "sharegpt.json").write_text(json.dumps([{"conversations": talk}]))
+    planned_without_work(folder)
     pages = {"metrics.txt": [*EARLY, *LATE], "first.txt": EARLY, "later.txt": [*EARLY, *LATE]}
     for name, lengths in pages.items():
         (folder.path / name).write_text(metrics_page(*lengths))
@@ -364,6 +377,16 @@ def serving(folder: Folder) -> None:
     """A server runs."""
     if all(server.poll() is not None for server in folder.servers):
         folder.serve("llmctl serve plan.json")
+
+
+def planned_without_work(folder: Folder) -> None:
+    """The plan of an engine that computes nothing, and so loads at once."""
+    apart = folder.path / "without-work"
+    apart.mkdir()
+    fake_plan(apart)
+    plan = json.loads((apart / "plan.json").read_text())
+    plan["recipe"]["serve"]["port"] = int(folder.installed.ports["8000"])
+    (folder.path / "plan.json").write_text(json.dumps(plan))
 
 
 def recorded(folder: Folder) -> None:
@@ -433,7 +456,8 @@ SCRIPTS = RESULTS | {
     "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
     "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "docs/how-to/record-a-trace.md": Script(
-        before={"llmctl trace record": serving, "llmctl trace inspect mine.jsonl": recorded}
+        prepare=planned_without_work,
+        before={"llmctl trace record": serving, "llmctl trace inspect mine.jsonl": recorded},
     ),
     "docs/how-to/deploy.md": Script(
         before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
@@ -450,7 +474,10 @@ SCRIPTS = RESULTS | {
             "llmctl serve plan.json --replicas": "a file, a name or a cluster of the reader's"
         },
     ),
-    "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
+    "docs/how-to/serve.md": Script(
+        prepare=planned_without_work,
+        before={"llmctl serve plan.json --ssl-certfile": certificate},
+    ),
     "docs/explanation/profiling.md": Script(prepare=quick_recipe),
     "docs/reference/traces.md": Script(
         prepare=logs,
@@ -517,38 +544,3 @@ def run(command: str, script: Script, folder: Folder) -> str:
         folder.serve(command)
         return ""
     return folder.run(command, of(command, script.codes) or 0)
-
-
-class AcceptedError(Exception):
-    """The options of a benchmark were accepted."""
-
-
-def benchmarks(page: Path) -> set[str]:
-    """The benchmark commands of a page, those in its text and its tables too."""
-    return {
-        command.strip()
-        for command in re.findall(r"python -m (benchmarks\.[a-z_0-9.]+[^`|\n#]*)", text_of(page))
-    }
-
-
-@pytest.mark.parametrize("command", sorted(set().union(*map(benchmarks, PAGES))), ids=str)
-def test_every_benchmark_that_a_page_names_takes_the_options_shown(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Benchmarks take minutes, so each is started and stopped as soon as it has read its
-    options.
-    """
-    parse = argparse.ArgumentParser.parse_args
-
-    def stop(
-        parser: argparse.ArgumentParser, words: list[str] | None = None, namespace: object = None
-    ) -> None:
-        parse(parser, words, namespace)
-        raise AcceptedError
-
-    module, *options = shlex.split(command)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    monkeypatch.setattr(sys, "argv", [module, *options])
-    monkeypatch.delitem(sys.modules, module, raising=False)  # another benchmark imported it
-    with pytest.raises(AcceptedError):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -55,7 +55,7 @@ def test_prompts_of_text_are_as_long_as_the_server_counts(tokens_per_word):
     assert abs(3 + tokens_per_word * len(prompt.split()) - 123) <= tokens_per_word / 2
 
 
-def test_a_server_that_refuses_everything_is_an_error_in_its_own_words():
+def test_a_server_that_refuses_everything_is_an_error():
     with pytest.raises(InputError, match="HTTP 400: no model is loaded"):
         learned(lambda body: whole({"error": {"message": "no model is loaded"}}, 400))
 

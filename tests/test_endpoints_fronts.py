@@ -49,7 +49,7 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], ended: list[str], w
     return LoggedPass(start_s=start_s, end_s=end_s, rows=rows, ended=ended, **rest)
 
 
-def test_the_time_on_the_way_in_is_right_in_the_mean_though_the_engine_looks_now_and_then():
+def test_the_time_on_the_way_in_is_right_in_the_mean():
     samples, names, passes = served(np.random.default_rng(0))
     found = seen_in_traffic(samples, names, passes, 50.0)
     assert len(found) == len(samples)

@@ -133,7 +133,7 @@ def test_a_cut_off_or_malformed_answer_is_an_error(sent):
     behind(Behind(sent), use)
 
 
-def test_a_kept_connection_that_the_server_closes_costs_no_request():
+def test_a_closed_kept_connection_costs_no_request():
     server = Behind(WHOLE, b"", WHOLE)
 
     async def use(upstream: Upstream) -> None:
@@ -152,7 +152,7 @@ def test_a_new_connection_that_is_closed_is_an_error_at_once():
     behind(Behind(b""), use)
 
 
-def test_an_answer_that_is_not_read_to_its_end_closes_its_connection():
+def test_an_unread_answer_closes_its_connection():
     server = Behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
 
     async def use(upstream: Upstream) -> None:

@@ -64,9 +64,7 @@ def test_a_server_that_does_not_end_is_killed_with_its_engine(
 @pytest.mark.slow
 def test_a_server_that_dies_says_why(python: str):
     with (
-        pytest.raises(
-            EngineError, match=r"ended while it loaded \(exit code 1\): ValueError: the fake dies"
-        ),
+        pytest.raises(EngineError, match=r"exit code 1.*ValueError"),
         vllm_server(VllmCommand(recipe_for(python), "dies", "toy"), quiet=True),
     ):
         pass
@@ -75,9 +73,7 @@ def test_a_server_that_dies_says_why(python: str):
 @pytest.mark.slow
 def test_an_untested_version_is_refused_before_anything_starts(tmp_path: Path):
     python = fake_vllm_server.install(tmp_path, "0.31.0")
-    with pytest.raises(
-        InputError, match=r"vLLM is 0.31.0; llmctl was tried with vLLM ==0.32"
-    ) as refusal:
+    with pytest.raises(InputError, match=r"0\.31\.0.*==0\.32") as refusal:
         vllm_version(recipe_for(python))
     assert "pip install 'vllm==0.32.*'" in refusal.value.hint
 
@@ -101,7 +97,7 @@ def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
 
 
 def test_flags_are_written_for_policy_vllm_only():
-    with pytest.raises(ValueError, match=r"engine\.vllm is for engine 'vllm'"):
+    with pytest.raises(ValueError, match=r"engine\.vllm"):
         samples.recipe(engine={"name": "fake", "vllm": {}})
     with pytest.raises(ValueError, match="engine 'fake' has no replicas"):
         samples.recipe(engine={"name": "fake"}, replica_router={"name": "by-law"})

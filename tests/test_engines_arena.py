@@ -81,7 +81,7 @@ def test_slices_lie_in_memory_that_is_taken_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "steps"), [(60, 1), (60, 36), (8, 88), (95, 1)])
-def test_a_slice_fits_if_its_tokens_do_whatever_its_prefill_needs(length: int, steps: int) -> None:
+def test_a_slice_fits_if_its_tokens_do(length: int, steps: int) -> None:
     engine = fixed_engine(budget_mib=1.0)
     most = arena_of(engine).tokens // (length + steps)
     first = engine.run_slice([free_row(length, steps)], steps, go_on)
@@ -92,7 +92,7 @@ def test_a_slice_fits_if_its_tokens_do_whatever_its_prefill_needs(length: int, s
     assert engine.run_slice([free_row(length, steps)], steps, go_on) == first
 
 
-def test_a_prefill_has_as_many_passes_as_the_rest_of_the_budget_needs(
+def test_a_prefill_is_cut_to_the_rest_of_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = fixed_engine(budget_mib=1.0)
@@ -158,7 +158,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[FixedShape]:
 
 
 @pytest.mark.slow
-def test_what_one_slice_captured_serves_the_next_of_another_length(
+def test_captured_steps_serve_slices_of_other_lengths(
     captured: list[FixedShape],
 ) -> None:
     engine = fixed_engine()
@@ -199,7 +199,7 @@ def test_a_model_that_cannot_attend_through_ours_is_refused(
     monkeypatch.setattr(
         "toolkit.engines.transformers_engine.use_our_attention", lambda model: False
     )
-    with pytest.raises(InputError, match=r"engine\.cuda_graphs is true, but the model attends by"):
+    with pytest.raises(InputError, match=r"engine\.cuda_graphs"):
         fixed_engine()
 
 

@@ -65,7 +65,7 @@ def test_rows_attend_to_their_own_tokens_wherever_these_are() -> None:
         assert torch.allclose(found[index], expected[:, 0], atol=1e-6)
 
 
-def test_a_step_of_fixed_shape_reads_the_bound_of_its_rows_and_not_the_whole_cache(
+def test_a_step_of_fixed_shape_reads_no_more_than_its_rows(
     read: Shapes,
 ) -> None:
     """No mask has more than one query, and no key is repeated: the model has 4 heads, 2 of keys."""
@@ -128,9 +128,7 @@ def plain_flash(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_rounds_and_slices_keep_their_tokens_with_flash_attention(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_changes_no_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def noted(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:

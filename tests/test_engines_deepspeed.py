@@ -6,6 +6,7 @@ import sys
 import pytest
 import tiny
 from pydantic import ValidationError
+from said import says
 from test_workers_pool import Events, with_workers
 
 from toolkit.engines.protocol import Row, SamplingParams, make_engine
@@ -34,15 +35,13 @@ def test_on_a_cpu_the_model_passes_through_and_the_facts_say_so(
 ) -> None:
     facts = make_engine(tiny.model_spec(), spec_of(), tiny.CPU).facts
     assert facts.engine == "deepspeed"
-    assert facts.deepspeed == "pass-through: DeepSpeed has no inference kernels for cpu"
+    assert says(facts.deepspeed, "pass-through", "cpu")
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_recipe_that_requires_kernel_injection_is_refused_without_kernels() -> None:
-    with pytest.raises(
-        EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"
-    ):
+def test_kernel_injection_is_refused_without_kernels() -> None:
+    with pytest.raises(EngineError, match=r"kernel_injection.*cpu"):
         make_engine(tiny.model_spec(), spec_of(kernel_injection=True), tiny.CPU)
 
 
@@ -64,7 +63,7 @@ def test_kernel_injection_is_tried_in_another_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
-def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() -> None:
+def test_a_worker_process_gives_the_tokens_of_transformers() -> None:
     rows = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24)]
     alone = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
     whole = alone.run_slice(rows, 24, lambda _: True).tokens
@@ -91,7 +90,7 @@ def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() 
 
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(EngineError, match="deepspeed, which is not installed") as caught:
+    with pytest.raises(EngineError, match=r"deepspeed.*not installed") as caught:
         make_engine(tiny.model_spec(), spec_of(), tiny.CPU)
     assert "pip install" in caught.value.hint
 
@@ -103,7 +102,7 @@ def test_other_engines_do_not_import_deepspeed() -> None:
 
 
 def test_kernel_injection_is_no_key_of_another_engine() -> None:
-    with pytest.raises(ValidationError, match="kernel_injection is for engine 'deepspeed'"):
+    with pytest.raises(ValidationError, match=r"kernel_injection.*'deepspeed'"):
         EngineSpec(kernel_injection=True)
 
 

@@ -87,7 +87,7 @@ def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) 
     assert sum(graph.replays for graph in graphs) > 20
 
 
-def test_a_shape_is_captured_when_it_has_run_once_and_serves_many_steps(
+def test_a_shape_is_captured_once_for_many_steps(
     graphs: list[Replay],
 ) -> None:
     engine = capturing(fixed_engine())
@@ -109,7 +109,7 @@ def test_new_slabs_end_the_graphs_of_the_old_ones(graphs: list[Replay]) -> None:
     assert len(steps_of(engine).graphs) == len(graphs) - before
 
 
-def test_slabs_stay_when_the_last_row_leaves_and_make_room_when_it_is_needed(
+def test_slabs_stay_until_their_room_is_needed(
     graphs: list[Replay],
 ) -> None:
     needed = fixed_engine().slice_bytes(5, 40, 8)
@@ -126,7 +126,7 @@ def test_slabs_stay_when_the_last_row_leaves_and_make_room_when_it_is_needed(
     assert engine.ledger.used_bytes == 0
 
 
-def test_where_a_capture_fails_steps_run_eagerly_and_one_line_says_so(
+def test_where_a_capture_fails_steps_run_eagerly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
@@ -139,14 +139,12 @@ def test_where_a_capture_fails_steps_run_eagerly_and_one_line_says_so(
         driver.run(4, enter=driver.having(WAITS)[:1])
     eager = rebatch_engine()
     assert driver.finish() == [eager.run_slice([row], 1000, go_on).tokens[0] for row in ROWS[:4]]
-    assert [record.getMessage() for record in caplog.records] == [
-        "decode steps are not captured as CUDA graphs, and run eagerly: "
-        "operation not permitted when stream is capturing"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("operation not permitted when stream is capturing")
     assert not steps_of(engine).captures
 
 
-def test_the_graphs_of_shapes_that_are_not_used_are_dropped_first(
+def test_graphs_of_unused_shapes_are_dropped_first(
     graphs: list[Replay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fixed_step, "GRAPHS_MAX", 2)
@@ -190,7 +188,7 @@ def test_shapes_have_room_for_the_rows_and_little_more(
 
 
 @pytest.mark.parametrize("poisoned", [0, 1])
-def test_a_row_that_overflowed_does_not_reach_the_next_row_in_its_place(poisoned: int) -> None:
+def test_an_overflow_does_not_reach_the_next_row(poisoned: int) -> None:
     """Zero times infinity is no number, and a row of few tokens reads up to its shape's bound."""
     engine = fixed_engine()
     driver = RoundDriver(engine, [free_row(40, 30), free_row(41, 30), free_row(4, 25)])
@@ -217,7 +215,7 @@ def test_a_row_that_overflowed_does_not_reach_the_next_row_in_its_place(poisoned
     ],
 )
 def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str) -> None:
-    with pytest.raises(InputError, match=f"engine.cuda_graphs is true, but {why}"):
+    with pytest.raises(InputError, match=f"engine.cuda_graphs.*{why}"):
         fixed_engine(**changes)
 
 

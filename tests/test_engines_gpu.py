@@ -171,7 +171,7 @@ def test_slices_decode_in_captured_steps(dtype: str) -> None:
     [{}, {"cuda_graphs": False}, {"kv_layout": "rows"}],
     ids=["graphs", "slab", "rows"],
 )
-def test_logits_in_half_precision_are_those_of_float32_on_a_cpu_but_for_rounding(
+def test_half_precision_logits_are_float32_s_but_for_rounding(
     dtype: str, changes: dict[str, object]
 ) -> None:
     """In float32 the kernels of cuDNN and of flash attention are never chosen."""
@@ -188,7 +188,7 @@ def test_logits_in_half_precision_are_those_of_float32_on_a_cpu_but_for_rounding
         assert (found - expected).norm() / expected.norm() < 0.02
 
 
-def test_the_ledger_has_a_budget_and_cudnn_s_attention_is_left_out() -> None:
+def test_the_ledger_has_a_budget_and_no_cudnn_attention() -> None:
     spec = EngineSpec(name="rebatch")
     engine = RebatchEngine(tiny.model_spec(), spec, GPU)
     assert engine.ledger.budget_bytes == engine.facts.kv_budget_bytes
@@ -234,7 +234,7 @@ def test_slices_survive_running_out_of_device_memory(small_gpu: EngineSpec) -> N
     assert engine.run_slice([row], 8, go_on) == before
 
 
-def test_running_out_of_device_memory_drops_some_rows_but_no_swapped_row(
+def test_running_out_of_device_memory_spares_swapped_rows(
     small_gpu: EngineSpec,
 ) -> None:
     engine = RebatchEngine(large_spec(), small_gpu, GPU)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import tiny
 import torch
+from said import says
 from test_workers_pool import Events, with_workers
 from torch import nn
 
@@ -41,7 +42,7 @@ def pair(kind: str) -> ProcessWorkers:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_worker() -> None:
+def test_two_processes_are_one_worker_with_its_tokens() -> None:
     alone = make_engine(tiny.model_spec(), tiny.engine_spec(budget_mib=0.5), tiny.CPU)
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
@@ -68,7 +69,7 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         os.kill(rank_1.pid, signal.SIGKILL)
         assert (await events.until(BatchDone, 5))[-1].batch_id == 9
         (lost,) = await events.until(WorkerLost)
-        assert "rank 1 of the worker's group ended with -9" in lost.reason
+        assert says(lost.reason, "rank 1", "-9")
         await events.until(WorkerReady, 2)
         workers.run(0, RunSlice(10, ROWS, 24))
         assert (await events.until(BatchDone, 6))[-1].output == alone.run_slice(
@@ -122,26 +123,26 @@ def test_shares_add_up_to_the_model(kind: str) -> None:
 
 
 def test_a_model_without_a_plan_is_refused_by_name() -> None:
-    with pytest.raises(EngineError, match="model_type 'gpt2' has no tp_plan in transformers"):
+    with pytest.raises(EngineError, match=r"model_type.*'gpt2'.*tp_plan"):
         cut(load_model(tiny.model_spec("gpt2"), tiny.CPU), RankShare(0, 2, ""))
 
 
-def test_heads_that_do_not_divide_evenly_and_unknown_cuts_are_refused() -> None:
+def test_uneven_heads_and_unknown_cuts_are_refused() -> None:
     model = load_model(tiny.model_spec(), tiny.CPU)
     with pytest.raises(
         EngineError,
-        match=r"tensor_parallel_size is 3, which does not divide .* num_attention_heads, 4",
+        match=r"tensor_parallel_size is 3.*num_attention_heads, 4",
     ):
         cut(model, RankShare(0, 3, ""))
     fused = SimpleNamespace(config=model.config, tp_plan={"o": "rowwise", "qkv": "packed_colwise"})
     fused.named_modules = lambda: [("qkv", nn.Linear(2, 2))]
     fused.parameters = list
-    with pytest.raises(EngineError, match="its plan for qkv is 'packed_colwise' of a Linear"):
+    with pytest.raises(EngineError, match="'packed_colwise'"):
         cut(fused, RankShare(0, 2, ""))
 
 
 def test_recipes_are_checked_before_a_model_is_loaded() -> None:
-    with pytest.raises(ValueError, match="a worker of 'deepspeed' is one process"):
+    with pytest.raises(ValueError, match="'deepspeed'"):
         EngineSpec(name="deepspeed", tensor_parallel_size=2)
     fields = {
         "name": "x",
@@ -161,6 +162,6 @@ def test_recipes_are_checked_before_a_model_is_loaded() -> None:
     }
     with pytest.raises(
         ValueError,
-        match=r"tensor_parallel_size: 4: does not divide model.config.num_key_value_heads, 2",
+        match=r"tensor_parallel_size.*4.*model\.config\.num_key_value_heads.*2",
     ):
         Recipe.model_validate(fields)

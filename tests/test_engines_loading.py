@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from said import says
 
 from toolkit.engines.loading import load_config, load_model
 from toolkit.engines.protocol import Row
@@ -47,7 +48,7 @@ def test_building_a_model_leaves_the_global_random_state_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_the_byte_tokenizer_names_the_special_tokens_where_the_config_does_not() -> None:
+def test_the_byte_tokenizer_names_missing_special_tokens() -> None:
     built = load_config(tiny.model_spec(config=config(eos_token_id=...)))
     assert (built.bos_token_id, built.eos_token_id, built.pad_token_id) == (256, 257, 258)
     assert load_config(tiny.model_spec()).eos_token_id == tiny.EOS_IDS
@@ -82,7 +83,7 @@ def test_a_dummy_load_with_a_config_needs_no_files() -> None:
 
 def test_a_stated_config_must_agree_with_the_stored_one(folder: Path) -> None:
     error = refusal(source=str(folder), config={"num_hidden_layers": 3})
-    assert error.message == f"model.config.num_hidden_layers is 3; that of {folder} is 2"
+    assert says(error.message, "model.config.num_hidden_layers is 3", str(folder), "2")
 
 
 @pytest.mark.parametrize(
@@ -152,9 +153,7 @@ def test_models_with_unsupported_caches_are_refused_by_name(
 def test_quantized_caches_are_refused_by_name(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"cache_implementation": "quantized"}')
     error = refusal(source=str(folder), config={})
-    assert error.message == (
-        "model_type 'llama' is stored with cache_implementation 'quantized', which is not supported"
-    )
+    assert says(error.message, "model_type", "'llama'", "cache_implementation", "'quantized'")
 
 
 def test_a_window_that_never_slides_is_served() -> None:
@@ -174,21 +173,18 @@ def test_a_window_that_never_slides_is_served() -> None:
 
 def test_stated_kv_bytes_must_be_the_measured_ones() -> None:
     error = refusal(InputError, kv_bytes_per_token=1000)
-    assert (
-        error.message
-        == "model.kv_bytes_per_token is 1000; the loaded model caches 256 bytes per token"
-    )
+    assert says(error.message, "model.kv_bytes_per_token", "1000", "256")
 
 
 def test_a_cpu_needs_a_budget() -> None:
-    with pytest.raises(InputError, match="kv_cache_memory_mib is not set"):
+    with pytest.raises(InputError, match="kv_cache_memory_mib"):
         TransformersEngine(tiny.model_spec(), EngineSpec(threads=1), tiny.CPU)
 
 
 def test_a_model_that_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     error = refusal(source="example/missing", config={}, revision="v2")
-    assert error.message.startswith("model example/missing at revision v2: not on the hub")
+    assert says(error.message, "example/missing", "v2")
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
@@ -210,10 +206,7 @@ def test_missing_weights_are_refused(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert (
-        "1 weights are missing or have another shape"
-        in refusal(source=str(folder), config={}).message
-    )
+    assert says(refusal(source=str(folder), config={}).message, "1 weights", "shape")
 
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:

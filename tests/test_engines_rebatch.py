@@ -132,7 +132,7 @@ def test_a_round_ends_when_any_row_ends() -> None:
     assert [len(tokens) for tokens in driver.got] == [9, 4, 4]
 
 
-def test_a_row_that_ends_with_its_first_token_ends_the_round_before_a_step() -> None:
+def test_a_row_may_end_the_round_with_its_first_token() -> None:
     driver = RoundDriver(rebatch_engine(), [free_row(5, 9), free_row(6, 1)])
     output = driver.run(100, enter=(0, 1))
     assert (output.steps, output.ended) == (0, (1,))
@@ -162,7 +162,7 @@ def test_an_idle_round_does_nothing() -> None:
     assert driver.steps == []
 
 
-def test_with_chunks_running_rows_get_tokens_while_a_long_prompt_is_prefilled() -> None:
+def test_with_chunks_rows_run_beside_a_long_prefill() -> None:
     driver = RoundDriver(rebatch_engine(), [free_row(4, 60), free_row(60, 20)], chunk_tokens=10)
     driver.run(3, enter=(0,))
     output = driver.run(30, enter=(1,))
@@ -171,7 +171,7 @@ def test_with_chunks_running_rows_get_tokens_while_a_long_prompt_is_prefilled() 
     assert output.steps == 5 + 19
 
 
-def test_a_round_may_end_during_a_prefill_and_the_next_round_continues_it() -> None:
+def test_the_next_round_continues_a_prefill() -> None:
     driver = RoundDriver(
         rebatch_engine(), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], chunk_tokens=10
     )
@@ -201,7 +201,7 @@ def test_a_pass_is_no_larger_than_a_chunk_while_rows_run(
     assert len(driver.steps[-1].rows) == 8
 
 
-def test_a_prompt_is_cut_if_its_pass_does_not_fit_even_if_no_row_runs() -> None:
+def test_a_prompt_is_cut_if_its_pass_does_not_fit() -> None:
     row = free_row(90, 5)
     for chunk_tokens in (0, 20):
         driver = RoundDriver(rebatch_engine(budget_mib=0.125), [row], chunk_tokens=chunk_tokens)
@@ -254,7 +254,7 @@ def test_a_row_comes_back_from_host_memory_without_a_prefill(
     assert [len(tokens) for tokens in driver.got] == [9, 13]
 
 
-def test_running_out_of_memory_drops_newcomers_and_running_rows_go_on() -> None:
+def test_running_out_of_memory_drops_newcomers_alone() -> None:
     engine = rebatch_engine(budget_mib=0.25)  # 1024 tokens
     rows = [free_row(60, 30, first=k) for k in range(40)]
     expected = RoundDriver(rebatch_engine(), rows[:2]).finish()
@@ -308,7 +308,7 @@ def test_rounds_run_in_half_precision(dtype: str) -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"kv_layout": "rows"}, {"cuda_graphs": True}], ids=["slab", "rows", "fixed"]
 )
-def test_logits_in_bfloat16_are_those_of_float32_but_for_rounding(
+def test_bfloat16_logits_are_float32_s_but_for_rounding(
     changes: dict[str, object],
 ) -> None:
     half = rebatch_engine("qwen3", dtype="bfloat16", **changes)

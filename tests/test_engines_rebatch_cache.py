@@ -146,7 +146,7 @@ def test_at_the_edge_of_memory_a_slab_has_no_spare_columns() -> None:
     put(cache, [random_row(20) for _ in range(3)])
     assert (cache.row_capacity, cache.columns) == (3, 21)
     step(cache)
-    with pytest.raises(torch.OutOfMemoryError, match="3 rows of 22 columns, 66 tokens"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"3 rows.*22.*66"):
         step(cache)
     assert lengths(cache) == [21] * 3
 

@@ -62,7 +62,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     assert draw(rows) == [draw([row])[0] for row in rows] == draw(rows[::-1])[::-1]
 
 
-def test_a_draw_depends_on_the_position_and_not_on_where_the_slice_began() -> None:
+def test_a_draw_depends_on_the_position_in_the_text() -> None:
     whole = [draw([row(temperature=1.0, seed=5)], step=step) for step in range(30)]
     later = [draw([row(generated=10, temperature=1.0, seed=5)], step=step) for step in range(20)]
     assert whole[10:] == later
@@ -164,7 +164,7 @@ def test_numbers_of_many_draws_are_those_of_each_draw() -> None:
     assert found.tolist() == [[uniform(s, p) for p in positions.tolist()] for s in seeds]
 
 
-def test_draws_past_those_that_were_prepared_are_those_of_a_new_sampler() -> None:
+def test_draws_past_the_prepared_ones_are_a_new_sampler_s() -> None:
     rows = [row(generated=start, temperature=1.0, seed=start) for start in (0, 5, 900)]
     sampler = Sampler(rows, (), VOCAB, CPU)
     for step in (0, AHEAD - 1, AHEAD, 3 * AHEAD + 2):

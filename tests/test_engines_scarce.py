@@ -175,9 +175,7 @@ def test_a_step_without_room_drops_the_last_admitted_row() -> None:
 
 @pytest.mark.parametrize("layout", ["slab", "rows"])
 @pytest.mark.parametrize("failures", [1, 2, 3])
-def test_a_step_with_failing_passes_is_made_in_parts_and_the_round_goes_on(
-    layout: str, failures: int
-) -> None:
+def test_a_failing_step_is_made_in_parts(layout: str, failures: int) -> None:
     driver = RoundDriver(rebatch_engine(**LAYOUTS[layout]), CROWD)
     driver.run(2, enter=range(4))
     with FailingPasses(driver.engine, failures) as passes:
@@ -203,7 +201,7 @@ def test_while_memory_stays_short_not_every_step_fails_twice() -> None:
 
 @pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
 @pytest.mark.parametrize("failures", [1, 2, 4])
-def test_a_prefill_that_fails_is_made_in_parts_and_joins_all_the_same(
+def test_a_failing_prefill_is_made_in_parts_and_joins(
     layout: str, chunk_tokens: int, failures: int
 ) -> None:
     driver = make_driver(layout, chunk_tokens)
@@ -213,7 +211,7 @@ def test_a_prefill_that_fails_is_made_in_parts_and_joins_all_the_same(
     assert driver.finish() == alone()
 
 
-def test_a_pass_that_fails_in_parts_too_drops_the_rows_that_it_was_for() -> None:
+def test_a_pass_that_fails_in_parts_too_drops_its_rows() -> None:
     driver = make_driver("slab", 0)
     driver.run(2, enter=(0, 1, 4))
     with FailingPasses(driver.engine, 100) as passes:

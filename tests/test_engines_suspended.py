@@ -52,7 +52,7 @@ def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
     arena.give(whole)
 
 
-def test_the_bound_holds_and_what_does_not_fit_is_ordinary_memory() -> None:
+def test_what_exceeds_the_bound_is_ordinary_memory() -> None:
     arena = HostArena(3 * PIECE // 2)
     blocks = [arena.take(PIECE, torch.uint8), arena.take(PIECE // 2, torch.uint8)]
     assert arena.held_bytes == taken_bytes(arena) == 3 * PIECE // 2
@@ -65,13 +65,13 @@ def test_the_bound_holds_and_what_does_not_fit_is_ordinary_memory() -> None:
     assert taken_bytes(arena) == 0
 
 
-def test_a_block_that_is_larger_than_a_piece_gets_a_piece_of_its_size() -> None:
+def test_a_large_block_gets_a_piece_of_its_size() -> None:
     arena = HostArena(None)
     assert arena.take(3 * PIECE, torch.bfloat16).shape == (3 * PIECE,)
     assert arena.held_bytes == 6 * PIECE
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = torch.empty
@@ -85,13 +85,12 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
     arena = HostArena(None)
     for _ in range(3):
         assert arena.take(PIECE, torch.uint8).shape == (PIECE,)
-    assert [record.getMessage() for record in caplog.records] == [
-        "host memory cannot be pinned, so swaps are slower: pinning is not permitted here"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("pinning is not permitted here")
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])
-def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(
+def test_swapped_rows_get_their_own_tokens(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toolkit.engines.suspended.PIECE_BYTES", piece_bytes)

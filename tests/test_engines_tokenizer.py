@@ -147,15 +147,13 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        EngineError, match="the tokenizer of example/missing is not on this machine"
-    ):
+    with pytest.raises(EngineError, match="example/missing"):
         load_tokenizer(ModelSpec(source="example/missing", max_model_len=10))
 
 
 def test_an_invalid_tokenizer_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(EngineError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(EngineError, match=r"tokenizer\.json"):
         load_tokenizer(ModelSpec(source=str(tmp_path), max_model_len=10))
 
 

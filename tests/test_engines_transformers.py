@@ -66,7 +66,7 @@ def test_kv_bytes_per_token_agree_with_the_config(kind: str) -> None:
     assert engine_of(kind).facts.kv_bytes_per_token == 2 * 2 * heads * dim * 4
 
 
-def test_the_ledger_is_charged_before_memory_is_taken_and_its_peak_stays_below_the_budget() -> None:
+def test_the_ledger_s_peak_stays_below_the_budget() -> None:
     engine = engine_of("llama", budget_mib=1.0)
     facts = engine.facts
     ok = largest_batch(engine, 64, 16)
@@ -153,7 +153,7 @@ def test_the_mask_of_decode_steps_is_made_once_per_slice(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 61])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_additive_mask_hides_what_is_not_visible_and_is_aligned(
+def test_an_additive_mask_hides_the_invisible_and_is_aligned(
     columns: int, dtype: torch.dtype
 ) -> None:
     visible = torch.rand(3, columns, generator=torch.Generator().manual_seed(columns)) < 0.5
@@ -191,5 +191,5 @@ def test_the_budget_of_a_gpu_leaves_room_for_what_is_not_counted(
     small = whole.model_copy(update={"kv_cache_memory_mib": 2048.0})
     assert kv_budget_bytes(small, device) == 2 * gib
     full = whole.model_copy(update={"gpu_memory_utilization": 0.1})
-    with pytest.raises(EngineError, match="no GPU memory is left for the KV cache"):
+    with pytest.raises(EngineError, match="no GPU memory"):
         kv_budget_bytes(full, device)

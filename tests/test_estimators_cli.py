@@ -4,6 +4,7 @@ import json
 
 import pytest
 from commands import llmctl
+from said import says
 from synthetic_profiles import LAW, make_profile, make_rounds, probe_all
 
 from toolkit.estimators.load import laws_from_fit
@@ -79,15 +80,15 @@ def test_fit_writes_and_prints_the_laws_of_rounds_and_swaps(folder, capsys):
     assert "rounds: the held-out" not in captured.err
 
 
-def test_fit_warns_of_rounds_that_no_law_explains_and_applies_max_error(folder, capsys):
+def test_fit_warns_of_rounds_that_no_law_explains(folder, capsys):
     write_file(with_rounds(noise=1.5), "profile.json")
     assert run("fit", "profile.json", "--max-error", "20") == 4
     captured = capsys.readouterr()
-    assert "rounds: the held-out median error is" in captured.err
+    assert "held-out median error" in captured.err
     assert "rounds: held-out median error" in captured.err
 
 
-def test_fit_says_of_a_law_that_is_off_which_points_it_misses_and_why(folder, capsys):
+def test_fit_names_the_points_that_a_law_misses(folder, capsys):
     def steps(size: int, length: int) -> float:  # no form of law
         return 0.01 * (1 + (7 * size + 3 * length // 16) % 5)
 
@@ -131,7 +132,7 @@ def test_fit_prints_rules_where_there_are_rules(folder, capsys):
     ]
     write_file(make_profile(memory=probes), "profile.json")
     run("fit", "profile.json")
-    assert "no zeta explains the probes, so rules: L+S > " in capsys.readouterr().out
+    assert "rules: L+S > " in capsys.readouterr().out
 
 
 def test_fit_prints_one_json_object(folder, capsys):
@@ -148,7 +149,7 @@ def test_fit_exits_with_4_above_max_error(folder, capsys):
 def test_fit_refuses_a_profile_with_too_few_slices(folder, capsys):
     write_file(make_profile(slices=3), "profile.json")
     assert run("fit", "profile.json") == 2
-    assert "overhead: 3 slices measured, at least 6 are needed" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "overhead", "3 slices", "6")
 
 
 RECIPE = """
@@ -171,8 +172,8 @@ def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
     shown = capsys.readouterr()
     assert len(read_file(Profile, "new.json", inputs={"recipe": "fake.yaml"}).slices) == 2
     assert {path.name for path in folder.iterdir()} == {"fake.yaml", "new.json", "profile.json"}
-    assert "1 point skipped: more than the 2048 tokens" in shown.err
-    assert "5 points, 34 measurements to go, about" in shown.err
+    assert says(shown.err, "1 point", "2048")
+    assert says(shown.err, "5 points", "34 measurements")
     assert "memory edge" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
 

@@ -35,13 +35,13 @@ def test_exact_rules_are_the_rules(length, steps, batch):
     assert runs_out(batch, fits + 1, length, steps)
 
 
-def test_half_of_the_batches_at_an_uncertain_edge_run_out_of_memory():
+def test_half_of_the_batches_at_an_edge_run_out_of_memory():
     runs_out = DrawnEdge(ZetaMemory(1000, 0.9), 0.05, 0)
     ran_out = [runs_out(batch, 9, 90, 10) for batch in range(2000)]
     assert 900 < sum(ran_out) < 1100
 
 
-def test_few_batches_two_standard_deviations_below_run_out_of_memory():
+def test_few_batches_below_an_edge_run_out_of_memory():
     runs_out = DrawnEdge(ZetaMemory(1000, 0.9), 0.05, 0)
     ran_out = [runs_out(batch, 8, 90, 10) for batch in range(2000)]
     assert 20 < sum(ran_out) < 80  # 2.3 %

@@ -68,7 +68,7 @@ def test_the_square_is_chosen_when_prefill_is_quadratic():
     assert fit.segments[0].nll == pytest.approx(1e-6, rel=0.1)
 
 
-def test_bends_are_chosen_when_small_batches_have_kernels_of_their_own():
+def test_bends_are_chosen_for_kernels_of_small_batches():
     def kernel(size: int, length: int) -> float:
         slow = {1: 1.0, 2: 3.0, 3: 4.0}.get(size, 1.6)  # not monotone in N
         return slow * 1e-3 + 1e-5 * slow * length + 1e-6 * size * length
@@ -282,7 +282,7 @@ def test_rules_where_no_zeta_explains_the_probes():
         assert law.runs_out(rows + 1, total - 16, 16, 0.0)
 
 
-def test_an_edge_that_was_never_reached_is_the_largest_batch_that_ran():
+def test_an_unreached_edge_is_the_largest_batch_that_ran():
     probes = [MemoryPoint(input_length=112, steps=16, largest_ok=32, smallest_oom=None)]
     fit = fit_memory(probes, FACTS)
     assert (fit.zeta, fit.zeta_std) == (32 * 128 / 8192, 0.0)

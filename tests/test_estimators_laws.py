@@ -81,7 +81,7 @@ def flat_to(law: SegmentedLaw, flat: float) -> SegmentedLaw:
 
 
 @given(laws, batches, st.floats(1e-6, 20))
-def test_decode_that_is_flat_and_then_linear_equals_the_sum_over_steps(law, batch, flat):
+def test_flat_then_linear_decode_is_the_sum_over_steps(law, batch, flat):
     size, length, steps = batch
     found = flat_to(law, flat)
     expected = math.fsum(max(flat, law.decode_s(size, length + i, 1)) for i in range(steps))
@@ -92,9 +92,7 @@ def test_decode_that_is_flat_and_then_linear_equals_the_sum_over_steps(law, batc
 
 
 @given(laws, batches, st.floats(1e-6, 20), st.floats(0, 1), st.floats(0.5, 2))
-def test_the_table_of_a_flat_law_is_exact_for_slices_on_one_side_and_low_else(
-    law, batch, flat, batch_s, stretch
-):
+def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, stretch):
     size, length, tokens = batch
     found = flat_to(law, flat)
     for each, exact in (
@@ -136,12 +134,12 @@ def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s
     assert slower.prefill_emits_token == law.prefill_emits_token
 
 
-def test_a_slice_has_one_iteration_less_where_prefill_emits_a_token():
+def test_a_slice_is_shorter_where_prefill_emits_a_token():
     law = bilinear_law(p=(0, 0, 0, 1.0), d=(0, 0, 0, 1.0), prefill_emits_token=True)
     assert law.serve_s(1, 10, 8) == 1 + 7
 
 
-def test_figure_11_batching_fifteen_short_requests_with_a_long_one():
+def test_figure_11_fifteen_short_requests_with_a_long_one():
     assert PAPER.serve_s(16, 1024, 128) == pytest.approx(13.5, abs=0.001)
 
 

@@ -84,7 +84,7 @@ def test_the_law_behind_the_tables_is_found():
     assert fitted.alone.points == sum(not shape.prefills for shape in SHAPES)
 
 
-def test_one_cost_of_cached_tokens_lies_between_the_two_and_fits_worse():
+def test_one_cost_of_cached_tokens_fits_worse_than_two():
     seconds = pass_times([LINEAR, HEAD], ATTENTION)
     fitted = law_of_passes(SHAPES, seconds, (0, 64), beside=False)
     assert fitted.law.beside_s is None
@@ -92,7 +92,7 @@ def test_one_cost_of_cached_tokens_lies_between_the_two_and_fits_worse():
     assert max(fitted.alone.worst_percent, fitted.mixed.worst_percent) > 1.0
 
 
-def test_what_every_pass_with_a_chunk_costs_is_no_cost_of_each_chunk():
+def test_a_pass_s_cost_is_no_cost_of_each_chunk():
     """It would be counted again for each further chunk of a pass, which no table has."""
     extra = np.array([1e-3 if shape.prefills else 0.0 for shape in SHAPES])
     seconds = pass_times([LINEAR, HEAD], ATTENTION) + extra

@@ -174,7 +174,7 @@ def test_the_spread_of_launches_keeps_their_mean():
     assert law.drawn_launch_s(graph, 3) == law.launch_s(graph)
 
 
-def test_a_profile_that_does_not_say_how_passes_were_launched_has_the_law_of_their_ends():
+def test_without_launch_facts_the_law_is_of_ends():
     measured = profile_of(LAW, grid(SIZES), stamps=False)
     older = measured.model_copy(update={"graph_mode": "", "graph_sizes": []})
     assert fit_steps(older, 0).pipeline is None
@@ -202,7 +202,7 @@ SLICES = SegmentedLaw(
 
 
 @pytest.mark.parametrize("tokens", [64, 512, 1024, 4096, 8064])
-def test_what_policies_believe_of_a_chunk_is_what_it_costs_decodes(tokens):
+def test_policies_believe_what_a_chunk_costs_decodes(tokens):
     """Both gaps around the chunk, less the step that one of them would have been anyway."""
     run = [*decodes(8, 500, 4), chunk(tokens, 8, 504), *decodes(8, 505, 4)]
     ends = [end for _, end in ends_of(LAW, run, [LAW.launch_s(shape) for shape in run])]

@@ -31,7 +31,7 @@ def slice_s(fit: Fit) -> float:
     return law.prefill_s(8, 100) + law.decode_s(8, 100, 31)
 
 
-def test_resampled_laws_lie_around_the_fitted_one_and_closer_with_less_noise():
+def test_resampled_laws_lie_around_the_fitted_one():
     spread = []
     for noise in (0.02, 0.2):
         profile = make_profile(noise=noise)
@@ -55,7 +55,7 @@ def test_the_truth_lies_within_the_range_of_resampled_fits():
     assert sum(covered) >= 8  # of 12, where 90 % are meant: overhead and laws are resampled apart
 
 
-def test_the_same_seed_gives_the_same_draws_whatever_their_number():
+def test_a_seed_gives_the_same_draws_whatever_their_number():
     profile = make_profile(noise=0.1)
     fit = fit_of(profile)
     assert resampled_fits(profile, fit, 2, seed=3) == resampled_fits(profile, fit, 4, seed=3)[:2]
@@ -97,7 +97,7 @@ def pass_s(fit: Fit) -> float:
     return law_of_steps(fit.steps).step_s(PASS)
 
 
-def test_passes_are_resampled_around_the_fitted_law_and_closer_with_less_noise() -> None:
+def test_passes_are_resampled_around_the_fitted_law() -> None:
     spread = []
     for noise in (0.02, 0.2):
         steps = measured(100, noise=noise)

@@ -25,7 +25,7 @@ def close(value: float):
     return pytest.approx(value, rel=1e-3, abs=1e-12)
 
 
-def test_fitted_parts_equal_the_true_ones_and_absent_terms_are_zero():
+def test_fitted_parts_are_true_and_absent_terms_zero():
     rounds = fitted().rounds
     join = rounds.join
     leave = rounds.leave
@@ -42,7 +42,7 @@ def test_fitted_dispatch_and_stretch_equal_the_true_ones():
     assert overhead.error.points == 8
 
 
-def test_noise_raises_the_held_out_error_and_hardly_changes_the_law():
+def test_noise_raises_the_error_and_hardly_changes_the_law():
     rounds = fitted(noise=0.05).rounds
     assert rounds.overhead.stretch == pytest.approx(1.3, rel=0.05)
     assert 0.3 < rounds.overhead.error.median_percent < 10.0

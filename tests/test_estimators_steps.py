@@ -33,7 +33,7 @@ def test_decodes_pay_base_rows_tokens_and_what_they_read():
     )
 
 
-def test_decodes_beside_a_chunk_read_their_caches_at_a_cost_of_its_own():
+def test_decodes_beside_a_chunk_have_their_own_reading_cost():
     law = replace(LAW, beside_s=0.75)
     alone = StepShape(8, 100)
     mixed = StepShape(8, 100, prefills=1, prefill_tokens=2)
@@ -43,7 +43,7 @@ def test_decodes_beside_a_chunk_read_their_caches_at_a_cost_of_its_own():
     assert law.times(2.0).forward_s(mixed) == 2.0 * law.forward_s(mixed)
 
 
-def test_a_chunk_pays_for_its_tokens_by_the_slopes_between_knots_and_for_what_it_attends_to():
+def test_a_chunk_pays_for_tokens_and_attention():
     shape = StepShape(
         0, 0, prefills=1, prefill_tokens=20, prefill_attended=chunk_attended(cached=30, new=20)
     )

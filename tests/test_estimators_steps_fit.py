@@ -57,7 +57,7 @@ def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> Ste
     )
 
 
-def test_reading_the_cache_before_a_chunk_is_told_from_computing_the_chunk():
+def test_reading_the_cache_is_told_from_computing_a_chunk():
     law = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5,), behind_s=3e-6)
     rng = np.random.default_rng(1)
     profile = measured()

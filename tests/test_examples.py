@@ -34,11 +34,3 @@ def test_an_example_runs_as_the_page_shows_it(script: Path, tmp_path: Path) -> N
         assert (tmp_path / "ttft.svg").read_text(encoding="utf-8").count("<path") > 2
     else:  # what the page says that it prints
         assert all(f"    {line.partition(',')[0]}, ..." in PAGE for line in lines)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_page_shows_the_script_and_it_is_short(script: Path) -> None:
-    text = script.read_text(encoding="utf-8")
-    assert f"```python\n{text}```" in PAGE
-    code = [line for line in text.splitlines() if line.strip() and not line.startswith('"""')]
-    assert len(code) <= (15 if script.name == "two_policies.py" else 26)

@@ -4,6 +4,7 @@ reported where forced.
 
 import pytest
 import samples
+from said import says
 
 from toolkit.errors import ForeignError
 from toolkit.files.profile import EngineFacts, differences, identity, refuse_foreign
@@ -46,7 +47,7 @@ def test_a_difference_names_both_sides(facts: dict[str, object], said: str):
     assert found(changed(**facts)) == [said]
 
 
-def test_a_patch_release_of_torch_and_another_budget_are_the_same_engine():
+def test_a_patch_release_or_budget_is_the_same_engine():
     assert found(changed(torch="2.13.1+cpu", kv_budget_bytes=1, capacity_tokens=1, threads=4)) == []
 
 
@@ -74,10 +75,8 @@ def test_only_the_model_of_an_analytic_profile_is_compared():
     ]
 
 
-def test_a_foreign_fit_is_refused_in_one_line_with_all_differences():
-    with pytest.raises(
-        ForeignError, match=r"another device A \(.*\), another dtype float16 \("
-    ) as refused:
+def test_a_foreign_fit_is_refused_with_all_differences():
+    with pytest.raises(ForeignError, match=r"device A.*float16") as refused:
         refuse_foreign(changed(device="A", dtype="float16"), [identity(HERE)])
     assert "\n" not in refused.value.message
     assert "--force" in refused.value.hint
@@ -87,4 +86,5 @@ def test_a_foreign_fit_is_refused_in_one_line_with_all_differences():
 def test_with_force_the_same_message_is_given_once():
     told: list[str] = []
     refuse_foreign(changed(device="A"), [identity(HERE)] * 3, told.append)
-    assert told == ["the fit was made with another device A (here NVIDIA H100)"]
+    assert len(told) == 1
+    assert says(told[0], "device A", "NVIDIA H100")

@@ -9,6 +9,7 @@ import pytest
 import samples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.errors import InputError, StaleError
 from toolkit.files.fit import Fit
@@ -107,7 +108,7 @@ def test_an_unwritable_path_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         write_text(tmp_path / "file" / "plan.json", "x")
-    with pytest.raises(InputError, match="cannot be written: Is a directory"):
+    with pytest.raises(InputError, match="Is a directory"):
         write_text(tmp_path, "x")
 
 
@@ -115,11 +116,11 @@ def test_a_file_that_is_missing_names_the_command_that_makes_it(tmp_path: Path) 
     with pytest.raises(InputError) as caught:
         read_file(Fit, tmp_path / "fit.json")
     assert "cannot be read: No such file" in caught.value.message
-    assert caught.value.hint == "make it with: llmctl fit PROFILE"
+    assert says(caught.value.hint, "llmctl fit PROFILE")
 
 
 def test_a_file_of_another_kind_is_named(chain: dict[str, Path]) -> None:
-    with pytest.raises(InputError, match=r"fit\.json: a fit file, not a profile file"):
+    with pytest.raises(InputError, match=r"fit\.json.*not a profile file"):
         read_file(Profile, chain["fit"])
 
 
@@ -160,29 +161,25 @@ def test_a_changed_profile_makes_its_fit_stale(chain: dict[str, Path]) -> None:
     )
     with pytest.raises(StaleError) as caught:
         read_file(Fit, chain["fit"], inputs={"profile": chain["profile"]})
-    assert caught.value.message.startswith(
-        "fit.json is stale: its profile profile.json has changed since"
-    )
-    assert caught.value.hint == "make it again: llmctl fit PROFILE"
+    assert says(caught.value.message, "fit.json", "profile.json")
+    assert says(caught.value.hint, "llmctl fit PROFILE")
 
 
 def test_another_profile_is_named(chain: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
-    with pytest.raises(
-        StaleError, match=r"its profile other\.json is not profile\.json, which it was made from"
-    ):
+    with pytest.raises(StaleError, match=r"other\.json.*profile\.json"):
         read_file(Fit, chain["fit"], inputs={"profile": other})
 
 
-def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(
+def test_a_fit_knows_which_section_of_its_recipe_changed(
     chain: dict[str, Path],
 ) -> None:
     chain["recipe"].write_text(RECIPE.replace("max_model_len: 64", "max_model_len: 63"))
     with pytest.raises(StaleError) as caught:
         read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"]})
-    assert caught.value.message.startswith("fit.json is stale: 'model' of recipe.yaml changed")
-    assert caught.value.hint == "make it again: llmctl profile RECIPE; llmctl fit PROFILE"
+    assert says(caught.value.message, "fit.json", "'model'", "recipe.yaml")
+    assert says(caught.value.hint, "llmctl profile RECIPE", "llmctl fit PROFILE")
 
 
 @pytest.mark.parametrize(
@@ -199,12 +196,12 @@ def test_a_change_of_an_unmeasured_section_makes_no_fit_stale(
 def test_a_file_without_a_recorded_role_is_stale(chain: dict[str, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.json"
     write_file(samples.fit(), alone)
-    with pytest.raises(StaleError, match="does not record from which profile"):
+    with pytest.raises(StaleError, match="does not record"):
         read_file(Fit, alone, inputs={"profile": chain["profile"]})
 
 
 @pytest.mark.parametrize("model", [Profile, Fit, Tuning])
-def test_sections_that_a_file_depends_on_are_sections_of_a_recipe(
+def test_a_file_depends_on_sections_of_a_recipe(
     model: type[Profile | Fit | Tuning],
 ) -> None:
     assert set(model.recipe_sections) <= Recipe.model_fields.keys()
@@ -223,9 +220,9 @@ def test_a_folder_cannot_be_written_as_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for place in (".", "/", tmp_path):
-        with pytest.raises(InputError, match="cannot be written: Is a directory"):
+        with pytest.raises(InputError, match="Is a directory"):
             write_text(place, "text")
-        with pytest.raises(InputError, match="cannot be written: Is a directory"):
+        with pytest.raises(InputError, match="Is a directory"):
             check_writable(place)
 
 
@@ -243,7 +240,7 @@ def test_a_device_or_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None
 
 def test_a_full_disk_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "full").symlink_to("/dev/full")  # and the device must still be one
-    with pytest.raises(InputError, match="full: cannot be written: No space left on device"):
+    with pytest.raises(InputError, match=r"full: .*No space left"):
         write_text(tmp_path / "full", "text")
     assert Path("/dev/full").is_char_device()
 
@@ -270,7 +267,7 @@ def test_a_path_below_a_file_cannot_be_written(tmp_path: Path) -> None:
 def test_a_file_of_another_version_is_still_recognised(chain: dict[str, Path]) -> None:
     older = json.loads(chain["fit"].read_text()) | {"gone_since": 1}
     chain["fit"].write_text(json.dumps(older))
-    with pytest.raises(InputError, match="a fit file, not a profile file"):
+    with pytest.raises(InputError, match="not a profile file"):
         read_file(Profile, chain["fit"])
 
 
@@ -278,7 +275,7 @@ def test_a_file_of_another_version_is_still_recognised(chain: dict[str, Path]) -
 def test_a_file_with_a_duplicate_key_is_refused(chain: dict[str, Path], role: str) -> None:
     text = chain[role].read_text()
     chain[role].write_text(text.replace("{", '{"schema_version": 1, ', 1))
-    with pytest.raises(InputError, match=rf"{role}\.json: the key 'schema_version' occurs twice"):
+    with pytest.raises(InputError, match=rf"{role}\.json.*'schema_version'"):
         read_file({"profile": Profile, "fit": Fit}[role], chain[role])
 
 
@@ -299,9 +296,7 @@ def test_invalid_json_is_one_line(tmp_path: Path, content: bytes, said: str) -> 
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**30), 1 << 64])
-def test_a_number_that_nothing_can_be_calculated_with_is_one_line(
-    number: int, tmp_path: Path
-) -> None:
+def test_a_number_beyond_calculation_is_one_line(number: int, tmp_path: Path) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
     text = (tmp_path / "fit.json").read_text()
     capacity = str(samples.fit().engine.capacity_tokens)

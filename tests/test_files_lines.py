@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from said import says
 
 from benchmarks.common.serving import LAW
 from toolkit.errors import InputError
@@ -74,10 +75,9 @@ def test_a_full_disk_loses_lines_and_the_log_counts_them(
     log.write(lines(301, 310))  # there is room again
     log.close()
     assert read(tmp_path / "log") == found + lines(301, 310).decode().splitlines()
-    assert [record.getMessage() for record in caplog.records] == [
-        "log: cannot be written: File too large; requests are served and not logged",
-        f"log: {log.lost} lines are missing in it",
-    ]
+    full, lost = [record.getMessage() for record in caplog.records]
+    assert "File too large" in full
+    assert says(lost, "log", str(log.lost))
 
 
 def test_each_gap_has_its_own_mark(tmp_path: Path) -> None:
@@ -159,9 +159,8 @@ def test_the_replay_of_an_event_log_reports_lost_events(tmp_path: Path) -> None:
     assert gap.events == log.lost == 102 - len(submitted)
     said = list(replay(events, scheduler()))
     at = events.index(gap) + 1
-    assert said == [
-        f"event {at}: {gap.events} events are missing here (File too large); replayed up to here"
-    ]
+    assert len(said) == 1
+    assert says(said[0], f"event {at}", str(gap.events), "File too large")
 
 
 def test_a_mark_fits_whatever_the_reason_is() -> None:

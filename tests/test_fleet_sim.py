@@ -7,9 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 from around import Around
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lanes import thinned
+from said import says
 from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
 from test_sim_prefix import LAW as PAGED_LAW
 from test_sim_prefix import world as paged_world
@@ -104,8 +105,7 @@ STATIC = [case for case, (name, _) in CASES.items() if not POLICIES[name].contin
 
 
 @given(rows=requests, case=st.sampled_from(STATIC))
-@settings(max_examples=60, deadline=None)
-def test_no_batch_is_larger_than_the_memory_of_the_worker_that_gets_it(rows, case):
+def test_no_batch_exceeds_its_worker_s_memory(rows, case):
     name, parameters = CASES[case]
     result = simulate(trace_of(rows), Watch(make_policy(name, parameters)), unequal())
     assert result.served.ok.all()
@@ -116,7 +116,6 @@ def test_no_batch_is_larger_than_the_memory_of_the_worker_that_gets_it(rows, cas
     case=st.sampled_from(sorted(set(CASES) - set(STATIC) - {"aggressive, overfilling"})),
     joining=st.sampled_from([None, "embed", "shape"]),
 )
-@settings(max_examples=80, deadline=None)
 def test_rounds_stay_within_the_memory_of_each_worker(rows, case, joining):
     name, parameters = CASES[case]
     result = simulate(trace_of(rows), make_policy(name, parameters), unequal(joining=joining))
@@ -153,7 +152,7 @@ def test_the_faster_one_gets_more(case):
     assert counting.rows[0] > 1.5 * counting.rows[1]
 
 
-def test_requests_that_only_the_larger_one_holds_never_go_to_the_smaller():
+def test_large_requests_never_go_to_a_small_worker():
     trace = Trace(np.zeros(6), np.full(6, 200), np.full(6, 20), np.full(6, 20))
     for name in ("slice", "sequence", "past-future", "slice-continuous", "mlfq"):
         result = simulate(trace, make_policy(name, {}), unequal())
@@ -164,9 +163,8 @@ def test_requests_that_only_the_larger_one_holds_never_go_to_the_smaller():
 def test_what_fits_nowhere_is_refused_with_the_most_that_fits():
     trace = Trace(np.zeros(1), np.full(1, LARGE), np.full(1, 9), np.full(1, 9))
     result = simulate(trace, make_policy("slice", {}), unequal())
-    assert [refusal.reason for refusal in result.refusals] == [
-        "prompt + max_tokens is 409 tokens; a worker's memory holds 400"
-    ]
+    (refusal,) = result.refusals
+    assert says(refusal.reason, "409", "400")
 
 
 @pytest.mark.slow
@@ -216,7 +214,7 @@ def running(of: Scheduler) -> dict[str, int]:
     return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
 
 
-def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
+def test_other_kinds_take_over_what_they_can_hold():
     tested = scheduler()
     for request in (SHORT, LONG):
         tested.submit(request, 0.0)
@@ -230,7 +228,7 @@ def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_request_that_needs_a_kind_that_does_not_come_back_is_refused_with_the_reason(before):
+def test_a_request_is_refused_if_its_kind_stays_away(before):
     tested = scheduler()
     if before:
         tested.submit(LONG, 0.0)
@@ -243,9 +241,8 @@ def test_a_request_that_needs_a_kind_that_does_not_come_back_is_refused_with_the
     assert tested.take_refusals() == []
     assert tested.waiting_jobs == 1
     tested.tick(1.0 + RETURN_S)
-    assert [refusal.reason for refusal in tested.take_refusals()] == [
-        "prompt + max_tokens is 320 tokens; the workers that hold so many have been lost for 300 s"
-    ]
+    (refusal,) = tested.take_refusals()
+    assert says(refusal.reason, "320", "300 s")
     assert tested.jobs == 0
 
 
@@ -267,7 +264,7 @@ def test_rounds_of_a_lost_kind_continue_elsewhere_or_wait():
     assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
 
 
-def test_a_request_that_is_cancelled_while_its_kind_is_lost_is_removed():
+def test_a_request_cancelled_without_its_kind_is_removed():
     tested = scheduler()
     crash(tested, 0)
     tested.submit(LONG, 1.0)
@@ -287,7 +284,7 @@ def test_a_view_groups_the_living_by_kind_the_larger_last():
     assert not View([], world(3).scheduled(), 0.0, history, rng).mixed
 
 
-def test_an_idle_slow_worker_is_not_given_what_a_fast_one_will_have_done_sooner():
+def test_an_idle_slow_worker_waits_if_a_fast_one_is_sooner():
     fast = WithOverhead(LAW, 0.0, 1.0)
     slow = WithOverhead(LAW, 0.0, 50.0)
     workers = [Worker(0, fast, ZetaMemory(LARGE)), Worker(1, slow, ZetaMemory(LARGE))]
@@ -333,7 +330,7 @@ def test_a_fleet_of_servers_of_one_kind_is_its_replicas(name, shares):
     assert sum(len(part.served) for part in actual.kinds) == len(trace)
 
 
-def test_the_law_gives_the_slow_one_less_and_beats_turns_that_are_alike():
+def test_the_law_gives_the_slow_one_less_and_beats_turns():
     trace = made_up(2, 300, gap_s=0.006)
     unlike = servers((1, 1.0, 60), (1, 4.0, 60))
     found = {
@@ -373,12 +370,11 @@ def test_each_kind_has_its_own_memory_flags_and_cache():
 def test_a_request_that_one_kind_can_never_serve_is_refused():
     trace = Trace(np.zeros(2), np.array([20, 150]), np.full(2, 9), np.full(2, 9))
     found = simulate(trace, SERVED, servers((1, 1.0, 60), (1, 1.0, 30)))
-    assert [refused.reason for refused in found.refusals] == [
-        "it may grow to 158 tokens; the cache holds 120"
-    ]
+    (refused,) = found.refusals
+    assert says(refused.reason, "158", "120")
 
 
-def test_of_many_unlike_replicas_the_law_weighs_some_of_each_kind():
+def test_the_law_weighs_some_replicas_of_each_kind():
     traits = weighed(
         [
             ReplicaTraits(10_000, 2048, 64, PassTimes(PAGED_LAW.times(slower)), kind)

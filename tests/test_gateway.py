@@ -4,7 +4,6 @@ import asyncio
 import errno
 import json
 import os
-import re
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import samples
+from said import says
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.backends import ServerOrder, StartsReplicas
@@ -426,9 +426,9 @@ def test_another_model_context_or_version_is_named_and_left_out():
         await front.until("left out", 3)
         assert [each.state for each in front.pool.replicas] == ["up", *["left out"] * 3]
         text = "\n".join(said)
-        assert "is left out: it serves 'other', not 'standin'" in text
-        assert "is left out: it serves 100 tokens of context, fewer than 4096" in text
-        assert "is left out: it runs version 0.31.0, not 0.32.0" in text
+        assert says(text, "'other'", "'standin'")
+        assert says(text, "100", "4096")
+        assert says(text, "0.31.0", "0.32.0")
 
     async def strict(front: Front, servers: list[StandIn]) -> None:
         while front.pool.refused is None:
@@ -559,7 +559,7 @@ def test_a_front_that_runs_another_router_than_the_plan_is_foreign():
         ]:
             assert message in await asyncio.to_thread(found, name, workers, **given)
         older = fake_plan_of(samples.paged_fit())
-        with pytest.raises(ForeignError, match=r"another engine vllm 0.1.0 \(here vllm 0.32.0\)"):
+        with pytest.raises(ForeignError, match=r"0\.1\.0.*0\.32\.0"):
             await asyncio.to_thread(check_server, older, target)
 
     run(test, router="sglang")
@@ -799,7 +799,7 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
         assert [each.stopped for each in made] == [True, True]
 
     run(test)
-    assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
+    assert any(says(line, "replica 0", "0.3 s") for line in said), said
 
 
 def test_an_own_replica_without_room_for_its_files_is_started_again(
@@ -933,7 +933,7 @@ def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
         own.renew(broken)
         await until_up(spare[2].url, spare[1].url)
         before = rows()
-        assert own.renew(better) == "restarting 2 replicas, one at a time"
+        assert says(own.renew(better), "2 replicas")
         await until_up(spare[3].url, spare[4].url)
         while said[-1] != "all replicas were restarted":
             await asyncio.sleep(0.005)
@@ -945,9 +945,8 @@ def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
     run(test)
     old = plan.recipe.description
     assert started == [old, old, "broken", old, "better", "better"]
-    assert [line for line in said if "goes on" in line] == [
-        "replica 0: the model does not fit; the plan before goes on"
-    ]
+    (line,) = [line for line in said if "goes on" in line]
+    assert says(line, "replica 0", "the model does not fit")
 
 
 def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first():
@@ -989,9 +988,8 @@ def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first():
     run(test, kinds=kinds_of_replicas(plan), starts=())
     assert sorted(started[:2]) == [(0, False), (1, False)]
     assert started[2:] == [(0, True), (1, True), (1, False), (0, False)]
-    assert [line for line in said if "replica" in line] == [
-        "replica 1: the model does not fit; the plan before goes on"
-    ]
+    (line,) = [line for line in said if "replica" in line]
+    assert says(line, "replica 1", "the model does not fit")
 
 
 def unlike() -> list[LiveKind]:
@@ -1048,7 +1046,7 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
         await front.until("left out", 2)
         with pytest.raises(InputError, match="there is no kind 'middle'") as caught:
             front.pool.renew([f"middle={servers[0].url}"])
-        assert caught.value.hint == "kinds of this plan: fast, slow"
+        assert says(caught.value.hint, "fast, slow")
         assert len(front.pool.replicas) == 2
         front.pool.renew([f"slow={servers[0].url}", servers[1].url])
         await front.until("up", 1)
@@ -1059,8 +1057,8 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
 
     run(test, StandIn(), StandIn(metrics=caching(3000)), kinds=unlike(), starts=(), said=said)
     text = "\n".join(said)
-    assert "is left out: its kind is unknown: it reports no cache; of fast 8192, slow 1024" in text
-    assert "it reports a cache of 3008 tokens" in text
+    assert says(text, "fast 8192", "slow 1024")
+    assert says(text, "3008")
 
 
 def test_kinds_of_a_plan_that_is_no_fleet_are_refused():

@@ -15,6 +15,7 @@ HEADERS = {"authorization": "Bearer secret"}
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 EMBEDDINGS = "/v1/embeddings"
+RESPONSES = "/v1/responses"
 
 
 def keyed(**limits: Any) -> Keyring:
@@ -26,6 +27,11 @@ async def paid(front: Front) -> int:
     told = (await front.http.get("/metrics", headers=HEADERS)).text
     found = [line for line in told.splitlines() if line.startswith("llmctl_key_tokens_total{")]
     return int(float(found[0].split()[-1]))
+
+
+def responded(max_output_tokens: int | None = 40, **more: Any) -> dict[str, Any]:
+    body = {"model": "standin", "input": PROMPT, "max_output_tokens": max_output_tokens}
+    return body | {"ignore_eos": True} | more
 
 
 SHAPES: list[tuple[str, str, dict[str, Any]]] = [
@@ -49,13 +55,26 @@ SHAPES: list[tuple[str, str, dict[str, Any]]] = [
     ("token ids", COMPLETIONS, asked(stream=True, return_token_ids=True)),
     ("a field twice", COMPLETIONS, asked()),
     ("embeddings", EMBEDDINGS, {"model": "standin", "input": ["one", "two"]}),
+    ("response", RESPONSES, responded()),
+    ("response in a stream", RESPONSES, responded(stream=True)),
+    ("response without a limit", RESPONSES, responded(max_output_tokens=None)),
+    ("response in a stream without a limit", RESPONSES, responded(None, stream=True)),
+    ("response with instructions", RESPONSES, responded(instructions="b" * 300)),
+    ("response to items", RESPONSES, responded(input=[{"role": "user", "content": "a" * 300}])),
+    ("response to another", RESPONSES, responded(previous_response_id="")),
+    ("response to another in a stream", RESPONSES, responded(stream=True, previous_response_id="")),
+    ("response that is not kept", RESPONSES, responded(store=False)),
+    ("response by several tools", RESPONSES, responded(tools=[{"type": "code_interpreter"}])),
 ]
 
 
 @pytest.mark.parametrize("server", ["ids", "no ids", "no usage", "no usage, no ids"])
 def test_no_shape_costs_a_key_less_than_it_used(server: str):
     async def test(front: Front, servers: list[StandIn]) -> None:
-        for name, path, fields in SHAPES:
+        for name, path, shape in SHAPES:
+            fields = dict(shape)
+            if "previous_response_id" in fields:
+                fields["previous_response_id"] = next(reversed(servers[0].made))
             before = await paid(front)
             used = servers[0].used
             content = json.dumps(fields)
@@ -105,11 +124,14 @@ def test_no_shape_costs_a_key_less_than_it_used(server: str):
         (COMPLETIONS, {"stream_options": [1]}),
         (CHAT, {"max_completion_tokens": "9"}),
         (CHAT, {"messages": "hello"}),
+        (RESPONSES, {"max_output_tokens": "9"}),
+        (RESPONSES, {"stream": "true"}),
+        (RESPONSES, {"background": "true"}),
     ],
 )
 def test_a_field_of_another_type_gets_400_with_its_name(path: str, wrong: dict[str, Any]):
     async def test(front: Front, servers: list[StandIn]) -> None:
-        body = (chatted() if path == CHAT else asked()) | wrong
+        body = {CHAT: chatted, RESPONSES: responded}.get(path, asked)() | wrong
         answer = await front.http.post(path, json=body, headers=HEADERS)
         assert answer.status_code == 400, answer.text
         (name,) = wrong
@@ -117,6 +139,45 @@ def test_a_field_of_another_type_gets_400_with_its_name(path: str, wrong: dict[s
         assert servers[0].used == await paid(front) == 0
 
     run(test, StandIn(), keyring=keyed())
+
+
+@pytest.mark.parametrize(
+    ("limits", "fields", "status", "code"),
+    [
+        ({"tokens_per_minute": 100}, {"max_output_tokens": 60_000}, 429, "rate_limit_exceeded"),
+        ({"tokens_per_minute": 100}, {"max_output_tokens": None}, 429, "rate_limit_exceeded"),
+        ({"tokens_per_minute": 100}, {"input": "a" * 800}, 429, "rate_limit_exceeded"),
+        ({"tokens_per_minute": 100}, {"instructions": "a" * 800}, 429, "rate_limit_exceeded"),
+        ({"tokens_per_minute": 100}, {"tools": [{"type": "a" * 800}]}, 429, "rate_limit_exceeded"),
+        ({"requests_per_minute": 1}, {}, 200, ""),
+        ({}, {"priority": -5}, 403, "priority_not_allowed"),
+        ({"urgent": True}, {"priority": -5}, 200, ""),
+    ],
+)
+def test_the_limits_of_a_key_hold_for_responses(
+    limits: dict[str, Any], fields: dict[str, Any], status: int, code: str
+):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answer = await front.http.post(RESPONSES, json=responded() | fields, headers=HEADERS)
+        assert answer.status_code == status, answer.text
+        if code:
+            assert answer.json()["error"]["code"] == code
+            assert servers[0].used == 0
+        if "requests_per_minute" in limits:
+            again = await front.http.post(RESPONSES, json=responded(), headers=HEADERS)
+            assert again.status_code == 429
+
+    run(test, StandIn(), keyring=keyed(**limits))
+
+
+def test_a_response_to_another_reserves_what_that_one_had():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        made = await front.http.post(RESPONSES, json=responded(300), headers=HEADERS)
+        body = responded(1, previous_response_id=made.json()["id"])
+        answer = await front.http.post(RESPONSES, json=body, headers=HEADERS)
+        assert answer.status_code == 429
+
+    run(test, StandIn(), keyring=keyed(tokens_per_minute=600))
 
 
 @pytest.mark.parametrize(
@@ -147,11 +208,13 @@ def test_the_limits_of_a_key_hold(
     run(test, StandIn(), keyring=keyed(**limits))
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_pays_for_what_it_used(stream: bool):
+def test_a_client_that_leaves_pays_for_what_it_used(stream: bool, path: str):
     async def test(front: Front, servers: list[StandIn]) -> None:
-        body = asked(400, stream=stream)
-        asking = asyncio.create_task(front.http.post(COMPLETIONS, json=body, headers=HEADERS))
+        front.gateway.gauge.bytes_per_token = 1.0  # as here
+        body = (responded if path == RESPONSES else asked)(400, stream=stream)
+        asking = asyncio.create_task(front.http.post(path, json=body, headers=HEADERS))
         while servers[0].used < len(PROMPT) + 20:
             await asyncio.sleep(0.002)
         asking.cancel()
@@ -166,8 +229,9 @@ def test_a_client_that_leaves_pays_for_what_it_used(stream: bool):
 
 def test_what_a_replica_refuses_costs_nothing():
     async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.post(COMPLETIONS, json=asked(), headers=HEADERS)
-        assert answer.status_code == 400
+        for path, body in ((COMPLETIONS, asked()), (RESPONSES, responded())):
+            answer = await front.http.post(path, json=body, headers=HEADERS)
+            assert answer.status_code == 400
         assert await paid(front) == 0
 
     run(test, StandIn(status=400), keyring=keyed())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import samples
@@ -105,6 +106,42 @@ def test_a_stop_string_that_began_before_a_failure_is_found():
     assert [_text(first), _text(second)] == ["abcde", "xy"]
     made = passing.request(Attempted())  # text has no token to go back to
     assert passing.mode == "again"
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+
+
+@pytest.mark.parametrize(
+    ("more", "mode"),
+    [
+        ({}, "ids"),
+        ({"metadata": {"a": "b"}, "user": "u", "vllm_xargs": {"x": 1}}, "ids"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "tools": []}, "ids"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "ids"),
+        ({"nothing_known": 1}, "text"),
+        ({"kv_transfer_params": {"a": 1}}, "text"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "text"),
+        ({"truncate_prompt_tokens": 5}, "again"),
+        ({"continue_final_message": True}, "again"),
+        ({"thinking_token_budget": 5}, "again"),
+    ],
+)
+def test_a_chat_goes_on_by_ids_only_where_that_drops_no_field(more: dict[str, Any], mode: str):
+    body = chatted(stream=True) | more
+    passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
+    passing.request(Attempted(speaks_ids=True))
+    passing.feed(events_of("abc", ids=True, hold=0))
+    made = passing.request(Attempted(speaks_ids=True))
+    assert made is not None
+    path, content = made
+    assert (passing.mode, b"chat" in path) == (mode, mode != "ids")
+    asked_for = json.loads(content)
+    in_ids = ("messages", "chat_template_kwargs", "tools")
+    kept = {name: value for name, value in more.items() if mode != "ids" or name not in in_ids}
+    last = [{"role": "assistant", "content": "abc"}] if mode == "text" else []
+    if "messages" in kept:
+        kept["messages"] = kept["messages"] + last
+    assert {name: asked_for[name] for name in kept} == kept
 
 
 def _text(passed: bytes) -> str:

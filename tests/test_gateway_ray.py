@@ -14,6 +14,7 @@ import pytest
 import test_gateway_serve
 import test_serve_vllm
 from commands import llmctl
+from said import says
 
 from benchmarks.common import standin_vllm
 from benchmarks.common.standin import MODEL, answer_of
@@ -84,7 +85,7 @@ def test_an_actor_killed_in_a_stream_costs_no_token_and_comes_back(tmp_path: Pat
         server.send_signal(signal.SIGTERM)
         _, said = server.communicate(timeout=60)
     assert server.returncode == 0, said
-    assert "starting 2 servers of vllm on Ray (local)" in said
+    assert says(said, "2 servers of vllm")
     assert "its process ended; restarting" in said
     assert processes(str(tmp_path)) == []
 
@@ -105,10 +106,10 @@ def test_a_machine_without_the_engine_is_named(tmp_path: Path):
         _, said = server.communicate(timeout=60)
     assert server.returncode == 3
     line = " ".join(said.split())
-    assert "starting 1 server of vllm on Ray (local)" in line
+    assert says(line, "1 server of vllm")
     assert "error: on " in line
     assert ": /no/python: cannot be run" in line
-    assert "engine.vllm.python in the recipe, or LLMCTL_VLLM_PYTHON" in line
+    assert says(line, "engine.vllm.python", "LLMCTL_VLLM_PYTHON")
 
 
 def order_of(path: Path, *, accepts_foreign: bool = False) -> DistantOrder:
@@ -136,7 +137,7 @@ def test_another_version_is_refused_there_and_with_force_a_warning(tmp_path: Pat
     python = standin_vllm.install(tmp_path / "python", version="0.32.9")
     path = plan_for(tmp_path / "plan", 1, python)
     (tmp_path / "server").mkdir()
-    with pytest.raises(ForeignError, match="the fit was made with another engine"):
+    with pytest.raises(ForeignError, match="another engine"):
         start_there(order_of(path), LOOPBACK, tmp_path / "server")
     server, warnings = start_there(
         order_of(path, accepts_foreign=True), LOOPBACK, tmp_path / "server"
@@ -154,7 +155,7 @@ def test_cpus_that_a_machine_lacks_are_an_error(tmp_path: Path):
     recipe = plan.recipe.model_copy(update={"engine": engine})
     write_file(plan.model_copy(update={"recipe": recipe}), path)
     (tmp_path / "server").mkdir()
-    with pytest.raises(EngineError, match="a server needs the CPUs 999999 of this machine"):
+    with pytest.raises(EngineError, match="999999"):
         start_there(
             order_of(path), ServerSeat("127.0.0.1", [999999], [999999]), tmp_path / "server"
         )
@@ -182,4 +183,4 @@ def test_a_fleet_needs_a_cluster_with_machines_of_each_kind(
 ):
     path = test_gateway_serve.fleet_for(tmp_path)
     assert llmctl("serve", path, "--port", "0", "--ray", "local") == 2
-    assert "is one node of one kind; the fleet has 2" in " ".join(capsys.readouterr().err.split())
+    assert says(" ".join(capsys.readouterr().err.split()), "fleet has 2")

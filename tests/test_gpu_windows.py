@@ -18,7 +18,7 @@ LIMITS = {  # of the error's size, in percent: throughput, TPOT, E2E, and TTFT b
 
 
 @pytest.mark.slow
-def test_the_windows_are_predicted_from_the_profile_and_the_warm_up():
+def test_windows_are_predicted_from_profile_and_warm_up():
     rows = [row for row in errors_of(read_file(Fit, FOLDER / "fit.json")) if row["conditions"]]
     assert len(rows) == 4
     for row in rows:

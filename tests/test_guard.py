@@ -89,7 +89,7 @@ def test_watched_groups_end_with_a_killed_process(case: str) -> None:
     assert (front.returncode, bool(pids), alive) == (-signal.SIGKILL, True, [])
 
 
-def test_the_guard_ends_with_its_process_and_spares_forgotten_groups() -> None:
+def test_the_guard_spares_forgotten_groups() -> None:
     code = FRONT + (
         "import psutil\n"
         "PAUSE_AFTER = 'print(flush=True); ' + PAUSE\n"

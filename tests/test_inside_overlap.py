@@ -114,7 +114,7 @@ def test_a_slower_gpu_and_slower_launches_are_told_apart():
     assert found.gpu_s / found.predicted_gpu_s == pytest.approx(1.2, rel=0.03)
 
 
-def test_each_pass_is_predicted_behind_what_was_measured_before_it():
+def test_each_pass_is_predicted_behind_the_measured_ones():
     """One pass that another program disturbed is wrong alone."""
     log = served(LAW)
     late = log[150][0]
@@ -168,7 +168,7 @@ class Sum(list):
     inc = observe = list.append
 
 
-def test_a_server_with_such_a_law_counts_its_launches_and_its_gpu():
+def test_a_server_counts_its_launches_and_its_gpu():
     inside = fake_vllm.imported("toolkit.backends.vllm.iterations")
     sums = Sums()
     counts = inside.PassCounts(LAW, sums)
@@ -181,7 +181,7 @@ def test_a_server_with_such_a_law_counts_its_launches_and_its_gpu():
     assert sum(sums.took) > sum(sums.predicted) > 0.0
 
 
-def test_the_time_of_a_launch_after_its_stamp_is_bounded_from_two_sides():
+def test_a_launch_after_its_stamp_is_bounded_on_both_sides():
     """By the tokens of the pass before, and, from idle, by the schedule of the following pass."""
     (first, behind), (second, later) = served(LAW)[:2]
     assert behind is not None

@@ -48,7 +48,7 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> Log
     )
 
 
-def test_a_pass_counts_with_the_gap_before_it_while_requests_are_there(counts, series: Series):
+def test_a_pass_counts_with_the_gap_before_it(counts, series: Series):
     counts.arrived("a", 1.0, 1.0)
     counts.looked(1.0)
     counts.passed(one(1.0, 1.5, [LoggedRow("a", 0, 8, 8)]))
@@ -70,9 +70,7 @@ def test_idle_time_is_not_counted(counts, series: Series):
     assert series.ttft == series.e2e == [0.5, 0.5]
 
 
-def test_a_request_that_arrives_during_a_pass_counts_from_when_it_reached_the_engine(
-    counts, series: Series
-):
+def test_an_arrival_counts_from_when_the_engine_has_it(counts, series: Series):
     counts.arrived("a", 1.0, 0.9)  # so 0.1 s lie between the front and the engine
     counts.looked(1.0)
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
@@ -86,7 +84,7 @@ def test_a_request_that_arrives_during_a_pass_counts_from_when_it_reached_the_en
 
 
 @pytest.mark.parametrize(("made_s", "waited_s"), [(-7.0, 2.0), (1.95, 1.0), (9.0, 1.0)])
-def test_an_arrival_is_between_two_looks_whatever_the_fronts_clock_says(
+def test_an_arrival_is_between_two_looks_of_the_engine(
     counts, series: Series, made_s: float, waited_s: float
 ):
     counts.arrived("a", 1.0, 0.9)
@@ -98,9 +96,7 @@ def test_an_arrival_is_between_two_looks_whatever_the_fronts_clock_says(
     assert series.ttft[-1] == pytest.approx(waited_s)
 
 
-def test_a_first_token_is_counted_once_though_its_request_is_prefilled_again(
-    counts, series: Series
-):
+def test_a_first_token_is_counted_once(counts, series: Series):
     counts.arrived("a", 0.0, 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 8)]))
@@ -108,7 +104,7 @@ def test_a_first_token_is_counted_once_though_its_request_is_prefilled_again(
     assert (series.ttft, series.e2e) == ([1.0], [2.0])
 
 
-def test_an_aborted_request_is_in_no_sum_and_leaves_the_engine_idle(counts, series: Series):
+def test_an_aborted_request_is_in_no_sum(counts, series: Series):
     counts.arrived("a", 0.0, 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))

@@ -43,7 +43,7 @@ def test_tokens_are_vllm_s_own_and_the_log_replays(
 @needed
 @pytest.mark.slow
 @pytest.mark.slow
-def test_the_blocks_that_past_future_counts_are_those_that_vllm_holds(tmp_path: Path) -> None:
+def test_past_future_counts_the_blocks_that_vllm_holds(tmp_path: Path) -> None:
     """Prompts in a tree, whole in a pass; those that came first end while others go on."""
     size = 8
     requests = [[3 * n, size * 9 + 4, 4 + 7 * n % 30, 34] for n in range(60)]

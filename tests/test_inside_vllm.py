@@ -8,8 +8,9 @@ import fake_vllm
 import pytest
 import samples
 from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.setup import make_worker, read_setup
@@ -117,7 +118,6 @@ def test_the_scheduler_counts_the_tokens_that_vllm_holds(make, policy, ahead):
     budget=st.integers(4, 20),
     block_size=st.sampled_from([1, 4, 9]),
 )
-@settings(deadline=None, max_examples=60)
 def test_no_request_is_lost(fitted, shapes, case, budget, block_size):
     policy, ahead = case
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -166,7 +166,7 @@ def test_the_policy_preempts_before_vllm_has_to(make):
     assert (scheduler.made_way > 0, scheduler.ran_out) == (True, 0)
 
 
-def test_a_cache_that_vllm_drops_is_logged_and_its_request_waits_again(make, tmp_path):
+def test_a_dropped_cache_is_logged_and_its_request_waits(make, tmp_path):
     log = tmp_path / "events.jsonl"
     scheduler = make(
         "aggressive watermark=1.0 interval_steps=1", log=str(log), block_size=8, blocks=8, budget=40
@@ -246,7 +246,7 @@ def test_blocks_that_requests_share_are_counted_once(make, policy, ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_tokens_that_the_policy_counts_are_those_that_vllm_holds(make, ahead):
+def test_the_policy_counts_the_tokens_that_vllm_holds(make, ahead):
     """Prompts in a tree, so that those of several requests end while others go on; a pass of the
     prompts that were admitted is not over at once. Half a block is added to each.
     """
@@ -285,7 +285,7 @@ def test_the_tokens_that_the_policy_counts_are_those_that_vllm_holds(make, ahead
     assert scheduler._counted.uncounted == 0
 
 
-def test_a_request_brings_its_own_blocks_where_others_hold_the_shared_ones(make):
+def test_a_request_brings_only_its_unshared_blocks(make):
     """21 blocks hold three requests of a common prompt, also after the first of them has ended."""
     scheduler = make("conservative", blocks=22, slots=8, budget=400)
     first, second, third = alike(count=3)
@@ -304,7 +304,7 @@ def test_a_request_brings_its_own_blocks_where_others_hold_the_shared_ones(make)
     assert scheduler._counted.uncounted == 0
 
 
-def test_a_shared_block_is_counted_again_once_all_that_held_it_have_ended(make):
+def test_a_shared_block_counts_again_after_its_last_holder(make):
     scheduler = make("conservative", blocks=101, slots=8, budget=400)
     first, second, third = alike(count=3)
     sizes = submitted(scheduler)
@@ -336,7 +336,7 @@ def test_without_prefix_caching_nothing_is_shared(make):
     assert sizes == {"r0": 38, "r1": 38}
 
 
-def test_mlfq_pauses_a_request_after_its_quantum_and_keeps_its_cache(make):
+def test_mlfq_pauses_after_a_quantum_and_keeps_the_cache(make):
     scheduler = make(MLFQ, blocks=100)
     requests = [Request(f"r{n}", 6, 20, 20) for n in range(4)]
     paused = []
@@ -385,9 +385,7 @@ def test_vllm_may_drop_every_cache_between_any_two_steps(make, tmp_path, policy,
 
 
 def test_mlfq_refuses_async_scheduling(make):
-    with pytest.raises(
-        InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"
-    ):
+    with pytest.raises(InputError, match=r"'mlfq'.*--no-async-scheduling"):
         make(MLFQ, ahead=True)
 
 
@@ -402,7 +400,7 @@ def test_an_aborted_request_leaves_the_scheduler(make):
     assert len(scheduler.steps.scheduler._view.finished.recent) == 2
 
 
-def test_a_request_that_the_scheduler_cannot_hold_is_left_to_vllm(make):
+def test_a_request_too_large_for_us_is_left_to_vllm(make):
     scheduler = make(blocks=9, block_size=4)
     session = Request("session", 4, 4, 4, resumable=True)
     long = Request("long", 20, 500, 5)
@@ -411,7 +409,7 @@ def test_a_request_that_the_scheduler_cannot_hold_is_left_to_vllm(make):
     assert not scheduler.waiting._open  # nothing of them is kept
 
 
-def test_a_request_that_fills_the_whole_cache_is_scheduled_by_the_policy(make):
+def test_a_request_as_large_as_the_cache_is_scheduled(make):
     scheduler = make(blocks=9, block_size=4)
     request = Request("full", 20, 12, 12)
     assert run(scheduler, [request]) == {"full": 12}
@@ -422,10 +420,7 @@ def test_a_request_that_fills_the_whole_cache_is_scheduled_by_the_policy(make):
 def test_an_untested_version_is_refused(monkeypatch, version):
     with pytest.raises(InputError) as caught:
         fake_vllm.imported(NAME, version)
-    assert str(caught.value) == (
-        f"vLLM is {version}; llmctl was tried with vLLM ==0.32.*: "
-        "pip install 'vllm==0.32.*', or leave out --scheduler-cls"
-    )
+    assert says(str(caught.value), version, "==0.32.*", "--scheduler-cls")
 
 
 @pytest.mark.parametrize(
@@ -494,7 +489,7 @@ def test_past_future_is_the_default():
     ],
 )
 def test_untested_features_are_refused(make, shape, what):
-    with pytest.raises(InputError, match=f"llmctl's scheduler cannot run together with {what}"):
+    with pytest.raises(InputError, match=f"cannot run.* {what}"):
         make(**shape)
 
 

@@ -208,7 +208,7 @@ def test_an_import_ends_before_the_signal_is_raised(
     assert sys.modules.pop(name).loaded
 
 
-def test_a_destructor_does_not_lose_the_signal_however_long_it_waits(
+def test_a_destructor_does_not_lose_the_signal(
     handler: Callable[[], interrupts._CommandLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)

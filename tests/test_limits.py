@@ -11,6 +11,7 @@ import pytest
 import samples
 import typer
 from commands import llmctl
+from said import says
 from test_cli_render import RECIPE, limits, outcome, tuning
 
 from benchmarks.common.serving import Server, fake_plan
@@ -80,13 +81,13 @@ def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
-def test_an_allowed_broken_limit_is_a_warning_and_stays_in_the_plan(
+def test_an_allowed_broken_limit_stays_in_the_plan(
     allowed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("render", *GIVEN, allowed) == 0
     out, err = capsys.readouterr()
     assert f"warning: tuning.json: {BROKEN}" in err.splitlines()
-    assert f"start it with: llmctl serve plan.json {ALLOW_BROKEN}" in err
+    assert f"llmctl serve plan.json {ALLOW_BROKEN}" in err
     plan = read_file(Plan, "plan.json")
     assert [(one.name, one.limit, one.predicted, one.kept) for one in plan.limits] == [
         ("ttft_p99_s", 2.0, 31.7, False),
@@ -94,10 +95,8 @@ def test_an_allowed_broken_limit_is_a_warning_and_stays_in_the_plan(
     ]
     told = plan.explained["limits"]
     assert told.value == "1 of 2 kept"
-    assert told.source.startswith(
-        "predicted to break 1 of 2 limits: ttft_p99_s is 31.7 s (at most 2 s); simulated"
-    )
-    assert plan.explained["policy"].source == "trial 2 of 3; it breaks limits"
+    assert says(told.source, "break 1 of 2", "ttft_p99_s", "31.7 s")
+    assert says(plan.explained["policy"].source, "trial 2 of 3", "breaks limits")
     assert "% goodput" not in "".join(one.source for one in plan.explained.values())
     assert "1 of 2 kept" in out
     refused(capsys, "plan.json", "render", "plan.json", "--target", "local")
@@ -129,7 +128,7 @@ def test_the_files_of_every_target_warn_and_start(target: str, tmp_path: Path) -
     changes = {**orders.GPU} if target in ("vllm", "sglang") else {}
     files = render_target(target, orders.order(broken_plan(tmp_path, **changes)))
     explained = files["EXPLAIN.md"]
-    assert "**Warning: The plan is predicted to break 1 of " in explained
+    assert says(explained, "Warning", "break 1 of")
     assert "| ttft_p99_s | at most 2 s | 31.7 s | NO |" in explained
     assert "| oom_percent | at most 1 % | 0.5 % | yes |" in explained
     starting = [
@@ -184,7 +183,7 @@ def test_a_running_server_shows_the_limits_that_its_plan_breaks(
         assert llmctl("status", "--json") == 0
         out, err = capsys.readouterr()
         (seen,) = json.loads(out)["servers"]
-        assert seen["breaks"] == "break 1 of 3 limits: ttft_p99_s is 31.7 s (at most 2 s)"
+        assert says(seen["breaks"], "break 1 of 3", "ttft_p99_s", "31.7 s", "2 s")
         assert f"is predicted to {seen['breaks']}" in err
         server.end()
 
@@ -196,10 +195,7 @@ def test_the_lines_of_a_server_that_starts_warn(
         announce_plan(False, plan, "toy", "http://127.0.0.1:8000")
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("ready: ")
-        assert (
-            any(line.startswith("warning: predicted to break 1 of 3 limits") for line in lines)
-            == warned
-        )
+        assert any(says(line, "warning", "break 1 of 3") for line in lines) == warned
         assert max(map(len, lines)) <= 80
 
 
@@ -236,7 +232,7 @@ def test_the_report_shows_broken_limits_and_recommends_nothing() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_without_a_tuning_nothing_is_predicted_and_nothing_refused() -> None:
+def test_without_a_tuning_nothing_is_refused() -> None:
     assert llmctl("render", *GIVEN[:3]) == 0
     plan = read_file(Plan, "plan.json")
     assert plan.limits == recipe_limits(plan.recipe)
@@ -256,7 +252,7 @@ def test_settings_of_the_user_have_no_prediction() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_the_tuning_s_settings_keep_their_prediction_when_given_by_the_user(
+def test_the_tuning_s_settings_by_hand_keep_their_prediction(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     same = [f"--set={name}={value}" for name, value in outcome(66).parameters.items()]
@@ -268,7 +264,7 @@ def test_the_tuning_s_settings_keep_their_prediction_when_given_by_the_user(
     assert plan.explained["slice_tokens"].source == "set by --set"
 
 
-def test_a_tuning_that_keeps_the_defaults_is_judged_by_the_defaults(files: Path) -> None:
+def test_kept_defaults_are_what_is_judged(files: Path) -> None:
     write_tuning(31.7, keep_defaults=True)
     assert llmctl("render", *GIVEN) == 2
     write_tuning(1.8, keep_defaults=True)
@@ -284,7 +280,7 @@ def test_a_tuning_of_an_older_llmctl_is_made_again(
     assert llmctl("render", *GIVEN) == 2
     error, *_, hint = capsys.readouterr().err.splitlines()
     assert error == f"error: tuning.json: {drop[0]}: missing"
-    assert hint == "hint: make it with: llmctl tune RECIPE --fit FIT --trace TRACE"
+    assert says(hint, "llmctl tune RECIPE --fit FIT --trace TRACE")
 
 
 @pytest.mark.usefixtures("files")
@@ -296,8 +292,8 @@ def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert llmctl("serve", "plan.json") == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert error == "error: plan.json: limits: missing"
-    assert hint == "hint: make it with: llmctl render RECIPE --fit FIT --tuning TUNING"
+    assert says(error, "plan.json", "limits")
+    assert says(hint, "llmctl render RECIPE --fit FIT --tuning TUNING")
     assert llmctl("render", *GIVEN, "--target", "local", "--force") == 0
     assert read_file(Plan, "local/plan.json").limits == read_file(Tuning, "tuning.json").limits
 
@@ -306,7 +302,7 @@ def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixtu
 def test_a_tuning_that_contradicts_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     edit("tuning.json", lambda data: data.update(keeps_limits=True))
     assert llmctl("render", *GIVEN) == 2
-    assert "keeps_limits: True: contradicts `limits`" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "keeps_limits", "limits")
 
 
 def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
@@ -388,9 +384,6 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
         "profile": False, "fit": False, "tune": False, "render": True, "serve": True,
         "bench": False, "report": False,
     }  # fmt: skip
-    assert (
-        "No setting keeps every limit on this machine; the demo continues"
-        in capsys.readouterr().out
-    )
+    assert "the demo continues" in capsys.readouterr().out
     with pytest.raises(typer.Exit):
         demo.Stages(io.StringIO()).llmctl("tune")

@@ -6,7 +6,6 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 UNLOCKED = {"vllm"}  # it pins a transformers of its own
 OURSELVES = PROJECT["project"]["name"]
 BESIDE = "# Beside engines.txt."
-CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 
 
 def requirements(lock: str) -> dict[str, str]:
@@ -59,32 +57,12 @@ def of_extra(extra: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("lock", LOCKS)
-def test_every_line_of_a_lock_is_one_version_with_hashes_and_is_not_built_here(lock: str) -> None:
-    locked = requirements(lock)
-    assert locked
-    assert "\n--only-binary :all:\n" in LOCKS[lock]
-    assert re.findall(r"^--no-binary (.*)$", LOCKS[lock], re.MULTILINE) == ["deepspeed"] * (
-        "deepspeed" in locked
-    )
-
-
 def test_the_locks_have_what_the_project_asks_for() -> None:
     assert EXTRAS.keys() - UNLOCKED <= LOCKS.keys()
     has(requirements("run"), PROJECT["project"]["dependencies"], "llmctl")
     for extra in EXTRAS.keys() - UNLOCKED:
         has(of_extra(extra), EXTRAS[extra], f"the extra {extra}")
     has(requirements("build"), PROJECT["build-system"]["requires"], "the build")
-
-
-def test_the_locks_have_what_the_installed_packages_ask_for() -> None:
-    """pip installs them without a resolver, so they have to be whole."""
-    locked = of_extra("dev")
-    here = {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
-    for name in locked.keys() & here.keys():
-        if here[name].version.partition("+")[0] == locked[name]:
-            without_extras = [each for each in here[name].requires or () if "extra ==" not in each]
-            has(locked | requirements("cuda"), without_extras, name)
 
 
 def test_the_constraints_have_the_same_versions() -> None:
@@ -97,13 +75,6 @@ def test_the_constraints_have_the_same_versions() -> None:
                 locked.setdefault(name, version).partition("+")[0] == version.partition("+")[0]
             ), name
     assert {name: version.partition("+")[0] for name, version in locked.items()} == pinned
-
-
-def test_cudas_libraries_are_installed_only_where_torch_needs_them() -> None:
-    for lock in LOCKS:
-        assert {name for name in requirements(lock) if CUDA.match(name)} == (
-            set(requirements("cuda")) if lock == "cuda" else set()
-        )
 
 
 PYTHON = """#!/bin/sh
@@ -138,12 +109,12 @@ def installed(
         (("engines",), False, True, ["build", "run", "torch-cpu", "engines"]),
         (("engines",), True, False, ["build", "run", "torch-cpu", "torch", "cuda", "engines"]),
         (("-e", "dev"), False, True, ["build", "run", "torch-cpu", "engines", "dev"]),
-        (("kuberay",), True, False, ["build", "run", "kuberay"]),
+        (("ray",), True, False, ["build", "run", "ray"]),
         (
-            ("kuberay", "deepspeed"),
+            ("ray", "deepspeed"),
             True,
             False,
-            ["build", "run", "torch-cpu", "torch", "cuda", "engines", "kuberay", "deepspeed"],
+            ["build", "run", "torch-cpu", "torch", "cuda", "engines", "ray", "deepspeed"],
         ),
     ],
 )
@@ -162,14 +133,7 @@ def test_all_but_the_project_itself_comes_from_locks(
 
 
 @pytest.mark.slow
-def test_an_extra_without_a_lock_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+def test_an_extra_without_a_lock_is_refused_first(tmp_path: Path) -> None:
     status, calls, error = installed(tmp_path, "vllm")
     assert (status, calls) == (2, [])
     assert "there is no locks/vllm.txt" in error
-
-
-@pytest.mark.parametrize("name", ["Makefile", "Dockerfile", ".ci/run"])
-def test_nothing_is_installed_beside_the_locks(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert all("--require-hashes" in line for line in text.splitlines() if "pip install" in line)
-    assert name == ".ci/run" or "locks/install.sh" in text

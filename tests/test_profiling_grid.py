@@ -47,7 +47,7 @@ def test_points_that_do_not_fit_are_skipped_with_a_reason():
     }
 
 
-def test_every_point_is_visited_in_every_round_and_the_cheap_ones_three_times():
+def test_every_round_visits_every_point():
     points, _ = grid(SPEC, FACTS)
     visits = Counter(point for _, point in in_rounds(points, SPEC))
     assert visits.keys() == set(points)

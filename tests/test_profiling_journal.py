@@ -1,6 +1,7 @@
 """The journal: results survive, and results of different conditions do not mix."""
 
 import pytest
+from said import says
 from synthetic_profiles import ENVIRONMENT, FACTS
 
 from toolkit.errors import InputError
@@ -70,7 +71,7 @@ def test_everything_after_a_damaged_line_is_measured_again(path):
         path.write_bytes(content)
         with Journal(path, NOW) as journal:
             assert list(journal.results) == ["prefill/1/16/0"]
-            assert journal.set_aside == "from line 3 on, which cannot be read"
+            assert says(journal.set_aside, "line 3")
         assert path.with_name("profile.json.partial.old").read_bytes() == content
 
 

@@ -54,7 +54,7 @@ def test_an_engine_is_probed_to_the_row():
     )
 
 
-def test_an_engine_without_an_edge_is_probed_to_twice_its_capacity():
+def test_an_engine_without_an_edge_is_probed_to_twice_that():
     class Endless(FakeEngine):
         def _check_memory(self, batch_size, columns):
             pass
@@ -63,7 +63,7 @@ def test_an_engine_without_an_edge_is_probed_to_twice_its_capacity():
     assert (probe.largest_ok, probe.smallest_oom) == (128, None)
 
 
-def test_lengths_are_probed_with_the_longest_slice_and_with_all_the_model_can_generate():
+def test_lengths_are_probed_with_the_longest_generations():
     spec = ProfileSpec(
         batch_sizes=[1],
         input_lengths=[8],

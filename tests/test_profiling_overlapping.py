@@ -49,7 +49,7 @@ def test_a_synchronous_engine_keeps_its_grid():
     assert not overlapping.overlaps(None)
 
 
-def test_prompts_lie_around_the_sizes_of_graphs_and_decodes_go_beyond_them():
+def test_prompts_lie_around_the_sizes_of_graphs():
     lengths = [16, 64, 120, 136, 248, 264, 504, 520, 1024, 2048, 4096, 8064]
     assert chunk_tokens(steps()) == lengths
     points = grid(facts(), steps())
@@ -98,7 +98,7 @@ def test_all_points_fit_the_engine_and_are_enough_for_the_laws(
             assert point.length + point.others < min(context, capacity)
 
 
-def test_visits_to_a_point_are_apart_and_a_long_run_is_visited_once():
+def test_visits_to_a_point_are_apart():
     points = [*grid(facts(), steps()), *other_points(facts(), steps())]
     visits = list(in_rounds(points, SPEC))
     assert Counter(point for _, point in visits) == {one: visits_of(one) for one in points}
@@ -120,7 +120,7 @@ H200 = ServerPace(
 )
 
 
-def test_the_whole_profile_of_a_fast_gpu_takes_about_three_minutes():
+def test_a_fast_gpu_is_profiled_in_about_three_minutes():
     points = [*grid(facts(), steps()), *other_points(facts(), steps())]
     seconds = sum(H200.visit_s(point, 0) for _, point in in_rounds(points, SPEC))
     assert 100.0 < seconds < 200.0
@@ -160,7 +160,7 @@ def test_the_announced_time_is_corrected_by_what_has_passed():
 
 
 @pytest.mark.slow
-def test_a_server_with_passes_that_overlap_is_profiled_by_this_grid(
+def test_a_server_with_overlapping_passes_is_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("toolkit.backends.vllm.profile.LOAD_S", 0.5)

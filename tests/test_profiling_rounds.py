@@ -39,7 +39,7 @@ def drive(number: int, engine: FakeEngine | None = None):
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_sequence_stays_within_memory_and_has_rounds_of_all_kinds(number):
+def test_a_sequence_has_rounds_of_all_kinds_within_memory(number):
     points, padded = drive(number)
     assert len(points) == ROUNDS
     assert padded <= RANGES.tokens_max
@@ -61,7 +61,7 @@ def test_a_sequence_depends_on_its_number_only():
     assert drive(3)[0] != drive(4)[0]
 
 
-def test_remaining_rows_of_a_sequence_are_dropped_with_the_next_one():
+def test_remaining_rows_are_dropped_with_the_next_sequence():
     engine = FakeEngine(FACTS)
     first = RowsOfSequence(RANGES, 0, 0, ())
     engine.run_round(first.plan(), lambda _: True)

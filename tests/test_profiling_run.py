@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from said import says
 from samples import recipe
 from synthetic_profiles import ENVIRONMENT, FACTS
 
@@ -173,7 +174,9 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
     watch = Watching()
     found = run(source, watch)
     assert (watch.plan.points, watch.plan.resumed, watch.plan.set_aside) == (POINTS, 0, "")
-    assert watch.plan.skipped == {"more than the 2048 tokens that the KV cache holds": 3}
+    ((why, count),) = watch.plan.skipped.items()
+    assert count == 3
+    assert says(why, "2048")
     assert len(watch.steps) == watch.plan.steps
     assert len(found.prefill) + len(found.decode) == POINTS
     assert all(len(point.seconds) >= 2 for point in [*found.prefill, *found.decode])
@@ -199,15 +202,14 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
         (128, 32, 12),
         (128, 384, 4),
     }
-    assert {point.reason for point in found.failed} == {
-        "more than the 2048 tokens that the KV cache holds"
-    }
+    assert found.failed
+    assert all(says(point.reason, "2048") for point in found.failed)
     assert (found.engine.engine, found.clock, found.workers) == ("fake", "wall", 2)
     assert found.inputs["recipe"].name == "fake.yaml"
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_resumes_and_measures_nothing_twice(source):
+def test_an_interrupted_profile_measures_nothing_twice(source):
     first = Watching(until=30)
     second = Watching()
     with pytest.raises(KeyboardInterrupt):
@@ -254,7 +256,7 @@ def test_a_changed_grid_begins_anew_and_says_why(source):
     watch = Watching()
     run(source, watch)
     assert watch.plan.resumed == 0
-    assert watch.plan.set_aside == "changed since: 'profile' of the recipe"
+    assert says(watch.plan.set_aside, "'profile'")
 
 
 @pytest.mark.slow
@@ -373,7 +375,7 @@ def test_what_an_engine_s_process_has_started_ends_with_it(monkeypatch, tmp_path
     monkeypatch.setattr("toolkit.profiling.process.COMMAND", (sys.executable, "-c", engine))
     bench = EngineProcess(fake_recipe())
     bench.start()
-    with pytest.raises(EngineError, match="ended while it loaded: exit code 0"):
+    with pytest.raises(EngineError, match="exit code 0"):
         bench.wait()
     with contextlib.suppress(psutil.NoSuchProcess):
         rank = psutil.Process(int(noted.read_text()))

@@ -139,7 +139,7 @@ def test_a_pass_is_described_by_its_sums():
     assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8, 8)
 
 
-def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
+def test_gaps_count_while_requests_wait():
     a = [LoggedRow("a", 20, 1, 16)]
     b = [LoggedRow("b", 20, 1, 16)]
     found = timed(
@@ -154,7 +154,7 @@ def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
     assert [each.seconds for each in found] == [1.0, 0.75, 1.0, 1.0]
 
 
-def test_a_stretch_of_decodes_is_one_point_and_each_chunked_pass_another():
+def test_decodes_are_one_point_and_each_chunked_pass_another():
     decodes = [one(k, k + 0.5, [LoggedRow("a", 20 + k, 1, 16)]) for k in range(4)]
     chunks = [
         one(k, k + 0.5, [LoggedRow("b", 0, 8, 30), LoggedRow("a", 24, 1, 16)]) for k in (4, 5)
@@ -169,9 +169,7 @@ def test_a_stretch_of_decodes_is_one_point_and_each_chunked_pass_another():
 
 
 @pytest.mark.parametrize(("late", "tried"), [(0, 1), (2, 3), (9, 4)])
-def test_a_decode_step_is_tried_again_where_its_requests_came_apart(
-    monkeypatch, late: int, tried: int
-):
+def test_a_decode_step_whose_requests_parted_is_tried_again(monkeypatch, late: int, tried: int):
     bench = object.__new__(VllmBench)
     runs = []
 

@@ -9,6 +9,7 @@ import samples
 from commands import llmctl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from said import says
 from test_cli_render import tuning
 
 from toolkit.cli.serve_start import override
@@ -137,9 +138,7 @@ def test_set_wins_over_the_recipe(policy: str, data: st.DataObject) -> None:
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
-    policy: str, data: st.DataObject
-) -> None:
+def test_a_tuning_is_the_source_of_what_it_varied(policy: str, data: st.DataObject) -> None:
     """The trials begin with the recipe's settings; the search moves some parameters, and may come
     back to a value.
     """
@@ -163,7 +162,7 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
         origin = "recipe" if name in own else f"default of policy '{policy}'"
         assert explained[name].source == ("trial 0 of 3: +12.5 % goodput" if came_back else origin)
     kept = plan_of(recipe, tuned_to(recipe, policy, [tried], keep=True)).explained
-    assert kept["policy"].source == "kept: no trial of 2 did better than the recipe's settings"
+    assert says(kept["policy"].source, "kept", "2")
     for name in start:
         assert kept[name].source == ("recipe" if name in own else f"default of policy '{policy}'")
 
@@ -171,7 +170,7 @@ def test_a_tuning_is_the_source_of_parameters_that_its_search_varied(
 @pytest.mark.parametrize(
     "policy", [name for name in SERVED if name not in ("slice", VllmPolicy.name)]
 )
-def test_a_parameter_of_the_same_name_of_another_policy_is_not_the_tuned_one(policy: str) -> None:
+def test_another_policy_s_parameter_is_not_the_tuned_one(policy: str) -> None:
     """Only trials of the recommended policy say what its search moved."""
     recipe = recipe_of("slice", {"slice_tokens": 128, "memory_reserve": 0.3})
     plain = defaults(KNOWN[policy])
@@ -194,16 +193,14 @@ def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
 def test_a_recipe_without_a_policy_is_not_named_as_its_source() -> None:
     bare = samples.recipe().model_dump(exclude={"policy"}, exclude_unset=True)
     plan = plan_of(Recipe.model_validate(bare))
-    assert plan.explained["policy"].source == "default of recipes that name no policy, not tuned"
+    assert says(plan.explained["policy"].source, "default", "not tuned")
 
 
 @pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_settings_of_serve_are_named_as_such_and_have_no_prediction(
-    policy: str, data: st.DataObject
-) -> None:
+def test_settings_of_serve_have_no_prediction(policy: str, data: st.DataObject) -> None:
     own = data.draw(some(policy))
     by_hand = data.draw(some(policy))
     recipe = recipe_of(policy, own)

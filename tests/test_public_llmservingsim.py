@@ -151,7 +151,7 @@ def run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llmservingsim.main()
 
 
-def test_a_run_that_takes_what_its_operators_say_is_predicted_without_error(
+def test_a_run_by_its_operators_is_predicted_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_profile(tmp_path)

@@ -50,7 +50,7 @@ def test_an_index_finds_each_replicas_leading_blocks_in_one_walk():
     assert index.matched((1, 2, 3), 0.0) == [0, 0, 2]
 
 
-def test_an_index_forgets_what_was_used_longest_ago_and_a_prompts_end_first():
+def test_an_index_forgets_the_least_recently_used():
     index = index_of(1, capacity=4)
     index.add(0, (1, 2, 3), 0.0)
     index.add(0, (7, 8), 1.0)
@@ -92,7 +92,7 @@ def test_round_robin_skips_replicas_that_are_down():
     assert [front.route(request(str(k)), 0.0) for k in range(4)] == [0, 2, 0, 2]
 
 
-def test_no_replica_up_means_none_and_a_barred_one_is_better_than_none():
+def test_a_barred_replica_is_better_than_none():
     front = balancer("least-requests", 2)
     assert front.route(request("a"), 0.0, excluded=[0]) == 1
     front.change(1, is_up=False)
@@ -101,7 +101,7 @@ def test_no_replica_up_means_none_and_a_barred_one_is_better_than_none():
     assert front.route(request("c"), 0.0) is None
 
 
-def test_least_requests_counts_until_the_end_and_least_tokens_until_the_first_token():
+def test_least_requests_and_least_tokens_count_differently():
     front = balancer("least-requests", 2)
     first = front.route(request("a"), 0.0)
     assert front.route(request("b"), 0.0) == 1 - first
@@ -114,7 +114,7 @@ def test_least_requests_counts_until_the_end_and_least_tokens_until_the_first_to
     assert tokens.route(request("last", 10), 0.0) == long
 
 
-def test_a_session_stays_on_its_replica_and_few_move_when_one_leaves():
+def test_few_sessions_move_when_a_replica_leaves():
     front = balancer("session-hash", 4)
     homes = [front.route(request(str(k), session=f"s{k}"), 0.0) for k in range(400)]
     assert [front.route(request(f"again {k}", session=f"s{k}"), 0.0) for k in range(400)] == homes
@@ -166,7 +166,7 @@ def test_llm_d_weighs_match_queue_and_cache():
     assert front.route(request("c", 100, tuple(range(10))), 0.0) == 1 - home  # 3.8 < 4
 
 
-def test_vllms_balancer_counts_waiting_requests_more_as_the_cache_fills():
+def test_vllms_balancer_weighs_waiting_as_the_cache_fills():
     front = balancer("vllm-dp", 2)
     front.report(0, ReplicaReport(1, 4, 0.9, 0.0))  # 5 + 6 x 1 x 0.4
     front.report(1, ReplicaReport(0, 7, 0.9, 0.0))
@@ -220,9 +220,9 @@ def test_a_router_of_others_in_plain_python_reads_what_ours_read():
 def test_unknown_routers_and_parameters_are_named():
     with pytest.raises(InputError, match="there is no router 'llmd'"):
         make_router("llmd", {})
-    with pytest.raises(InputError, match="router 'llm-d' has no parameter 'prefx'"):
+    with pytest.raises(InputError, match=r"'llm-d'.*'prefx'"):
         make_router("llm-d", {"prefx": 1.0})
-    with pytest.raises(InputError, match="threshold is 2; the limit is from 0 to 1"):
+    with pytest.raises(InputError, match=r"threshold.*2.*0.*1"):
         make_router("sglang", {"threshold": 2})
 
 
@@ -273,7 +273,7 @@ def test_another_log_than_a_routers_is_refused():
 
 
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])
-def test_admission_refuses_what_would_be_late_everywhere_and_nothing_else(name: str):
+def test_admission_refuses_what_is_late_everywhere(name: str):
     limits = LatencyLimits(ttft_s=0.2)
     front = balancer(name, 2, limits=limits)
     assert front.offer(request("long", 3_000), 0.0) in (0, 1)  # late even alone: no wait helps
@@ -288,7 +288,7 @@ def test_admission_refuses_what_would_be_late_everywhere_and_nothing_else(name: 
     assert small in (0, 1)
 
 
-def test_a_request_goes_where_it_is_in_time_if_the_router_would_make_it_late():
+def test_a_late_request_goes_where_it_is_in_time():
     limits = LatencyLimits(ttft_s=0.2)
     front = balancer("session-hash", 2, limits=limits)
     homes = [front.offer(request(f"r{k}", 600, session="one"), 0.0) for k in range(4)]

@@ -106,7 +106,7 @@ def test_every_router_has_its_plain_formula() -> None:
 @pytest.mark.parametrize("ttl_s", [0.0, 2.0])
 @pytest.mark.parametrize("capacity", [0, 9])
 @pytest.mark.parametrize("replicas", [2, 70])
-def test_what_was_used_longest_ago_is_forgotten_as_block_by_block(ttl_s, capacity, replicas):
+def test_forgetting_is_as_block_by_block(ttl_s, capacity, replicas):
     rng = random.Random(3)
     now_s = 0.0
     index = PrefixIndex(ttl_s)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law
@@ -67,7 +67,6 @@ class Audit:
         return self._policy.plan(view, now_s)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=30
@@ -125,7 +124,6 @@ def plainly(worker, footprint, entering, steps):
 lengths = st.lists(st.integers(1, 120), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
 @given(lengths, lengths, lengths, st.integers(1, 120), LAYOUTS, st.booleans())
 def test_a_footprint_equals_the_plain_sum_over_rows(
     residents, back, entering, length, joining, emits

@@ -1,6 +1,7 @@
 """Continuous rounds in the scheduler: residents, failures, cancellation, interruption, routers."""
 
 import pytest
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.estimators.laws import bilinear_law, unit_step
@@ -127,9 +128,7 @@ def test_a_router_sends_the_next_request_where_less_is_outstanding(router):
 def test_an_unknown_router_is_named():
     with pytest.raises(InputError) as caught:
         make_policy("fcfs", {"router": "random"})
-    assert caught.value.message.startswith(
-        "policy 'fcfs': router is 'random'; it is one of round-robin, least-loaded"
-    )
+    assert says(caught.value.message, "'fcfs'", "'random'")
 
 
 def test_no_server_runs_an_oracle():
@@ -207,9 +206,9 @@ def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_besi
         refusals = scheduler.take_refusals()
         if refusals:
             break
-    assert [(refusal.request_id, refusal.reason) for refusal in refusals] == [
-        ("b", "ran out of memory alone, twice")
-    ]
+    (refusal,) = refusals
+    assert refusal.request_id == "b"
+    assert "out of memory" in refusal.reason
     assert scheduler.jobs == 0
 
 

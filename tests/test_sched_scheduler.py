@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from said import says
 
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -50,7 +51,7 @@ def test_a_request_goes_from_pool_to_worker_and_back_until_it_ends():
 def test_a_request_that_can_never_fit_is_refused_by_name():
     refusal = make(capacity=50).submit(request("big", prompt=40, limit=100), 0.0)
     assert refusal is not None
-    assert refusal.reason == "prompt + max_tokens is 140 tokens; a worker's memory holds 50"
+    assert says(refusal.reason, "max_tokens", "140", "50")
 
 
 def test_load_rises_with_a_batch_and_falls_with_its_completion():
@@ -82,9 +83,9 @@ def test_a_job_that_fails_alone_twice_is_given_up_with_the_reason():
     for _ in range(2):
         (batch,) = scheduler.tick(0.0)
         scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
-    assert [(r.request_id, r.reason) for r in scheduler.take_refusals()] == [
-        ("a", "ran out of memory alone, twice")
-    ]
+    (refusal,) = scheduler.take_refusals()
+    assert refusal.request_id == "a"
+    assert "out of memory" in refusal.reason
     assert scheduler.jobs == 0
 
 
@@ -95,9 +96,8 @@ def test_a_job_that_makes_progress_between_failures_is_given_up_only_at_the_fift
         (batch,) = scheduler.tick(0.0)
         scheduler.complete(done(batch, 1, finished=False, failure="crashed"), 1.0)
         assert scheduler.jobs == (failures < 5)
-    assert [r.reason for r in scheduler.take_refusals()] == [
-        "the worker died while it ran alone, five times"
-    ]
+    (refusal,) = scheduler.take_refusals()
+    assert says(refusal.reason, "died", "five")
 
 
 def test_two_failures_without_a_token_in_between_count_however_many_came_before():
@@ -107,9 +107,8 @@ def test_two_failures_without_a_token_in_between_count_however_many_came_before(
         (batch,) = scheduler.tick(0.0)
         assert scheduler.take_refusals() == []
         scheduler.complete(done(batch, generated, finished=False, failure="crashed"), 1.0)
-    assert [r.reason for r in scheduler.take_refusals()] == [
-        "the worker died while it ran alone, three times"
-    ]
+    (refusal,) = scheduler.take_refusals()
+    assert says(refusal.reason, "died", "three")
 
 
 def test_a_crash_moves_batch_and_queue_to_another_worker_with_tokens_kept():

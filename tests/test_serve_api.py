@@ -191,7 +191,7 @@ def test_end_after_works_only_if_the_server_allows_it():
     ask(test, allow_end_after=True)
 
 
-def test_unknown_fields_are_ignored_and_nulls_are_defaults():
+def test_fields_of_no_effect_are_ignored_and_nulls_are_defaults():
     async def test(http: httpx.AsyncClient) -> None:
         body = {
             "prompt": "a",
@@ -199,6 +199,7 @@ def test_unknown_fields_are_ignored_and_nulls_are_defaults():
             "user": "u",
             "stop": None,
             "n": None,
+            "nothing_known": None,
             "logit_bias": {},
             "best_of": 1,
         }
@@ -286,7 +287,7 @@ def test_a_request_that_can_never_fit_is_refused(stream: bool):
             assert response.status_code == 503
             assert response.headers["x-should-retry"] == "false"
             error = response.json()
-        assert error["error"]["message"] == "the request failed: ran out of memory alone, twice"
+        assert "out of memory" in error["error"]["message"]
         assert error["error"]["type"] == "server_error"
 
     ask(test, workers=HandWorkers())

@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from benchmarks.common.serving import HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
@@ -225,7 +226,7 @@ def test_an_unknown_model_is_refused(path: str, body: dict):
 def test_a_body_that_says_it_is_too_large_is_refused_unread():
     response = send("POST", COMPLETIONS, content=b"", headers={**JSON, "content-length": "20001"})
     assert response.status_code == 413
-    assert error(response)["message"] == "the body is larger than 20000 bytes"
+    assert says(error(response)["message"], "20000")
 
 
 def test_a_body_is_refused_once_it_is_too_large():
@@ -273,9 +274,10 @@ LARGE = [
 def test_large_bodies_get_the_same_answers_through_the_helper(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict, status: int, message: str
 ):
-    small = send("POST", path, json={"temperature": 0, **body})
+    body = {"temperature": 0, **body} if path.startswith("/v1") else body
+    small = send("POST", path, json=body)
     monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
-    large = send("POST", path, json={"temperature": 0, **body})
+    large = send("POST", path, json=body)
     assert large.status_code == small.status_code == status
     if status == 200:
         assert large.json().get("choices") == small.json().get("choices")
@@ -367,19 +369,21 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
+ONE_PATH = ("prompt", "messages")
 NAMES = st.sampled_from(
     ["prompt", "messages", "max_tokens", "stop", "n", "stream_options", "seed", "stop_token_ids"]
 )
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_no_field_gives_a_server_error(fields: dict):
     async def run() -> None:
         async with client() as http:
-            for path in (COMPLETIONS, CHAT):
-                body = {"prompt": "a", "messages": USER, "max_tokens": 2, **fields}
+            for path, good in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+                known = {name: value for name, value in fields.items() if name not in ONE_PATH}
+                body = {**good, "max_tokens": 2, **known}
+                body |= {name: fields[name] for name in good.keys() & fields.keys()}
                 response = await http.post(path, content=json.dumps(body), headers=JSON)
                 assert response.status_code in (200, 400)
                 if response.status_code == 400:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
+from said import says
 
 import toolkit
 from benchmarks.common.serving import fake_plan
@@ -30,7 +31,7 @@ def plan(tmp_path: Path) -> str:
 
 
 def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
-    assert "neither a plan nor a recipe with --fit is given" in fails(capsys)
+    assert says(fails(capsys), "--fit")
     assert "hint: llmctl serve plan.json" in fails(capsys, "tiny-llama-cpu")
 
 
@@ -40,9 +41,7 @@ def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], p
 
 def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: str):
     for host in ("0.0.0.0", "::", "example.com"):
-        assert f"host {host} can be reached from other machines" in fails(
-            capsys, plan, "--host", host
-        )
+        assert host in fails(capsys, plan, "--host", host)
 
 
 @pytest.mark.parametrize(("words", "share"), [((), 0.5), (("--client-share", "1"), 1.0)])
@@ -63,9 +62,8 @@ def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan:
 def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use\n" in fails(
-            capsys, plan, "--port", str(port)
-        )
+        error = fails(capsys, plan, "--port", str(port))
+        assert says(error, "127.0.0.1", str(port), "Address already in use")
 
 
 def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
@@ -90,7 +88,7 @@ def test_an_engine_that_cannot_load_ends_the_command(
 ):
     fake_plan(tmp_path, no_such_key=1)
     assert llmctl("serve", tmp_path / "plan.json") == 3
-    assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "model.config.no_such_key")
 
 
 @pytest.mark.slow
@@ -102,10 +100,7 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
     foreign = plan.model_copy(update={"fit": plan.fit.model_copy(update={"engine": other})})
     write_file(foreign, tmp_path / "plan.json")
     told = fails(capsys, str(tmp_path / "plan.json"))
-    assert (
-        f"another device NVIDIA A100 (here none), another engine fake 0.1 (here fake "
-        f"{toolkit.__version__})" in told
-    )
+    assert says(told, "NVIDIA A100", "fake 0.1", toolkit.__version__)
     assert "--force" in told
 
 

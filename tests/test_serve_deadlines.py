@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import pytest
+from said import says
 
 from benchmarks.common.serving import LAW, HandWorkers, ToyWorkers, client, events, turns
 from toolkit.estimators.memory import ZetaMemory
@@ -44,10 +45,7 @@ def test_a_waiting_request_gets_504_at_its_deadline_even_without_workers() -> No
         assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
-        assert (
-            error["message"]
-            == "the request failed: it was not done at its deadline, 5 s after it came"
-        )
+        assert says(error["message"], "deadline", "5 s")
         assert http.driver.waiting == http.driver.running == 0
 
     ask(test)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import samples
+from said import says
 
 from benchmarks.common.serving import FACTS, fake_plan
 from toolkit.deploy.plan import make_plan
@@ -169,7 +170,8 @@ def test_a_failing_point_ends_the_check_but_not_the_server():
     assert len(workers.shapes) == 3
     said = []
     judge(found, strict=True, say=said.append)
-    assert said == ["fit: no point of it could be measured again in the time given"]
+    assert len(said) == 1
+    assert says(said[0], "fit", "no point")
 
 
 HOLDS, OFF = (MeasuredPoint(DriftPoint(4, 64, 16), seconds, 1.0, 12.0) for seconds in (1.1, 1.5))
@@ -180,10 +182,10 @@ def test_judge_reports_a_fit_that_holds_and_names_points_that_do_not():
     judge([HOLDS], strict=True, say=said.append)
     judge([HOLDS, HOLDS], strict=True, say=said.append)
     judge([HOLDS, OFF, OFF], strict=False, say=said.append)
-    assert said[0] == "fit: measured again at one point, within its stated error of 12 %"
-    assert said[1] == "fit: measured again at 2 points, within its stated error of 12 %"
+    assert says(said[0], "one point", "12 %")
+    assert says(said[1], "2 points", "12 %")
     named = "beyond its stated error of 12 %: 4 x 64 tokens for 16 steps"
-    assert said[2].startswith(f"warning: the fit does not hold, {named}")
+    assert says(said[2], "warning", named)
     assert said[2].count("+50 %") == 2
 
 
@@ -192,13 +194,12 @@ def test_one_outlier_of_several_points_is_reported_but_allowed():
     judge([HOLDS, OFF], strict=True, say=said.append)
     told = "within its stated error of 12 %, except 4 x 64 tokens for 16 steps +50 % "
     told += "(one of 2 points may exceed it by chance)"
-    assert said == [f"fit: measured again at 2 points, {told}"]
+    assert len(said) == 1
+    assert says(said[0], "2 points", told)
 
 
 def test_strict_refuses_a_fit_that_does_not_hold():
-    with pytest.raises(
-        TargetMissedError, match=r"the fit does not hold: .*4 x 64 tokens for 16 steps \+50 %"
-    ) as error:
+    with pytest.raises(TargetMissedError, match=r"4 x 64.*16.*\+50 %") as error:
         judge([OFF], strict=True, say=print)
     assert "without --strict" in error.value.hint
 
@@ -220,5 +221,5 @@ def test_a_strict_server_that_refuses_leaves_no_worker(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 4
     assert ended.stdout == ""
-    assert "the fit does not hold: beyond its stated error of" in ended.stderr
+    assert "does not hold" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -141,7 +141,7 @@ def test_a_request_that_kills_its_worker_alone_twice_fails_alone():
             hands.recover(0)
             await turns()
         assert poison.status == "failed"
-        assert (await take(reply)).failure == "the worker died while it ran alone, twice"
+        assert "worker died" in (await take(reply)).failure
         assert not hands.running
 
     drive(test)

@@ -108,9 +108,7 @@ def test_an_overloaded_server_refuses_before_tokenizing_with_retry_after(
             monkeypatch.setattr(ByteTokenizer, "encode", None)
             refused = await http.post("/v1/completions", json={"prompt": "hello"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-            assert refused.json()["error"]["message"].startswith(
-                "too many requests wait: the first token would come in"
-            )
+            assert "too many requests wait" in refused.json()["error"]["message"]
             assert int(refused.headers["retry-after"]) >= 1
             assert 'llmctl_refused_total{model_name="toy"} 1.0' in (await http.get("/metrics")).text
             asking.cancel()

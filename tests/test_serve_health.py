@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from said import says
 
 from benchmarks.common.serving import HandWorkers, client, make_driver, turns
 from toolkit.errors import EngineError
@@ -60,7 +61,7 @@ def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_heal
         (flight,) = http.driver.flights.values()
         assert http.workers.estimated_s == flight.batch.estimated_s > 0
         http.workers.hung = [SilentWorker(0, "running", 31.0)]
-        assert problem(http.driver) == "worker 0 has been silent for 31 s in a batch"
+        assert says(problem(http.driver), "worker 0", "31 s", "batch")
         assert (await http.get("/health")).status_code == 200
         http.workers.hung = []
         http.workers.finish()
@@ -74,7 +75,7 @@ def test_a_hung_worker_is_no_problem_while_another_works():
         http.workers.hung = [SilentWorker(0, "idle", 3600.0)]
         assert problem(http.driver) == ""
         http.workers.hung += [SilentWorker(1, "running", 3600.0)]
-        assert problem(http.driver) == "worker 0 has been silent for 3600 s while it was idle"
+        assert says(problem(http.driver), "worker 0", "3600 s", "idle")
 
     ask(test, workers=HandWorkers(2))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from said import says
 
 from toolkit.serve.http import HttpServer, WireLimits, client_of
 from toolkit.serve.http_connection import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES
@@ -539,7 +540,7 @@ def test_a_body_is_refused_as_soon_as_it_is_too_large(framed: bool):
             sent = post("/echo", b"x" * 2000)
         received = await wire.say(sent)
         assert statuses(received) == [413]
-        assert error(received)["message"] == "the body is larger than 1000 bytes"
+        assert says(error(received)["message"], "1000")
 
     serve(test, body_bytes=1000)
 
@@ -569,10 +570,7 @@ def test_a_connection_too_many_gets_503_if_none_is_idle():
             await stream.has(b"first ")
         received = await wire.say(KEPT)
         assert statuses(received) == [503]
-        assert (
-            error(received)["message"]
-            == "the server has 2 connections, as many as it takes; try again later"
-        )
+        assert says(error(received)["message"], "2 connections")
         wire.desk.go.set()
         for stream in streams:
             await stream.has(b"last")
@@ -592,9 +590,7 @@ def test_a_client_with_its_share_of_connections_gets_429_and_others_get_in():
             await stream.has(b"first ")
         received = await wire.say(KEPT)
         assert statuses(received) == [429]
-        assert (
-            error(received)["message"] == "127.0.0.1 has 2 connections, as many as one client gets"
-        )
+        assert says(error(received)["message"], "127.0.0.1", "2 connections")
         assert b"Retry-After: 5\r\n" in received
         assert wire.shares == ["connections"]
         other = await wire.open(STREAM, client=OTHER)

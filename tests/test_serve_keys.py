@@ -13,6 +13,7 @@ from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from said import says
 
 from benchmarks.common.serving import HandWorkers, Server, client, fake_plan, turns
 from toolkit.errors import InputError
@@ -91,10 +92,7 @@ def test_a_key_over_its_limit_waits_and_others_do_not(clock):
         assert refused.headers["retry-after"] == "30"
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert refused.json()["error"]["type"] == "requests"
-        assert (
-            "'ana' sends at most 2 requests a minute; try again in 30s"
-            in refused.json()["error"]["message"]
-        )
+        assert says(refused.json()["error"]["message"], "'ana'", "2", "30s")
         clock.now_s += 29.0
         assert (await post(http)).status_code == 429
         clock.now_s += 1.0
@@ -180,7 +178,7 @@ def test_concurrent_choices_are_bounded_and_released():
         await turns(60)
         refused = await post(http, n=2)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "at most 3 choices at once; 2 are there, and this request asks for 2" in refused.text
+        assert says(refused.text, "at most 3", "asks for 2")
         assert (await post(http, n=4)).headers["x-should-retry"] == "false"
         found = await scrape(http)
         assert found["llmctl_key_running", "ana"] == 2
@@ -329,7 +327,7 @@ def test_a_world_writable_keys_file_is_refused(tmp_path: Path):
     path.write_text(f"keys:\n{ENTRY}")
     assert [one.name for one in read_keys(path)] == ["ana"]
     path.chmod(0o666)
-    with pytest.raises(InputError, match="every user of this machine may write to it"):
+    with pytest.raises(InputError, match="may write to it"):
         read_keys(path)
 
 
@@ -343,7 +341,7 @@ def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys)
         )
         == 2
     )
-    assert "an API key and a file of keys are given" in capsys.readouterr().err
+    assert "file of keys" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -365,7 +363,7 @@ def test_openais_client_obeys_retry_after_and_should_retry(tmp_path: Path, monke
             one.completions.create(model=model, prompt="a", max_tokens=256, n=16)
         assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "tokens")
         assert waited == []
-        with pytest.raises(openai.RateLimitError, match="sends at most 60 requests a minute"):
+        with pytest.raises(openai.RateLimitError, match="60 requests a minute"):
             ask_often(one, model)
         assert waited == [1.0]
         with pytest.raises(openai.AuthenticationError):

@@ -125,9 +125,7 @@ def test_openais_asynchronous_client(server: Server):
 
 
 def test_openais_client_knows_our_errors(client: openai.OpenAI):
-    with pytest.raises(
-        openai.BadRequestError, match="the limit of prompt \\+ output is 512"
-    ) as refused:
+    with pytest.raises(openai.BadRequestError, match="512") as refused:
         client.completions.create(model="toy", prompt="a" * 600)
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):

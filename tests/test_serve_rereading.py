@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from said import says
 
 from benchmarks.common.serving import Server, client, fake_plan
 from toolkit.errors import InputError
@@ -130,7 +131,7 @@ def test_keys_can_be_revoked_and_added_while_counts_continue():
             said = http.keyring.renew(
                 ("", (key("ana", NEW, requests_per_minute=2), key("eve", ANA)))
             )
-            assert said == "the keys were read again: 2; new: eve; gone: ben"
+            assert says(said, "2", "new: eve", "gone: ben")
             assert [(await post(http, secret)).status_code for secret in (NEW, BEN, ANA)] == [
                 200,
                 401,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+from said import says
 
 from benchmarks.common.serving import HandWorkers, app_of, events, make_driver, text, turns
 from toolkit.errors import EngineError, InputError
@@ -113,7 +114,7 @@ def test_late_requests_get_a_final_error():
             hands.progress(steps=2)
             interrupt(signal.SIGINT)
             *_, error, done = events((await response.aread()).decode())
-        assert error["error"]["message"] == "the request failed: the server is shutting down"
+        assert "shutting down" in error["error"]["message"]
         assert done == "[DONE]"
 
     run(test, Ending(timeout_s=0.01))
@@ -130,7 +131,8 @@ def test_a_second_signal_ends_it_at_once():
 
     said = []
     run(test, Ending(timeout_s=3600.0, say=said.append))
-    assert said == ["ending: 1 request has 3600 s to finish; a second signal or Ctrl-C ends it now"]
+    assert len(said) == 1
+    assert says(said[0], "1 request", "3600 s")
 
 
 class SlowLoaders(HandWorkers):
@@ -211,7 +213,7 @@ def test_a_bug_of_the_scheduler_ends_it_with_its_error():
 def test_loopback_addresses_are_recognised(host: str, expected: bool):
     assert is_loopback(host) == expected
     if not expected:
-        with pytest.raises(InputError, match="can be reached from other machines"):
+        with pytest.raises(InputError, match="from other machines"):
             check_exposure(host, asks_key=False, insecure=False)
     check_exposure(host, asks_key=True, insecure=False)
     check_exposure(host, asks_key=False, insecure=True)
@@ -229,7 +231,7 @@ def test_addresses_are_shown_as_urls():
 
 
 def test_an_address_of_another_machine_is_an_input_error():
-    with pytest.raises(InputError, match=r"cannot listen on 203\.0\.113\.1 port 80") as caught:
+    with pytest.raises(InputError, match=r"203\.0\.113\.1.*80") as caught:
         listen("203.0.113.1", 80)
     assert caught.value.hint == "choose another --host"
 

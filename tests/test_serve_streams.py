@@ -178,7 +178,7 @@ def test_late_streams_get_a_final_error():
         await answering
         first, last, done = events(client.received)
         assert first["choices"][0]["text"] == text("hello", 1)
-        assert last["error"]["message"] == "the request failed: the server is shutting down"
+        assert "shutting down" in last["error"]["message"]
         assert done == "[DONE]"
         assert client.complete
 

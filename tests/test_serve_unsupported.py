@@ -1,12 +1,26 @@
 """What the server of llmctl's own engines refuses by name, and where it is served instead."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from benchmarks.common.serving import ToyWorkers, app_of, client, make_driver
 from toolkit.serve.errors import ApiError
-from toolkit.serve.forms import NOT_IN_VLLM, UNSUPPORTED, ChatForm, read_form
+from toolkit.serve.forms import (
+    IGNORED,
+    NOT_IN_VLLM,
+    UNSUPPORTED,
+    ChatForm,
+    CompletionForm,
+    DetokenizeForm,
+    Form,
+    TokenizeForm,
+    read_form,
+)
+from toolkit.serve.http import HttpServer
+from toolkit.serve.server import listen, url
 
 SERVED_BY_VLLM: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -17,6 +31,15 @@ SERVED_BY_VLLM: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "logit_bias": {"1": 2},
+    "reasoning_effort": "low",
+    "return_token_ids": True,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "add_special_tokens": True,
+    "chat_template": "{{ messages }}",
+    "truncate_prompt_tokens": 5,
 }
 
 
@@ -40,3 +63,104 @@ def test_no_engine_is_named_for_what_none_serves(name: str) -> None:
     error = refused(**{name: {"any": 1}})
     assert (error.status, error.param) == (400, name)
     assert "vllm" not in str(error)
+
+
+MESSAGE = {"role": "user", "content": "x"}
+CHAT: dict[str, Any] = {"messages": [MESSAGE]}
+
+
+@pytest.mark.parametrize(
+    ("form", "body", "param"),
+    [
+        (ChatForm, CHAT | {"temprature": 0.5}, "temprature"),
+        (ChatForm, CHAT | {"web_search_options": {}}, "web_search_options"),
+        (ChatForm, CHAT | {"prompt": "a"}, "prompt"),
+        (ChatForm, {"messages": [MESSAGE | {"name": "b"}]}, "messages.0.name"),
+        (ChatForm, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        (
+            ChatForm,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+            "messages.0.content",
+        ),
+        (ChatForm, CHAT | {"stream_options": {"usage": True}}, "stream_options.usage"),
+        (
+            ChatForm,
+            CHAT | {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        (CompletionForm, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
+        (CompletionForm, {"prompt": "a", "x" * 500: 5}, "x" * 80),
+        (TokenizeForm, {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        (DetokenizeForm, {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_its_name(
+    form: type[Form], body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_form(form, json.dumps(body).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", [*IGNORED, "nothing_known"])
+def test_what_has_no_effect_may_be_sent(name: str) -> None:
+    value = None if name == "nothing_known" else {"any": "value"}
+    read_form(ChatForm, json.dumps(CHAT | {name: value}).encode())
+    read_form(CompletionForm, json.dumps({"prompt": "a", name: value}).encode())
+
+
+@pytest.mark.parametrize("name", [*UNSUPPORTED, "logprobs", "add_special_tokens"])
+def test_the_values_of_no_effect_of_an_unsupported_parameter_are_taken(name: str) -> None:
+    for value in UNSUPPORTED.get(name, (None, False)):
+        read_form(ChatForm, json.dumps(CHAT | {name: value}).encode())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1"])
+def test_a_request_for_a_response_gets_one_line_that_names_the_engine(
+    method: str, path: str
+) -> None:
+    async def ask() -> None:
+        async with client() as http:
+            answer = await http.request(method, path, json={"input": "a"})
+            message = answer.json()["error"]["message"]
+            assert (answer.status_code, "vllm" in message, "\n" in message) == (404, True, False)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.slow
+def test_the_official_client() -> None:
+    openai = pytest.importorskip("openai")
+
+    def use(base_url: str) -> None:
+        server = openai.OpenAI(base_url=f"{base_url}/v1", api_key="x", max_retries=0)
+        common = {"model": "toy", "max_tokens": 5, "user": "u", "temperature": 0}
+        labels = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+        chats = server.chat.completions
+        made = chats.create(**common, **labels, messages=[MESSAGE], n=1, stop=None)
+        # As its users do, the answer goes back with the next question.
+        answered = [MESSAGE, made.choices[0].message, MESSAGE]
+        assert chats.create(**common, messages=answered).usage.completion_tokens == 5
+        dumped = [MESSAGE, made.choices[0].message.model_dump(), MESSAGE]
+        assert chats.create(**common, messages=dumped).usage.completion_tokens == 5
+        options = {"include_usage": True}
+        stream = chats.create(**common, messages=[MESSAGE], stream=True, stream_options=options)
+        assert list(stream)[-1].usage.completion_tokens == 5
+        assert server.completions.create(**common, prompt="a").usage.completion_tokens == 5
+        with pytest.raises(openai.BadRequestError):
+            chats.create(**common, messages=[MESSAGE], extra_body={"temprature": 1})
+        with pytest.raises(openai.NotFoundError):
+            server.responses.create(model="toy", input="a")
+
+    async def serve() -> None:
+        driver = make_driver(ToyWorkers())
+        await driver.start()
+        server = HttpServer(app_of(driver))
+        with listen("127.0.0.1", 0) as listener:
+            await server.start(listener)
+            await asyncio.to_thread(use, url(listener))
+            await server.stop(1.0)
+        await driver.stop()
+
+    asyncio.run(serve())

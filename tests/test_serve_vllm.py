@@ -16,6 +16,7 @@ import psutil
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
@@ -155,7 +156,7 @@ def test_status_and_stop_find_the_vllm_server(tmp_path: Path):
         stopped = llmctl("stop", name)
         server.wait(60)
     assert json.loads(status.stdout)["servers"][0]["state"] == "ready"
-    assert f"{name} has ended; requests finished: 0" in stopped.stdout
+    assert says(stopped.stdout, name, "0")
     assert (status.returncode, stopped.returncode, server.returncode) == (0, 0, 0)
 
 
@@ -196,7 +197,7 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
     assert left == []
     assert server.returncode == (0 if number is signal.SIGTERM else -number)
     early = source == "engine-loads" and number is signal.SIGTERM
-    assert ("stopped by a signal before it was ready" in said) is early
+    assert ("stopped by a signal" in said) is early
 
 
 def test_a_signal_before_vllm_starts_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -254,7 +255,7 @@ def test_an_untested_vllm_version_is_refused(tmp_path: Path):
     with start(plan_for(tmp_path, version="0.33.1")) as server:
         _, said = server.communicate(timeout=60)
     assert server.returncode == 2
-    assert "vLLM is 0.33.1; llmctl was tried with vLLM ==0.32.*" in said
+    assert says(said, "0.33.1", "==0.32.*")
     assert "pip install 'vllm==0.32.*'" in said
 
 
@@ -267,7 +268,7 @@ def test_a_plan_fitted_elsewhere_is_refused_unless_forced(tmp_path: Path):
     )
     with start(path) as server:
         _, said = server.communicate(timeout=60)
-    assert "the fit was made with another engine vllm 0.31.9 (here vllm 0.32.0)" in said
+    assert says(said, "0.31.9", "0.32.0")
     with start(path, "--force") as server:
         _, said = server.communicate(timeout=60)
     assert "the fake dies" in said
@@ -310,7 +311,7 @@ def test_a_server_that_answers_no_health_check_ends_llmctl_with_an_error(monkeyp
     order = order_for(0.01, found := [])
     beats = found
     watch = backend.EngineWatch(order, "http://h")  # not started
-    with pytest.raises(EngineError, match=r"did not answer /health for 0\.01 s"):
+    with pytest.raises(EngineError, match=r"/health.*0\.01"):
         backend._serve(server, order, backend._Signals(), watch)  # type: ignore[arg-type]
     assert server.killed
     assert len(beats) == server.asked > 3
@@ -363,5 +364,5 @@ def test_a_server_with_an_engine_that_hangs_is_ended_though_it_answers_health(tm
         _, said = server.communicate(timeout=60)
         left = psutil.wait_procs(processes, timeout=10)[1]
     assert server.returncode == 3
-    assert "vLLM generated no token for 0.5 s when asked (serve.hang_s)" in said
+    assert says(said, "0.5", "serve.hang_s")
     assert (url.startswith("http"), left) == (True, [])

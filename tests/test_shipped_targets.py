@@ -37,7 +37,7 @@ def tuned(name: str, *, beside: bool = False, **changes: object) -> Tuning:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_recommended_settings_of_a_shipped_recipe_keep_its_targets(name: str) -> None:
+def test_a_shipped_recipe_s_settings_keep_its_targets(name: str) -> None:
     result = tuned(name, load=0.5)
     assert result.keeps_limits
     assert result.keeps_up
@@ -49,7 +49,7 @@ def test_the_recommended_settings_of_a_shipped_recipe_keep_its_targets(name: str
     assert all(one.refusal is None for one in result.policies)
 
 
-def test_static_batches_at_a_load_that_they_cannot_bear_point_to_vllm() -> None:
+def test_overloaded_static_batches_point_to_vllm() -> None:
     result = tuned("llama-3.1-8b-h200-transformers", beside=True, request_rate_rps=8.0)
     found = result.alternatives
     assert found is not None

@@ -216,7 +216,6 @@ def both(work, emits, padded, host_tokens, decoupled, parameters):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(
     work=st.lists(
         st.tuples(st.integers(0, 64), st.integers(1, 90), st.integers(1, LIMIT)),

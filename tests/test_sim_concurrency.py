@@ -80,7 +80,7 @@ def test_replicas_behind_a_router_share_one_line_of_requests(router: str) -> Non
     check(simulate(some(200), POLICY, at_once(there, 11)), 11)
 
 
-def test_several_engines_without_a_router_get_the_requests_in_turn() -> None:
+def test_without_a_router_engines_get_requests_in_turn() -> None:
     there = at_once(paged.world(ENGINE, 3), 11)
     in_turn = simulate(some(200), POLICY, there)
     check(in_turn, 11)
@@ -120,7 +120,7 @@ def test_clients_see_the_ends_of_one_pass_one_after_the_other() -> None:
     assert found.arrival_s[3:].tolist() == pytest.approx([2.2, 2.6, 3.0])
 
 
-def test_a_delay_that_grows_with_the_rows_delays_the_next_as_much() -> None:
+def test_a_growing_delay_delays_the_next_as_much() -> None:
     """Passes of a second; of two rows one ends after two, which its client sees 2 * 0.5 s later."""
     engine = PagedEngine(paged.FLAT, 50, 4, front_row_s=0.5)
     rows = [(0, 4, 2), (0, 4, 4), (0, 4, 1)]
@@ -158,9 +158,7 @@ def test_and_on_paged_engines(workers: int) -> None:
 
 @pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "mlfq"])
 @pytest.mark.parametrize("ramp_s", [0.3, 1000.0])
-def test_the_first_places_open_over_the_ramp_and_requests_keep_their_order(
-    policy: str, ramp_s: float
-) -> None:
+def test_the_first_places_open_over_the_ramp(policy: str, ramp_s: float) -> None:
     there = at_once(world(2), 8, ramp_s)
     check(simulate(some(limit=30), make_policy(policy, {}), there), 8, ramp_s=ramp_s)
 
@@ -180,7 +178,7 @@ def test_places_that_open_while_a_long_batch_runs_are_no_stall() -> None:
     assert simulate(trace, make_policy("sequence", {}), there).served.ok.all()
 
 
-def test_a_row_that_ends_before_its_static_batch_frees_its_place_at_once() -> None:
+def test_an_early_row_of_a_batch_frees_its_place_at_once() -> None:
     """Two workers: one runs a batch of a short and a long row, and the other gets the next."""
     output = np.array([9, 2, 3, 3])
     trace = Trace(np.zeros(4), np.ones(4, dtype=int), output, output)
@@ -235,7 +233,7 @@ def test_any_world(seed: int, concurrency: int, workers: int, ramp_s: float, cas
     check(result, concurrency, ramp_s=ramp_s)
 
 
-def test_the_trace_gives_only_the_order_and_its_sessions_do_not_count() -> None:
+def test_the_trace_gives_only_the_order() -> None:
     trace = paged.trace_of([(0, 8, 9), (1, 20, 5), (2, 30, 2)], previous=[-1, 0, 1], think_s=2.0)
     engine = PagedEngine(paged.FLAT, 50, 4)
     there = at_once(paged.world(engine), 3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from around import Around
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.estimators.laws import SegmentedLaw
@@ -140,7 +140,6 @@ def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(
     work=workloads,
     policy=st.sampled_from(sorted(ADMITS)),
@@ -198,7 +197,6 @@ STEPWISE = {
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(
     work=workloads,
     case=st.sampled_from(sorted(STEPWISE)),

@@ -252,7 +252,6 @@ def check_moves(moves, evict, worker):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(
     rows=requests,
     case=cases,
@@ -292,7 +291,6 @@ def test_every_request_ends_once_with_its_own_length(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(
     rows=requests,
     case=cases.filter(lambda case: not CASES[case][1].get("overfill")),
@@ -419,7 +417,6 @@ def step_by_step(law, lengths, remaining, steps):
     return times, now_s
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=1, max_size=6),
     slice_tokens=st.integers(1, 50),

@@ -23,7 +23,7 @@ def test_no_request_is_refused_in_a_fitted_world(policy: str) -> None:
     assert result.served.ok.all()
 
 
-def test_a_server_elsewhere_is_simulated_with_paged_memory_and_its_own_limit_of_rows():
+def test_a_server_elsewhere_has_paged_memory_and_a_row_limit():
     fit = samples.fit()
     served = fit.model_copy(
         update={"engine": fit.engine.model_copy(update={"engine": "openai", "max_rows": 3})}
@@ -55,7 +55,7 @@ def test_the_laws_of_a_server_elsewhere_include_http_already():
     assert law.decode_s(4, 64, 8) == pytest.approx(world.latency.decode_s(4, 64, 8) / 1.5)
 
 
-def test_clients_of_a_server_elsewhere_wait_for_http_but_decoding_rows_do_not():
+def test_only_clients_of_a_server_elsewhere_wait_for_http():
     fit = samples.fit()
     slower = [each.model_copy(update={"const": each.const + 0.5}) for each in fit.prefill.segments]
     prefill = fit.prefill.model_copy(update={"segments": slower})
@@ -81,7 +81,7 @@ def test_clients_of_a_server_elsewhere_wait_for_http_but_decoding_rows_do_not():
     )
 
 
-def test_the_laws_of_an_engine_that_timed_its_own_passes_have_no_front_in_them():
+def test_laws_of_timed_passes_have_no_front_in_them():
     """A prompt that is computed inside vLLM delays rows that decode by all of its pass."""
     fit = samples.paged_fit()
     slower = [each.model_copy(update={"const": each.const + 0.5}) for each in fit.prefill.segments]

@@ -103,7 +103,6 @@ def engine_of(law, depth: int = 2, blocks: int = 30) -> PagedEngine:
 
 @pytest.mark.slow
 @given(rows=small, policy=flags, law=laws, depth=st.sampled_from([1, 2]))
-@settings(deadline=None, max_examples=300)
 def test_every_token_comes_when_vllm_s_loop_hands_it_out(rows, policy, law, depth) -> None:
     """With queues of both depths, launches that limit and a GPU that limits, ends that are known
     and unknown, preemption, and requests that come within a launch.
@@ -203,7 +202,7 @@ def test_passes_one_after_another_pay_for_both() -> None:
     assert found.finish_s[0] == pytest.approx(20e-3 + 3 * 8e-3)
 
 
-def test_launches_longer_than_the_gpu_s_work_set_the_pace_until_the_cache_has_grown() -> None:
+def test_long_launches_set_the_pace_until_the_cache_grows() -> None:
     """Of 7 ms in place of 3: a step of a row takes 7 ms until reading its cache takes 2 ms, and
     then grows.
     """
@@ -217,7 +216,7 @@ def test_launches_longer_than_the_gpu_s_work_set_the_pace_until_the_cache_has_gr
     assert found.max_gap_s[0] == pytest.approx(last_s)
 
 
-def test_a_request_that_comes_within_decodes_waits_for_the_next_plan_and_for_two_launches() -> None:
+def test_an_arrival_within_decodes_waits_for_two_launches() -> None:
     """It comes at 40 ms. Passes of decodes end at 23, 28, 33, 38, 43; the next plan is at 43, when
     the pass that ends at 48 runs. Its launch holds back the tokens of that pass to 63; the launch
     of the pass after it, planned then, holds back its first token until 66.
@@ -227,7 +226,7 @@ def test_a_request_that_comes_within_decodes_waits_for_the_next_plan_and_for_two
     assert found.max_gap_s[0] == pytest.approx(63e-3 - 43e-3)
 
 
-def test_a_request_that_comes_within_the_first_launch_is_in_the_second_pass() -> None:
+def test_an_arrival_in_the_first_launch_is_in_pass_two() -> None:
     """The second pass is planned when the first is launched, at 20 ms; its launch takes until 40,
     the launch of the third until 43. With launches apart it is planned at once.
     """
@@ -244,7 +243,7 @@ def test_a_plan_without_rows_costs_little() -> None:
     assert times_of([(0, 10, 1, 0)], law).finish_s[0] == pytest.approx(20e-3 + EMPTY_S)
 
 
-def test_more_rows_than_the_largest_graph_are_launched_kernel_by_kernel() -> None:
+def test_rows_beyond_the_largest_graph_run_kernel_by_kernel() -> None:
     rows = [(0, 3, 30, 0)] * 5
     assert times_of(rows[:4], PLAIN).max_gap_s[0] == pytest.approx(5e-3)
     assert times_of(rows, PLAIN).max_gap_s[0] == pytest.approx(20e-3)
@@ -265,9 +264,7 @@ def test_drawn_launches_come_in_turn() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("at_s", [0.0613, 0.1237, 0.2503])
-def test_a_request_goes_on_from_its_tokens_when_its_replica_dies_within_a_leap(
-    spread, mode, apart, depth, at_s
-) -> None:
+def test_a_request_goes_on_if_its_replica_dies_in_a_leap(spread, mode, apart, depth, at_s) -> None:
     """It has the tokens that the plain loop has given it by then, and the other replica computes
     it as a request of so many more tokens.
     """
@@ -390,9 +387,7 @@ def test_a_stretch_is_the_sum_of_its_passes(first_s, growth_s, steps) -> None:
     seconds=st.floats(-1, 1e4) | st.just(float("inf")),
     limit=st.integers(0, 10_000),
 )
-def test_steps_before_is_the_least_count_that_takes_the_given_time(
-    first_s, growth_s, seconds, limit
-) -> None:
+def test_steps_before_is_the_least_count_in_a_time(first_s, growth_s, seconds, limit) -> None:
     k = steps_before(first_s, growth_s, seconds, limit)
     assert 0 <= k <= limit
     assert k == limit or stretch_s(first_s, growth_s, k) >= seconds
@@ -400,7 +395,7 @@ def test_steps_before_is_the_least_count_that_takes_the_given_time(
 
 
 @pytest.mark.parametrize("seconds", [3.7e-40, 1e-323])
-def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds: float) -> None:
+def test_steps_before_a_tiny_time_of_free_passes(seconds: float) -> None:
     """With empty caches only the second pass reads any: the quadratic's slope is not above 0."""
     assert steps_before(0.0, 2.0**-7, seconds, 50) == 2
 

@@ -14,7 +14,7 @@ from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 
 
-def test_clients_see_tokens_later_and_the_scheduler_decides_the_same():
+def test_the_front_s_delay_changes_no_decision():
     k = np.arange(30)
     trace = Trace(k * 0.01, 10 + k, 1 + k, np.zeros(30, dtype=np.int64))
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
@@ -29,7 +29,7 @@ def test_clients_see_tokens_later_and_the_scheduler_decides_the_same():
 
 
 def test_an_impossible_delay_is_refused():
-    with pytest.raises(InputError, match=r"delays of -0.001 and 0.0 s are not possible"):
+    with pytest.raises(InputError, match=r"-0\.001.*0\.0"):
         FrontDelay(first_s=-0.001)
 
 
@@ -54,7 +54,7 @@ def test_without_a_cost_arrivals_change_nothing():
 
 
 def test_an_impossible_cost_is_refused():
-    with pytest.raises(InputError, match=r"an arrival that costs batches -0.001 s is not possible"):
+    with pytest.raises(InputError, match=r"-0\.001"):
         Intake([], -0.001)
 
 
@@ -68,7 +68,7 @@ def crowd(count: int) -> Trace:
     )
 
 
-def test_a_crowd_makes_slices_longer_while_it_arrives_and_not_later():
+def test_a_crowd_makes_slices_longer_while_it_arrives():
     """One worker, one slice after the other: the slices that run during the arrivals pay their
     cost once, later slices pay nothing.
     """

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import says
 
 from benchmarks.engines import vllm_passes as bench
 from toolkit.errors import InputError
@@ -81,7 +82,7 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_passes_of_made_up_workloads_are_those_of_vllm_s_schedulers(number: int) -> None:
+def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers,
     prefix caching off and on.
     """
@@ -91,9 +92,7 @@ def test_passes_of_made_up_workloads_are_those_of_vllm_s_schedulers(number: int)
 
 @given(rows=small, policy=flags, ahead=st.booleans())
 @settings(deadline=None)
-def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
-    rows, policy, ahead
-) -> None:
+def test_budgets_hold_and_tokens_are_computed_once(rows, policy, ahead) -> None:
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4, ahead=ahead)
     for number, (_, prompt, output, more) in enumerate(rows):
         scheduler.add(PagedRequest(number, prompt, output, stops=more > 0))
@@ -190,7 +189,7 @@ def test_chunks_leave_room_for_decodes() -> None:
     assert found.finish_s.tolist() == [9.0, 5.0]
 
 
-def test_without_chunks_a_prompt_waits_for_a_pass_that_it_fits_into() -> None:
+def test_without_chunks_a_prompt_waits_for_a_whole_pass() -> None:
     rows = [(0, 32, 9, 0), (1, 32, 2, 0)]
     policy = VllmPolicy(max_num_batched_tokens=48, max_num_seqs=4, chunked_prefill=False)
     assert served(rows, PagedEngine(FLAT, 50, 16), policy).first_token_s.tolist() == [1.0, 2.0]
@@ -224,7 +223,7 @@ def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
     )  # one of two blocks; the other was given to the first
 
 
-def test_planning_ahead_hides_the_host_and_lets_in_one_pass_later() -> None:
+def test_planning_ahead_admits_one_pass_later() -> None:
     law = replace(FLAT, host_s=0.5)
     rows = [(0, 8, 6, 0), (1.2, 8, 2, 0)]
     after = served(rows, PagedEngine(law, 50, 4), VllmPolicy())
@@ -249,15 +248,14 @@ def test_a_request_that_can_never_be_served_is_refused() -> None:
         policy,
         world(PagedEngine(FLAT, 9, 4)),
     )
-    assert [(one.request_id, one.reason) for one in result.refusals] == [
-        ("1", "it may grow to 40 tokens; the cache holds 36")
-    ]
+    (refusal,) = result.refusals
+    assert refusal.request_id == "1"
+    assert says(refusal.reason, "40", "36")
     assert result.served.ok.tolist() == [True, False, True]
     policy = VllmPolicy(max_num_batched_tokens=128, chunked_prefill=False)
     result = simulate(trace_of([(0, 120, 40, 0)]), policy, world(PagedEngine(FLAT, 90, 4)))
-    assert [one.reason for one in result.refusals] == [
-        "it may grow to 159 tokens; without chunked prefill a pass takes 128"
-    ]
+    (refusal,) = result.refusals
+    assert says(refusal.reason, "159", "128")
 
 
 def test_passes_outside_the_law_s_range_are_counted() -> None:
@@ -272,7 +270,7 @@ def test_passes_outside_the_law_s_range_are_counted() -> None:
 
 def test_a_world_without_the_law_of_passes_says_how_to_get_it() -> None:
     bare = World(unit_step(), ZetaMemory(100), 1, 100)
-    with pytest.raises(InputError, match="policy 'vllm' needs the law of vLLM's forward passes"):
+    with pytest.raises(InputError, match="'vllm'"):
         simulate(trace_of([(0, 1, 1, 0)]), VllmPolicy(), bare)
 
 
@@ -284,10 +282,8 @@ def test_a_slower_machine_takes_so_many_times_as_long() -> None:
     np.testing.assert_allclose(2 * once.finish_s, twice.finish_s)
 
 
-def test_more_sequences_than_a_pass_has_tokens_are_refused_as_by_vllm() -> None:
-    with pytest.raises(
-        InputError, match="max_num_batched_tokens is 64; the limit is at least max_num_seqs, 100"
-    ):
+def test_more_sequences_than_tokens_of_a_pass_are_refused() -> None:
+    with pytest.raises(InputError, match=r"max_num_batched_tokens.*64.*max_num_seqs.*100"):
         VllmPolicy(max_num_seqs=100, max_num_batched_tokens=64)
 
 
@@ -297,5 +293,5 @@ def test_a_fit_without_usable_memory_is_one_clear_line(name: str) -> None:
     memory = ZetaMemory(1, zeta=0.1)
     there = World(unit_step(), memory, 1, 100, paged=engine)
     policy = make_any(name, {})
-    with pytest.raises(InputError, match="0 tokens of KV cache are usable"):
+    with pytest.raises(InputError, match="0 tokens of KV cache"):
         simulate(Trace(np.zeros(1), np.array([3]), np.array([2]), np.array([2])), policy, there)

@@ -91,7 +91,7 @@ def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_passes_with_shared_prompts_are_those_of_vllm_s_schedulers(number: int) -> None:
+def test_shared_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0: both schedulers,
     blocks of prompts, sessions in open and closed loop, preemptions.
     """
@@ -166,7 +166,7 @@ def test_a_block_is_shared_if_all_tokens_up_to_its_end_are(size: int, shared: in
     assert continued == [False, False]
 
 
-def test_a_third_prompt_follows_the_one_that_has_more_of_a_partial_block() -> None:
+def test_a_prompt_follows_the_one_that_shares_most() -> None:
     blocks = SharedBlocks(4, np.array([7, 8, 7, 8, 9, 7, 8, 9]), np.array([0, 2, 5, 8]))
     leaves, _ = contents([6, 12, 11], [5, 5, 5], blocks, None)
     assert common_blocks(leaves, 0, 1, 1) == 6
@@ -180,7 +180,7 @@ def test_a_turn_begins_with_the_prompt_and_the_answer_before_it() -> None:
     assert continued == [True, False, False]
 
 
-def test_a_turn_follows_its_session_where_that_is_longer_than_its_blocks() -> None:
+def test_a_turn_follows_its_session_beyond_its_blocks() -> None:
     """The blocks of a turn name only the full ones of the turn before."""
     blocks = SharedBlocks(
         4, np.array([0, 1, 2, 0, 1, 3, 4, 5, 6, 0, 1, 3, 4]), np.array([0, 3, 9, 13])
@@ -285,7 +285,7 @@ def test_our_policies_serve_the_same_closed_loop(policy: str) -> None:
     assert "hit_percent" not in found.counters
 
 
-def test_our_policies_go_on_after_a_refused_turn_and_stop_where_nothing_drains() -> None:
+def test_our_policies_go_on_after_a_refused_turn() -> None:
     trace = trace_of([(0, 8, 3), (0, 3000, 1), (0, 12, 9)], previous=[-1, 0, 1], think_s=1.0)
     there = World(unit_step(), ZetaMemory(1000), 1, 100)
     found = simulate(trace, make_policy("fcfs", {}), there)

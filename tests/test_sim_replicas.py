@@ -66,7 +66,7 @@ def test_round_robin_is_what_dealing_in_turn_is(ahead: bool, shares: bool, worke
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_without_drain_it_stops_when_the_last_request_is_admitted(ahead: bool) -> None:
+def test_without_drain_it_stops_at_the_last_admission(ahead: bool) -> None:
     there = world(PagedEngine(LAW, 30, 4, ahead), drain=False)
     trace = made_up(3)
     routed = simulate(trace, POLICY, replace(there, routing=Routing()))
@@ -158,7 +158,7 @@ def test_a_router_reads_reports_that_are_as_old_as_they_are_live() -> None:
 
 def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:
     there = replace(world(PagedEngine(LAW, 40, 4)), routing=Routing())
-    with pytest.raises(InputError, match="policy 'past-future' gives requests to workers itself"):
+    with pytest.raises(InputError, match="'past-future'"):
         simulate(made_up(0, 5), PastFuturePolicy(), there)
 
 
@@ -167,7 +167,7 @@ def test_the_world_s_setting_names_a_router() -> None:
     routing = WorldSettings(replica_router="llm-d").routing({"queue": 3.0})
     assert routing is not None
     assert routing.router.name == "llm-d"
-    with pytest.raises(InputError, match="replica_router is 'llmd'; it is one of in-turn, round"):
+    with pytest.raises(InputError, match=r"replica_router.*'llmd'"):
         WorldSettings(replica_router="llmd")
 
 
@@ -223,7 +223,7 @@ def test_a_replica_that_drains_loses_nothing_and_gets_nothing() -> None:
     assert "moved_requests" not in found.counters
 
 
-def test_with_all_replicas_away_requests_are_refused_and_those_under_way_wait() -> None:
+def test_with_all_replicas_away_requests_are_refused() -> None:
     trace = trace_of([(0.0, 20, 40), (0.0, 20, 40), (0.0, 20, 40), (0.1, 20, 4), (5.0, 20, 4)])
     away = outages_of(*({"replica": k, "from_s": 0.05, "to_s": 2.0} for k in range(3)))
     found = failing(trace, away, PagedEngine(LAW, 60, 4))
@@ -306,7 +306,7 @@ class Counted(PassTimes):
         return super().pass_s(decodes, decode_cached, chunks, new_tokens, attended)
 
 
-def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt() -> None:
+def test_the_law_finds_the_replica_with_the_prompt() -> None:
     laws = [Counted(LAW) for _ in range(64)]
     traits = [ReplicaTraits(10_000, 2048, 64, law) for law in laws]
     balancer = Balancer(make_router("by-law", {}), traits, block_tokens=4)
@@ -320,7 +320,7 @@ def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt()
 
 
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])
-def test_a_front_that_refuses_by_its_forecast_has_more_goodput_in_an_overload(name: str) -> None:
+def test_refusing_by_forecast_raises_goodput_in_an_overload(name: str) -> None:
     sla = {"ttft_p99_s": 0.4}
     there = world(PagedEngine(LAW, 60, 4), 3)
     found = {}

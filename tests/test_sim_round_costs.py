@@ -81,7 +81,7 @@ def test_the_law_of_rounds_is_the_parts_stretched():
     assert rounds.round_s == 7e-3
 
 
-def test_rounds_have_laws_and_memory_of_their_own_and_batches_keep_theirs():
+def test_rounds_have_laws_and_memory_of_their_own():
     world = world_from_fit(FIT, workers=1, max_new_tokens=64)
     laws = laws_from_fit(FIT)
     rounds = world.under(make_policy("fcfs", {}))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Range
@@ -90,7 +91,7 @@ def test_an_unknown_setting_is_refused(key: str, message: str, hint: str) -> Non
 
 
 def test_a_mistyped_kind_of_a_fleet_is_told_beside_its_kinds() -> None:
-    with pytest.raises(InputError, match=r"'8b-a10.0' is neither a policy .* nor a kind") as caught:
+    with pytest.raises(InputError, match=r"'8b-a10\.0'") as caught:
         assign_settings(["vllm"], {"8b-a10.0.max_num_seqs": 7}, ["8b-a100.0", "8b-h200"])
     assert caught.value.hint == "did you mean '8b-a100.0'?"
 
@@ -112,7 +113,7 @@ def test_an_impossible_setting_is_named(given: dict[str, float], message: str) -
         make_world(None, given)
 
 
-def test_the_token_step_world_has_the_artifacts_parameters_by_default() -> None:
+def test_the_token_step_world_has_the_artifact_s_defaults() -> None:
     assert policy_for(None, "past-future", {}).initial_count == 500
     assert not policy_for(None, "past-future", {"overfill": False}).overfill
     assert not policy_for(samples.fit(), "past-future", {}).overfill
@@ -188,7 +189,7 @@ def test_every_policy_has_every_metric(policy: str) -> None:
     assert metrics["consumed_memory_percent"] <= metrics["peak_memory_percent"]
 
 
-def test_a_static_batch_holds_its_padding_and_grows_to_its_longest_output() -> None:
+def test_a_static_batch_holds_its_padding() -> None:
     world = make_world(samples.fit(capacity_tokens=1000, zeta_std=0.0), {}, workers=1)
     counters = simulate(trace_of([100, 60], [3, 2]), make_policy("sequence", {}), world).counters
     assert counters["decoding_steps"] == 3
@@ -235,8 +236,8 @@ def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert (found["refused"], found["requests"]) == (1, 3)
-    assert "1 request rejected; for example number 2: prompt + max_tokens is 9256 tokens" in err
-    assert "warning: 100 % of the batches are outside what the fit measured" in err
+    assert says(err, "1 request", "number 2", "9256")
+    assert says(err, "100 %", "batches")
 
 
 def test_without_extrapolation_there_is_no_warning() -> None:
@@ -272,7 +273,7 @@ def test_a_stalled_simulation_names_its_state() -> None:
     world: World = make_world(samples.fit(), {})
     with pytest.raises(
         SimulationStalledError,
-        match=r"2 of 2 requests have not ended, 2 wait and 0 run; a worker's",
+        match=r"2 of 2.*2 wait.*0 run",
     ):
         simulate(trace_of([5, 6], [7, 8]), Idle(), world)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_sim_continuous import law
@@ -168,7 +168,6 @@ def both(work, policy, swap, emits, overlaps=True):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(
     work=workloads,
     policy=st.sampled_from(sorted(POLICIES)),

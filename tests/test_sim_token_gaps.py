@@ -40,7 +40,6 @@ def test_percentiles_are_those_of_the_gaps_one_by_one(stretches):
         assert near[0] - slack <= q / 100 * len(gaps) <= near[1] + slack
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=requests, case=cases, workers=st.integers(1, 2))
 def test_every_gap_is_counted_once(rows, case, workers):
     name, parameters = CASES[case]

@@ -20,6 +20,7 @@ import sse_server
 from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
@@ -86,7 +87,7 @@ def body(**more) -> dict:
     return {"model": "tiny", "prompt": TEXT, "max_tokens": 9} | more
 
 
-def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Path):
+def test_a_stream_is_counted_by_a_hidden_usage(tmp_path: Path):
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post(
             "/v1/completions", json=body(stream=True), headers={"authorization": f"Bearer {SECRET}"}
@@ -115,7 +116,7 @@ def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Pat
     }
 
 
-def test_a_client_that_asks_for_usage_gets_it_and_its_body_is_not_touched(tmp_path: Path):
+def test_a_client_that_asks_for_usage_gets_it(tmp_path: Path):
     asked = (
         b'{ "stream":true, "prompt":"x","stream_options": {"include_usage":true, "other": '
         b'1},"prompt2":1}'
@@ -205,7 +206,7 @@ def test_errors_of_the_server_pass_and_are_said(tmp_path: Path):
     assert [row["status"] for row in rows(tmp_path / "log")] == ["HTTP 429"]
 
 
-def test_a_server_that_does_not_know_stream_options_is_asked_again_without(tmp_path: Path):
+def test_a_server_is_asked_again_without_stream_options(tmp_path: Path):
     def reply(asked: dict) -> bytes:
         return (
             whole({"error": "unknown field"}, 400) if "stream_options" in asked else answer(asked)
@@ -235,7 +236,7 @@ def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
         async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):
             got = await client.post("/v1/completions", json=body())
             assert got.status_code == 502
-            assert got.json()["error"]["message"] == "the server behind this one cannot be reached"
+            assert "cannot be reached" in got.json()["error"]["message"]
             assert app.idle.is_set()
 
     asyncio.run(use())
@@ -442,7 +443,7 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
             process.terminate()
             _, said = process.communicate(timeout=240)
     assert process.returncode == 0
-    assert said == f"requests: 2 ok; see them with: llmctl trace inspect {out}\n"
+    assert says(said, "2 ok", f"llmctl trace inspect {out}")
     assert [row["output_length"] for row in rows(out)] == [3, 5]
 
 

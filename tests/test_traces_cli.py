@@ -7,6 +7,7 @@ from pathlib import Path
 
 import commands
 import pytest
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
@@ -60,7 +61,7 @@ def test_inspect_fits_80_columns(capsys):
     code, out, _ = llmctl(capsys, "trace", "inspect", "chat-small")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert "read 3,040 of 3,040 rows (mooncake format)" in out
+    assert says(out, "3,040 of 3,040", "mooncake")
     assert "20.3 requests/s" in out
 
 
@@ -95,8 +96,8 @@ def test_inspect_shows_the_reuse_at_every_size_of_a_cache(capsys, tmp_path):
     )
     code, out, _ = llmctl(capsys, "trace", "inspect", path, "--recipe", "tiny-llama-vllm")
     assert code == 0
-    assert "reuse: 45.5 % of the prompt tokens repeat the beginning of an earlier one" in out
-    assert "80 of 176 tokens, in blocks of 16" in out
+    assert says(out, "reuse", "45.5 %")
+    assert says(out, "80 of 176", "16")
     assert max(map(len, out.splitlines())) <= 80
     assert out.splitlines()[-2].split() == ["80", "320.0", "KiB", "45.5", "%"]
     _, out, _ = llmctl(capsys, "trace", "inspect", path, "--json")
@@ -127,7 +128,7 @@ def test_convert_joins_a_folder_of_sessions_and_divides_lengths(capsys, tmp_path
     assert lines[0]["hash_ids"] != lines[1]["hash_ids"]
     code, _, err = llmctl(capsys, "bench", "--trace", folder)
     assert code == 2
-    assert "llmctl trace convert FOLDER OUT.jsonl" in err
+    assert says(err, "llmctl trace convert FOLDER OUT.jsonl")
 
 
 def test_convert_cuts_and_scales_and_reports_it(capsys, tmp_path):
@@ -158,9 +159,7 @@ def test_convert_draws_arrivals_for_a_trace_without_times(capsys, tmp_path):
     source.write_text(json.dumps([{"prompt_tokens": 5, "completion_tokens": 6}] * 50))
     code, out, _ = llmctl(capsys, "trace", "convert", source, out_file, "--draw-rate", 2, "--json")
     assert code == 0
-    assert (
-        json.loads(out)["notes"][-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 0"
-    )
+    assert says(json.loads(out)["notes"][-1], "2 requests/s", "cv 1", "seed 0")
     assert read_trace(out_file)[0].arrival_s[-1] > 10
 
 

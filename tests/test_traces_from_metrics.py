@@ -79,7 +79,7 @@ def test_one_page_gives_the_lengths_and_rate_the_times(capsys, tmp_path):
     assert trace.prompt_tokens.sum() == sum(prompts)
     assert trace.output_tokens.sum() == sum(outputs)
     assert trace.prompt_tokens.max() < 2000  # vLLM's next bound
-    assert "which output belongs to which prompt" in err
+    assert "output belongs" in err
 
 
 def test_two_pages_give_what_came_in_between(capsys, tmp_path):
@@ -105,7 +105,7 @@ def test_the_number_of_requests_can_be_chosen_and_the_mean_stays(capsys, tmp_pat
     assert trace.prompt_tokens.mean() == pytest.approx(np.mean([p for p, _ in LATE]), abs=0.01)
 
 
-def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
+def test_the_trace_follows_from_the_seed():
     traffic = traffic_with(LATE * 10)
     one, same, other = (draw_untimed(traffic, None, Arrivals(1), s, None) for s in (1, 1, 2))
     assert one.prompt_tokens.tolist() == same.prompt_tokens.tolist()
@@ -166,7 +166,7 @@ def test_sums_that_buckets_do_not_allow_are_told():
     assert sum("do not allow" in note for note in trace.notes) == 2
 
 
-def test_lengths_above_the_last_bound_need_a_limit_where_bounds_are_not_vllms():
+def test_lengths_above_unknown_bounds_need_a_limit():
     other = LengthHistogram((8.0, 16.0, ABOVE), (1.0, 1.0, 1.0), 60.0)
     rng = np.random.default_rng(0)
     with pytest.raises(InputError, match="longer than the last bound"):
@@ -336,7 +336,7 @@ def test_prometheus_tells_the_rate_and_the_lengths_over_time(capsys, tmp_path):
                for one in asked.queries)  # fmt: skip
 
 
-def test_prometheus_without_data_or_with_several_models_is_an_error(capsys, tmp_path):
+def test_prometheus_without_data_of_one_model_is_an_error(capsys, tmp_path):
     out = tmp_path / "out.jsonl"
     for models, problem in (((), f"no {PROMPT}"), (("a", "b"), "several models")):
         with serving(Prometheus(models)) as url:

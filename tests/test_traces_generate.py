@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import (
@@ -24,7 +25,7 @@ SCLS_PROMPT = Lengths("lognormal", 400, 1.0, 1024)
 SCLS_OUTPUT = Lengths("lognormal", 120, 0.75, 1024)
 
 
-def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
+def test_the_trace_follows_from_the_seed():
     first, same, other = (
         generate(Arrivals(20), 30, SCLS_PROMPT, SCLS_OUTPUT, seed) for seed in (1, 1, 2)
     )
@@ -79,7 +80,7 @@ def test_drawn_arrivals_keep_the_requests():
     drawn = draw_arrivals(trace, Arrivals(2), seed=3)
     assert drawn.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
     assert drawn.arrival_s[0] == 0
-    assert drawn.notes[-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 3"
+    assert says(drawn.notes[-1], "2 requests/s", "cv 1", "seed 3")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_backlog_arrives_at_once():
 
 def test_a_limit_below_the_outputs_is_refused():
     trace = backlog(3, Lengths("fixed", 5), Lengths("fixed", 5000), seed=0)
-    with pytest.raises(InputError, match="outputs reach 5000 tokens, above --max-tokens 4096"):
+    with pytest.raises(InputError, match=r"5000.*--max-tokens.*4096"):
         limited(trace, 4096)
 
 
@@ -219,7 +220,7 @@ def shared_tokens(trace, one, other) -> int:
     return [*same, False].index(False) * trace.shared.block_tokens
 
 
-def test_prompts_begin_with_the_system_prompt_and_a_template_by_zipf():
+def test_prompts_begin_with_system_prompt_and_template():
     template = Lengths("fixed", 50)
     trace = content_trace(system_tokens=100, templates=4, template=template, zipf=1.5)
     assert trace.prompt_tokens.min() >= 155
@@ -254,7 +255,7 @@ def test_a_later_turn_holds_the_turn_before_and_its_answer():
     assert shared_tokens(trace, 0, int(other)) == 20
 
 
-def test_shared_content_is_drawn_from_the_seed_and_changes_nothing_else():
+def test_shared_content_changes_nothing_else():
     parts = {"templates": 3, "turns": Lengths("fixed", 3)}
     first, same, other = (content_trace(seed, **parts) for seed in (1, 1, 2))
     assert first.shared.ids.tobytes() == same.shared.ids.tobytes()

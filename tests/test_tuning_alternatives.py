@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import samples
+from said import says
 from test_tuning import HEAD, trace
 
 from toolkit.files.plan import Kind
@@ -91,10 +92,7 @@ def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() 
     assert own is not None
     assert other is not None
     assert other > 1.25 * own
-    assert any(
-        line.startswith("recipe bare (engine vllm) keeps all limits up to ")
-        for line in verdict(result)
-    )
+    assert any(says(line, "bare") for line in verdict(result))
 
 
 @pytest.mark.slow
@@ -124,10 +122,7 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
         binding_ratio=2.0,
     )
     sizes = WorkerCounts(given.whole, partial(collect, InProcessRunner()), {("recipe", 256): row})
-    assert (
-        nothing_suffices(sizes, found.siblings).hint
-        == "tune bare (engine vllm): it keeps them with 1"
-    )
+    assert says(nothing_suffices(sizes, found.siblings).hint, "tune bare", "with 1")
     assert nothing_suffices(sizes).hint.startswith("a looser target")
 
 
@@ -162,7 +157,4 @@ def test_marked_policies_are_those_that_cannot_be_served() -> None:
             assert (marked(policy, [engine]) == policy) == (engine in able)
             assert (footnote([policy], [engine]) == "") == (engine in able)
     assert marked("past-future", []) == "past-future"
-    assert (
-        footnote(["srpt-oracle"], [])
-        == "* no server can run it. It takes the future, which no server knows, for srpt-oracle."
-    )
+    assert says(footnote(["srpt-oracle"], []), "srpt-oracle")

@@ -135,7 +135,7 @@ def test_a_kind_has_the_ranges_of_its_own_recipe() -> None:
     assert (among.low, among.high) == (64, 512)  # it holds the recipe's
     assert searched["max_num_batched_tokens"].low == 256
     wrong = kind("short", SHORT, tune=TUNE | {"space": {"max_num_seq": [1, 2]}})
-    with pytest.raises(InputError, match="'vllm' has no parameter 'max_num_seq'"):
+    with pytest.raises(InputError, match=r"'vllm'.*'max_num_seq'"):
         with_kinds(own, [wrong], 2)
 
 
@@ -181,7 +181,7 @@ def test_a_plan_starts_each_kind_with_the_flags_that_were_found(
     source = plan.explained["short: max_num_batched_tokens"].source
     assert source == plan.explained["max_num_batched_tokens"].source
     assert source.startswith("trial ")
-    assert plan.explained["short: chunked_prefill"].source == "its recipe, else vLLM's default"
+    assert "vLLM's default" in plan.explained["short: chunked_prefill"].source
     for number, tokens in enumerate(of_plan(plan)):
         described = VllmBackend().described(plan.alone(number), "m")
         flags = [word for words, _ in described.flags for word in words]
@@ -224,7 +224,7 @@ def test_flags_are_set_for_all_kinds_or_for_one(servers: Path, tuned: Tuning) ->
     assert of_plan(served, "max_num_seqs")[0] == best.parameters["max_num_seqs"]
     assert served.explained["short: max_num_seqs"].source == "set by --set"
     assert not served.predicted
-    with pytest.raises(InputError, match=r"has no parameter 'shrt\.max_num_seqs'"):
+    with pytest.raises(InputError, match=r"'shrt\.max_num_seqs'"):
         override(again, None, ["shrt.max_num_seqs=4"], None)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
@@ -94,7 +95,7 @@ def test_beyond_a_divisor_of_two_the_warnings_say_what_limits_the_lengths(
     if last is None:
         assert warnings == []
     else:
-        assert warnings[0].startswith("not the trace's own requests: ")
+        assert "trace's own requests" in warnings[0]
         assert warnings[-1].startswith(last)
 
 
@@ -126,9 +127,9 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     fit = ["--fit", "fit.json"]
     assert llmctl("tune", "recipe.yaml", *fit, "--trace", "trace.jsonl", "--jobs", "1") == 0
     out, err = capsys.readouterr()
-    assert err.splitlines()[0].startswith("warning: trace: prompts divided by 8.5")
+    assert says(err.splitlines()[0], "8.581")
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
-    assert verdict.startswith("warning: not the trace's own requests: prompts are divided by 8.5")
+    assert says(verdict, "8.581")
     cuts = (
         "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in "
         "the recipe"

@@ -202,7 +202,7 @@ def test_a_lost_database_is_one_line(tmp_path: Path) -> None:
     studies = Studies(f"sqlite:///{tmp_path}/trials.db", "test", "one")
     (tmp_path / "trials.db").unlink()
     (tmp_path / "trials.db").touch()
-    with pytest.raises(InputError, match=r"storage sqlite:///.*trials.db: \(sqlite3"):
+    with pytest.raises(InputError, match=r"sqlite:///.*trials\.db"):
         collect(Remembering(InProcessRunner(), studies), [Task(bench, "slice")])
 
 
@@ -263,5 +263,5 @@ def test_a_damaged_trial_of_a_database_is_said_in_one_line(tmp_path: Path) -> No
     optuna.load_study(study_name=name, storage=storage).add_trial(
         optuna.trial.create_trial(value=1.0, user_attrs={"llmctl_key": "k", "llmctl_outcome": [1]})
     )
-    with pytest.raises(InputError, match=r"trial 1 of study 'llmctl test .*' is damaged"):
+    with pytest.raises(InputError, match=r"trial 1 .*damaged"):
         Studies(url, "test", "one")

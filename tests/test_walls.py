@@ -1,7 +1,6 @@
 """The floors of the project and the walls around its libraries, held by reading every import."""
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -202,16 +201,4 @@ def test_a_broad_except_says_why() -> None:
                 reason = lines[node.lineno - 1].partition("#")[2].replace("noqa: BLE001", "")
                 if not reason.strip():
                     found.append(f"{path}:{node.lineno}")
-    assert found == []
-
-
-def test_no_function_begins_with_a_blank_line() -> None:
-    begins = re.compile(r"^ *(?:(?:async )?def |\)).*:\n\n", re.MULTILINE)
-    assert begins.search("def f(\n    a: int,\n) -> None:\n\n    return a\n")
-    assert not begins.search("class A:\n\n    b = 1\n\ndef f() -> None:\n    g()\n")
-    found = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if begins.search(path.read_text(encoding="utf-8"))
-    ]
     assert found == []

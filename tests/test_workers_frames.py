@@ -168,7 +168,7 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
     assert not running.on_step(StepOutput((7,), (6,)))
 
 
-def test_the_first_token_of_each_newcomer_is_sent_at_once_and_others_wait() -> None:
+def test_a_newcomer_s_first_token_is_sent_at_once() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
     outbox.begin(RunRound(3, Round(9, numbers=(7, 8))))

@@ -6,6 +6,7 @@ import orders
 import pytest
 import samples
 from commands import llmctl
+from said import says
 
 from toolkit.backends import LocalBackend
 from toolkit.backends.vllm import backend as vllm_backend
@@ -51,7 +52,7 @@ def test_each_worker_has_its_own_gpus(
         ([1, 1, 1], ["0"], [("0", 3), ("0", 3), ("0", 3)]),
     ],
 )
-def test_gpus_are_shared_only_if_the_recipe_says_so_and_then_divided(
+def test_gpus_are_shared_only_if_the_recipe_says_so(
     sizes: list[int], visible: list[str], expected: list[tuple[str, int]]
 ):
     with pytest.raises(EngineError) as refused:
@@ -69,12 +70,12 @@ def test_gpus_are_shared_only_if_the_recipe_says_so_and_then_divided(
         assert part == pytest.approx(0.9 / share.workers)
 
 
-def test_workers_of_a_pool_are_refused_gpus_that_they_would_have_to_share(
+def test_a_pool_refuses_to_share_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     recipe = samples.recipe(**orders.GPU)
-    with pytest.raises(EngineError, match="2 workers take 2 GPUs, and this machine has 1"):
+    with pytest.raises(EngineError, match=r"2 workers.*2 GPUs.*1"):
         ProcessWorkers([recipe] * 2)
     engine = recipe.engine.model_copy(update={"share_gpus": True})
     assert ProcessWorkers([recipe.model_copy(update={"engine": engine})] * 2).size == 2
@@ -103,7 +104,7 @@ def test_the_environment_takes_precedence_over_the_driver(
     assert visible_gpus() == []
 
 
-def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(machine: Path):
+def test_device_files_count_where_the_driver_is_hidden(machine: Path):
     for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (machine / "dev" / name).touch()
     assert visible_gpus() == ["0", "1", "2"]
@@ -118,7 +119,7 @@ def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(machine: P
         ("cpu", {}, None),
     ],
 )
-def test_cuda_s_allocator_is_set_before_torch_starts_unless_it_is_set_already(
+def test_cuda_s_allocator_is_set_before_torch_starts(
     device: str, own: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ALLOCATOR_VARIABLES:
@@ -199,10 +200,7 @@ def test_serve_checks_for_a_gpu_before_slow_work(
         orders.plan(tmp_path, policy, samples.fit(workers=1), **changes), tmp_path / "plan.json"
     )
     assert llmctl("serve", tmp_path / "plan.json", "--port", 0) == 3
-    assert (
-        "error: recipe 'test' needs a GPU, H200: CUDA_VISIBLE_DEVICES hides all GPUs"
-        in capsys.readouterr().err
-    )
+    assert says(capsys.readouterr().err, "'test'", "H200", "CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -218,7 +216,7 @@ def test_profile_checks_for_a_gpu_first(
     assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_profile_refuses_workers_that_would_share_gpus_before_it_measures(
+def test_profile_refuses_to_share_gpus_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -227,4 +225,4 @@ def test_profile_refuses_workers_that_would_share_gpus_before_it_measures(
     monkeypatch.setattr(LocalBackend, "timed", never)
     write_file(samples.recipe(**orders.GPU | {"workers": 2}), tmp_path / "recipe.json")
     assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3
-    assert "2 workers take 2 GPUs, and this machine has 1" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "2 workers", "2 GPUs", "1")

@@ -17,6 +17,7 @@ import pytest
 import samples
 import tiny
 import uvloop
+from said import says
 
 from toolkit.engines.protocol import (
     Round,
@@ -197,7 +198,7 @@ def test_the_pool_runs_on_uvloop() -> None:
         runner.run(main())
 
 
-def test_a_worker_killed_in_a_batch_keeps_its_reported_tokens_and_restarts() -> None:
+def test_a_killed_worker_keeps_its_reported_tokens() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         first_pid = workers.pid(0)
         workers.run(0, RunSlice(5, STUCK, 40))
@@ -243,16 +244,13 @@ def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
         workers.run(0, RunSlice(1, [Row("poison", (CRASH,), 0, 4)], 4))
         (lost,) = await events.until(WorkerLost)
         assert isinstance(lost, WorkerLost)
-        assert (
-            lost.reason
-            == "exit code 1: RuntimeError: a prompt holds the token 200 that crashes this engine"
-        )
+        assert says(lost.reason, "exit code 1", "RuntimeError", "200")
         await events.until(WorkerReady, 2)
 
     with_workers(scenario)
 
 
-def test_running_out_of_memory_fails_the_batch_and_keeps_the_process() -> None:
+def test_running_out_of_memory_keeps_the_process() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         pid = workers.pid(0)
         workers.run(0, RunSlice(1, [Row(str(index), (1,) * 60, 0, 30) for index in range(20)], 30))
@@ -317,14 +315,12 @@ async def never(workers: ProcessWorkers, events: Events) -> None:
 def test_the_error_of_an_engine_that_cannot_be_loaded_is_raised() -> None:
     with pytest.raises(EngineError) as raised:
         with_workers(never, process_workers(2, fake(decode_ms=3)))
-    assert raised.value.message == "model.config.decode_ms: the fake engine has no such key"
+    assert says(raised.value.message, "model.config.decode_ms")
     assert raised.value.hint == "did you mean 'decode_s'?"
 
 
 def test_a_worker_that_ends_while_it_loads_is_an_engine_error() -> None:
-    with pytest.raises(
-        EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"
-    ):
+    with pytest.raises(EngineError, match=r"worker 0.*exit code 1.*RuntimeError"):
         with_workers(never, process_workers(1, fake(crash_token=0)))  # the warm-up holds it
 
 
@@ -391,10 +387,7 @@ def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
         await fail_to_load(pool, MAX_FAILED_LOADS)
         (failed,) = await events.until(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
-        assert (
-            "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such "
-            "device" in str(failed.error)
-        )
+        assert says(str(failed.error), "5 tries", "worker 0", "exit code 1", "RuntimeError")
         assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
         await pool.stop()
 
@@ -416,7 +409,7 @@ def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
     asyncio.run(main())
 
 
-def test_while_one_worker_runs_the_other_is_restarted_without_limit() -> None:
+def test_beside_a_running_worker_restarts_have_no_limit() -> None:
     async def main() -> None:
         pool = ManualPool(2)
         events = Events()
@@ -517,7 +510,7 @@ def test_a_worker_without_a_first_sign_of_life_is_killed() -> None:
     supervised(scenario)
 
 
-def test_a_load_that_does_not_end_is_killed_despite_signs_of_life() -> None:
+def test_an_endless_load_is_killed_despite_signs_of_life() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         body = await loading_again(pool)
         for _ in range(29):
@@ -541,7 +534,7 @@ def test_the_first_load_has_a_time_limit_too() -> None:
         await pool.until_it_starts()
         body.send_frame(Alive())
         Silence(pool).after(41.0)
-        with pytest.raises(EngineError, match="it was silent for 41 s while it loaded"):
+        with pytest.raises(EngineError, match="41 s while it loaded"):
             await starting
 
     asyncio.run(main())
@@ -563,7 +556,7 @@ def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
     supervised(scenario, size=2)
 
 
-def test_a_worker_silent_in_a_batch_for_much_longer_than_its_estimate_is_killed() -> None:
+def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
         silence.after(25.0)
@@ -664,7 +657,7 @@ asyncio.run(main())
 """
 
 
-def test_a_worker_stopped_before_its_code_runs_ends_with_its_front() -> None:
+def test_a_worker_stopped_early_ends_with_its_front() -> None:
     command = [sys.executable, "-c", STOPPED_AT_START, str(Path(__file__).parent)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     pid = int(front.stdout)
@@ -691,7 +684,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_profiled_engine_ends_with_the_profiler_even_if_stopped(
+def test_a_stopped_engine_ends_with_the_profiler(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
@@ -779,7 +772,7 @@ def test_a_round_ends_soon_after_it_is_interrupted() -> None:
     with_workers(scenario, slow_workers())
 
 
-def test_a_round_out_of_memory_names_the_dropped_rows_and_a_crashed_one_has_no_output() -> None:
+def test_a_round_out_of_memory_names_the_dropped_rows() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, RunRound(1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1))))
         (done,) = await events.until(RoundDone)

@@ -49,6 +49,14 @@ def prompt_of(body: dict[str, Any], *, chat: bool) -> list[int]:
     return tokens_of(text if body.get("continue_final_message") else text + "<assistant>")
 
 
+def response_prompt(body: dict[str, Any]) -> str:
+    """What a request to /v1/responses adds to the prompt."""
+    given = body["input"]
+    texts = [given] if isinstance(given, str) else [str(each["content"]) for each in given]
+    instructions = [body["instructions"]] if body.get("instructions") else []
+    return "".join(f"<{text}>" for text in [*instructions, *texts])
+
+
 class Generation:
     """The tokens of one choice."""
 
@@ -134,6 +142,7 @@ class StandIn:
         kind: by which a list of replicas names it; '': by none.
         default_tokens: of an answer without a limit by its client; 0: what the context has left.
         gives_usage: counts tokens for the client.
+        has_responses: serves /v1/responses, and keeps what it made.
         served: requests for tokens by path.
         used: tokens of prompts and answers that it computed.
         asked: all requests by path.
@@ -157,6 +166,8 @@ class StandIn:
     kind: str = ""
     default_tokens: int = 0
     gives_usage: bool = True
+    has_responses: bool = True
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: int = 0
     cut_at: int = -1
     pages: dict[str, bytes] = field(default_factory=dict)
@@ -296,8 +307,11 @@ class StandInConnection(asyncio.Protocol):
             "/v1/models": {"object": "list", "data": models},
             "/version": {"version": server.version},
         }
+        kept = path.partition("?")[0].removeprefix("/v1/responses/")
         if path in server.pages:
             self._write(server.pages[path])
+        elif kept in server.made:
+            self._whole(server.made[kept])
         elif path == "/metrics":
             self._send(200, b"text/plain", server.metrics.encode())
         else:
@@ -305,6 +319,11 @@ class StandInConnection(asyncio.Protocol):
 
     def _post(self, path: str) -> None:
         server = self.server
+        if path.startswith("/v1/responses/"):
+            kept = path.removeprefix("/v1/responses/").removesuffix("/cancel") in server.made
+            text = "Cannot cancel a synchronous response." if kept else "not found"
+            self._whole({"error": {"message": text, "code": 400}}, 400 if kept else 404)
+            return
         body = json.loads(self.body)
         scripted = None if server.script is None else server.script(path, body)
         if scripted is not None:
@@ -316,6 +335,9 @@ class StandInConnection(asyncio.Protocol):
             server.used += tokens
             usage = _usage(tokens, 0) if server.gives_usage else None
             self._whole({"object": "list", "data": [], "usage": usage})
+            return
+        if path == "/v1/responses":
+            self._respond(body)
             return
         if not path.endswith("/completions"):
             self._whole({"count": 1, "tokens": [1]})
@@ -343,6 +365,82 @@ class StandInConnection(asyncio.Protocol):
             self._whole({"error": {"message": "stop cannot contain an empty string"}}, 400)
             return
         self.task = asyncio.ensure_future(self._generate(body, prompts, chat=chat))
+
+    def _respond(self, body: dict[str, Any]) -> None:
+        """Answer a request for a response: what an earlier one had stands before its input."""
+        server = self.server
+        server.served["/v1/responses"] += 1
+        if not server.has_responses:
+            self._whole({"detail": "Not Found"}, 404)
+            return
+        if server.keeps_bodies:
+            server.bodies.append(body)
+        if server.status:
+            self._whole({"error": {"message": "made so", "code": server.status}}, server.status)
+            return
+        earlier = body.get("previous_response_id")
+        if earlier and earlier not in server.made:
+            text = f"Response with id '{earlier}' not found."
+            self._whole({"error": {"message": text, "param": "response_id", "code": 404}}, 404)
+            return
+        before = server.made[earlier]["all"] if earlier else ""
+        text = before + response_prompt(body)
+        room = self._context() - len(text)
+        limit = min(body.get("max_output_tokens") or room, room)
+        stops = stops_of(body)
+        if limit < 1 or not all(isinstance(stop, str) and stop for stop in stops):
+            self._whole({"error": {"message": "not possible", "code": 400}}, 400)
+            return
+        wanted = {"max_tokens": limit, "stop": stops, "ignore_eos": body.get("ignore_eos")}
+        row = Row(self, wanted, tokens_of(text))
+        self.task = asyncio.ensure_future(self._make_response(body, text, row))
+
+    async def _make_response(self, body: dict[str, Any], prompt: str, row: Row) -> None:
+        server = self.server
+        if server.first_s:
+            await asyncio.sleep(server.first_s)
+        counted = len(prompt) // server.token_bytes
+        server.used += counted
+        name = f"resp_{server.port}_{len(server.made)}"
+        about: dict[str, Any] = {"id": name, "object": "response", "model": server.model}
+        stream = bool(body.get("stream"))
+        number = 0
+
+        def event(kind: str, **fields: Any) -> None:
+            nonlocal number
+            whole = {"type": kind, "sequence_number": number, **fields}
+            number += 1
+            if stream:
+                data = json.dumps(whole, separators=(",", ":"))
+                self._payload(f"event: {kind}\ndata: {data}\n\n".encode())
+
+        if stream:
+            self._head(200, b"text/event-stream", b"transfer-encoding: chunked\r\n")
+        event("response.created", response=about | {"status": "in_progress", "usage": None})
+        while not row.made.finish and not self.aborted:
+            await self._pause()
+            row.step()
+            event("response.output_text.delta", delta=row.text[row.sent :], item_id="msg_1")
+            row.sent = len(row.text)
+        if self.aborted and stream:
+            self._write(b"0\r\n\r\n")
+            return
+        ended = "completed" if row.made.finish == "stop" else "incomplete"
+        status = "cancelled" if self.aborted else ended
+        usage = {"input_tokens": counted, "output_tokens": row.count}
+        parts = [{"type": "output_text", "text": row.text}]
+        whole = about | {"status": status, "usage": usage if server.gives_usage else None}
+        whole["output"] = [{"type": "message", "role": "assistant", "content": parts}]
+        if status == "incomplete":
+            whole["incomplete_details"] = {"reason": "max_output_tokens"}
+        if body.get("store", True):
+            server.made[name] = whole | {"all": prompt + row.text}
+        if not stream:
+            self._whole(whole)
+            return
+        event("response.output_text.done", text=row.text, item_id="msg_1")
+        event("response.completed", response=whole)
+        self._write(b"0\r\n\r\n")
 
     def _context(self) -> int:
         return self.server.max_model_len or MAX_MODEL_LEN

@@ -3,18 +3,20 @@
     python -m benchmarks.engines.capacity_live --work DIR --recipe tiny-llama-cpu-rebatch
         [--fit FILE] [--trace chat-small] [--seconds 60] [--json FILE]
 
-Takes eight minutes for a recipe, and four more where it has to be profiled. Needs an otherwise idle
-machine, and for recipes of engine `vllm` an environment with vLLM that LLMCTL_VLLM_PYTHON names.
+Takes a quarter of an hour for a recipe, and four minutes more where it has to be profiled. Needs an
+otherwise idle machine, and for recipes of engine `vllm` an environment with vLLM that
+LLMCTL_VLLM_PYTHON names.
 
 The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace by
 the fit alone, and again by the speed that the server shows beside the load generator: at the rate
 predicted so far, `--calibrations` times, by the mean of all so far (`llmctl capacity --bench`). Its
-server then gets the trace at five rates around the last prediction, each for some seconds after a
-warm-up.
+server then gets the trace at five rates around that prediction, each for some seconds after a
+warm-up. A shared machine changes its speed within minutes, so another calibration stands before
+each rate, and the last prediction is by the mean of all calibrations: those of the same minutes as
+the rates. No run that is compared is in it.
 The measured capacity lies between the highest rate that keeps all targets and the lowest one that
 does not, where the binding target crosses its limit: by the logarithms of rates and of used shares.
-A shared machine changes its speed within minutes, so the capacity by the speed that the two nearest
-runs themselves had is printed, too.
+The capacity by the speed that the two nearest runs themselves had is printed, too.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", default="chat-small")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--warmup", type=float, default=20.0, help="seconds before each rate")
-    parser.add_argument("--calibrations", type=int, default=4)
+    parser.add_argument("--calibrations", type=int, default=2, help="before the first rate")
     given = parser.parse_args(args)
     given.work.mkdir(parents=True, exist_ok=True)
     fit = given.fit or fitted(given.recipe, given.work)
@@ -66,20 +68,29 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         wait_for(f"http://127.0.0.1:{port}", server)
         seen: list[str] = []
-        for number in range(1, given.calibrations + 1):
-            bench = given.work / f"calibration-{number}.json"
-            replay(given, plan, port, capacity_rps, bench)
-            seen += ["--bench", str(bench)]
-            capacity_rps, binding = predicted([*words, *seen])
-            slower = json.loads(bench.read_text(encoding="utf-8"))["replay_slowdown"]
-            print(
-                f"beside the load generator batches take {slower:.2f} times as long: by the mean "
-                f"so far {capacity_rps:.1f} requests/s predicted, then {binding}",
-                flush=True,
-            )
+        slowdowns: list[float] = []
+
+        def calibrate(rate: float) -> tuple[float, str]:
+            bench = given.work / f"calibration-{len(seen) // 2 + 1}.json"
+            replay(given, plan, port, rate, bench)
+            seen.extend(["--bench", str(bench)])
+            found_rps, binding = predicted([*words, *seen])
+            report = json.loads(bench.read_text(encoding="utf-8"))
+            slowdowns.append(report["replay_slowdown"] or report["warmup"]["slowdown"])
+            return found_rps, binding
+
+        for _ in range(given.calibrations):
+            capacity_rps, binding = calibrate(capacity_rps)
+        print(f"{capacity_rps:.1f} requests/s by {given.calibrations} calibrations", flush=True)
+        rates = [share * capacity_rps for share in SHARES]
         print("| requests/s | predicted | measured | kept | limit that binds |")
         print("|---|---|---|---|---|")
-        points += [measured(given, plan, port, share * capacity_rps) for share in SHARES]
+        for rate in rates:
+            capacity_rps, binding = calibrate(capacity_rps)
+            points.append(measured(given, plan, port, rate))
+        shown = ", ".join(f"{slowdown:.2f}" for slowdown in slowdowns)
+        print(f"beside the load generator batches took {shown} times as long as fitted")
+        print(f"by the mean of all: {capacity_rps:.1f} requests/s predicted, then {binding}")
     finally:
         server.terminate()
         server.wait()

@@ -3,7 +3,7 @@
     python -m benchmarks.engines.offline_throughput [--sizes 15M 58M] [--systems rebatch vllm ...]
 
 Takes from minutes to an hour, by --requests, --rounds, --sizes and --systems. Needs nothing but the
-package for the systems here; `--llama-server PATH` and `--vllm-python PATH` add theirs.
+package for the systems here; `--vllm-python PATH` adds vLLM.
 
 Every system is a process of its own with the same weights, requests, threads and bytes of KV cache.
 Each round runs all of them one after the other, in an order that rotates, so that a ratio compares
@@ -18,7 +18,6 @@ transformers' `generate()`, one request at a time.
     generate            transformers, one request at a time, over every tenth request
     generate_batch-N    transformers' continuous batching in a bounded pool, at most N requests at a
                         time; 0: no limit
-    llama.cpp-N         its server with N slots, over HTTP
     vllm                in its own process, in the environment of --vllm-python
 
 On a shared machine wall times mislead, with two threads more than with one: --clock cpu_s --threads
@@ -47,7 +46,7 @@ from toolkit.workers.process import engine_environment
 SYSTEMS = (
     *("generate", "static-8", "static-16", "static-32", "slices"),
     *("generate_batch-0", "generate_batch-8", "generate_batch-16", "generate_batch-32"),
-    *("rebatch-slab", "rebatch", "llama.cpp-32", "llama.cpp-64", "vllm"),
+    *("rebatch-slab", "rebatch", "vllm"),
 )
 REFERENCE = "generate"  # all other systems must match its tokens
 SAMPLE = 10
@@ -110,11 +109,6 @@ def _command(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     if name == "vllm":
         python = options.vllm_python
         return [python, "-m", "benchmarks.engines.offline_vllm", str(folder)] if python else []
-    if name.startswith("llama.cpp"):
-        server = options.llama_server
-        slots = name.partition("-")[2]
-        words = [sys.executable, "-m", "benchmarks.engines.offline_llama", str(folder)]
-        return [*words, server, slots] if server else []
     return [sys.executable, "-m", "benchmarks.engines.offline_ours", str(folder), name]
 
 
@@ -210,8 +204,6 @@ def rate(one: Mapping[str, Any], clock: str = "seconds") -> float:
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
     """All tables, and the aims."""
     missing = [] if options.vllm_python else ["vllm"]
-    if not options.llama_server:
-        missing += [name for name in SYSTEMS if name.startswith("llama.cpp")]
     order = list(dict.fromkeys([*SYSTEMS, *options.systems]))
     parts = []
     for size in SIZES:
@@ -226,7 +218,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
 def aims(runs: Sequence[Run], clock: str = "seconds") -> str:
     """`rebatch` over the best of each kind, per round."""
     found = []
-    for kind, aim in (("static", 2.0), ("generate_batch", 1.6), ("llama.cpp", 1.0), ("vllm", 1.0)):
+    for kind, aim in (("static", 2.0), ("generate_batch", 1.6), ("vllm", 1.0)):
         ratios = [
             rate(run["systems"]["rebatch"], clock)
             / max(rate(one, clock) for name, one in run["systems"].items() if name.startswith(kind))
@@ -254,7 +246,6 @@ def main() -> int:
         default="seconds",
         help="cpu_s: processor time of the serving processes",
     )
-    parser.add_argument("--llama-server", default="", help="llama.cpp's llama-server")
     parser.add_argument(
         "--vllm-python", default="", help="the Python of an environment that has vLLM"
     )

@@ -32,7 +32,9 @@ import asyncio
 import json
 import math
 import os
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -46,7 +48,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import free_ports
+from benchmarks.common.raw_client import free_ports, wait_for
 from benchmarks.common.results_file import keep
 from benchmarks.engines.prefix_live import (
     CLOSING,
@@ -63,7 +65,6 @@ from benchmarks.engines.prefix_live import (
     unmeasured,
 )
 from benchmarks.engines.vllm_flags import LLMCTL, run, serving
-from benchmarks.serving.router_cost import commands, open_front
 from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
@@ -270,6 +271,40 @@ def peers(arguments: argparse.Namespace) -> None:
                     results[name] = asyncio.run(failed_streams(port, model, victim))
             out.write_text(json.dumps(results, indent=1) + "\n")
             print(f"{name}: {results[name] or 'none'} of {STREAMS} failed", file=sys.stderr)
+
+
+def commands(folder: Path, plan: Path, urls: Sequence[str], model: str) -> dict[str, list[str]]:
+    """The fronts that are there, by name; PORT stands for the port."""
+    ours = [*LLMCTL, "serve", str(plan), "--port", "PORT"]
+    ours += ["--served-model-name", model, *(word for url in urls for word in ("--replica", url))]
+    found = {"llmctl, round-robin": ours, "llmctl, sglang": [*ours, "--router", "sglang"]}
+    where = ["--host", "127.0.0.1", "--port", "PORT", "--worker-urls", *urls]
+    for name, first in (("sglang-router", ["launch"]), ("vllm-router", [])):
+        if (folder / name).is_file():
+            metrics = ["--prometheus-port", str(free_ports(1)[0])]
+            words = [str(folder / name), *first, *where, "--policy", "cache_aware", *metrics]
+            found[f"{name}, cache_aware"] = words
+    return found
+
+
+@contextmanager
+def open_front(words: Sequence[str], port: int, model: str) -> Iterator[None]:
+    """A front of this command line; it has found its replicas, which serve `model`."""
+    body = {"model": model, "prompt": "a", "max_tokens": 1, "ignore_eos": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(port)
+            for _ in range(300):
+                if httpx.post(url, json=body, timeout=60, trust_env=False).is_success:
+                    break
+                time.sleep(0.2)
+            else:
+                raise SystemExit("the front finds no replicas")
+            time.sleep(1.0)  # it may have found only one of them
+            yield
+        finally:
+            process.terminate()
 
 
 def report(results: Mapping[tuple[int, str], Sequence[Replayed]]) -> str:

@@ -6,7 +6,8 @@ Three parts: bodies of requests with odd fields and torn bytes; a replica that a
 probes and readers of metrics with hostile bytes, beside a good one; and replicas that end and start
 again under streams, each of which must be the undisturbed answer. All the time /health is asked. No
 answer may be a 5xx that is not meant, no stream may differ, and at the end every task of the front
-must run, as its metrics say.
+must run, as its metrics say. The front has a process of its own, and so has what asks /health;
+clients and replicas share one.
 
 Takes five minutes on one core. Needs no model and no GPU.
 """
@@ -14,13 +15,18 @@ Takes five minutes on one core. Needs no model and no GPU.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import httpx
@@ -29,6 +35,7 @@ import uvloop
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.gateway import replicas
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer
@@ -40,7 +47,10 @@ from toolkit.serve.server import listen, url
 
 HUGE = 10**400
 HEALTH_EVERY_S = 0.02
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/embeddings")
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+PATHS = (COMPLETIONS, CHAT, RESPONSES, "/tokenize", "/v1/embeddings")
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 64, 2**31, 2**63, HUGE, -HUGE, 0.5, 1e300, -0.0),
     *("", "a", "true", "64", "\x00", "\u202e", "é" * 50, "x" * 5000),
@@ -52,15 +62,22 @@ FIELDS = (
     *("stream", "stream_options", "temperature", "stop", "include_stop_str_in_output"),
     *("return_token_ids", "min_tokens", "priority", "prompt_cache_key", "prompt_embeds", "tools"),
     *("logprobs", "echo", "suffix", "user", "ignore_eos", "input", "nothing"),
+    *("max_output_tokens", "instructions", "previous_response_id", "background", "store"),
+)
+RESPONSE_EVENTS = (
+    *("response.created", "response.output_text.delta", "response.output_text.done"),
+    *("response.completed", "response.failed", "error"),
 )
 TORN = (b"\xff", b"\x00", b'"', b"{", b"[" * 3000, b"\\ud800", b",", b"\xe2\x82", b"1e999")
 
 
 def good_body(path: str) -> dict[str, Any]:
     about = {"model": MODEL, "max_tokens": 4, "ignore_eos": True}
-    if path == "/v1/completions":
+    if path == COMPLETIONS:
         return about | {"prompt": "Once"}
-    if path == "/v1/chat/completions":
+    if path == RESPONSES:
+        return {"model": MODEL, "input": "Once", "max_output_tokens": 4, "ignore_eos": True}
+    if path == CHAT:
         return about | {"messages": [{"role": "user", "content": "Once"}]}
     return {"model": MODEL, "prompt": "Once", "input": "Once"}
 
@@ -101,6 +118,10 @@ def hostile(rng: random.Random) -> bytes:
                 rng.choice(VALUES)
             )
             event = {"id": rng.choice(("a", value)), "choices": [choice], "usage": value}
+            if rng.random() < 0.4:
+                usage = {"input_tokens": value, "output_tokens": rng.choice(VALUES)}
+                event = {"type": rng.choice((*RESPONSE_EVENTS, value)), "delta": rng.choice(VALUES)}
+                event["response"] = {"id": rng.choice(("a", value)), "usage": usage}
             lines.append(b"data: " + json.dumps(event).encode() + b"\n\n")
         lines += [b"data: [DONE]\n\n"] * (rng.random() < 0.5)
         return framed(rng, status, torn(rng, b"".join(lines)))
@@ -163,17 +184,43 @@ class Found:
     statuses: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
+    memory_mib: int = 0  # of the front's process, at the end
 
     def complain(self, text: str) -> None:
         if len(self.complaints) < 100:
             self.complaints.append(text)
 
 
-@asynccontextmanager
-async def front_before(*replicas: StandIn) -> AsyncIterator[tuple[httpx.AsyncClient, ReplicaPool]]:
-    """A front before these replicas, and a client of it."""
-    for replica in replicas:
-        await replica.start()
+class Front:
+    """A front in a process of its own, and a client of it."""
+
+    def __init__(self, http: httpx.AsyncClient, pid: int) -> None:
+        self.http = http
+        self.process = psutil.Process(pid)
+
+    async def until_up(self, count: int) -> None:
+        """Wait until so many replicas are up."""
+        up = -1
+        while up < count:
+            await asyncio.sleep(0.05)
+            listed = (await self.http.get("/replicas")).json()["replicas"]
+            up = sum(each["state"] == "up" for each in listed)
+
+
+def start(work: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A process of this module's `work`, which gets one end of a pipe last; and the other end."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+async def serve_front(urls: list[str], parent: Connection, *, asks_often: bool) -> None:
+    """Serve a front before these replicas, until the parent closes its end."""
+    if asks_often:
+        replicas.PROBE_UP_S = replicas.IDENTIFY_EVERY_S = 0.02
     balancer = Balancer(make_router("vllm-dp", {}), [], block_tokens=64, index_limit=1000)
     kinds = [LiveKind(ReplicaTraits(100_000))]
     pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=2.0)
@@ -183,36 +230,63 @@ async def front_before(*replicas: StandIn) -> AsyncIterator[tuple[httpx.AsyncCli
     server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
     pool.background.start("silent replicas", pool.sweep)
     pool.background.start("reports of replicas", pool.read_reports)
+    gc.collect()
+    gc.freeze()  # as `llmctl serve` does
     with listen("127.0.0.1", 0) as listener:
         await server.start(listener)
-        pool.renew([replica.url for replica in replicas])
-        while not pool.up:
-            await asyncio.sleep(0.01)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=url(listener), timeout=60, limits=limits, trust_env=False
-        ) as http:
-            yield http, pool
+        pool.renew(urls)
+        parent.send(url(listener))
+        with suppress(EOFError):
+            await asyncio.to_thread(parent.recv)
         await pool.stop()
         await server.stop(1)
-    for replica in replicas:
-        replica.kill()
 
 
-async def ask_health(http: httpx.AsyncClient, found: Found) -> None:
-    """Ask /health again and again, until cancelled."""
-    async with httpx.AsyncClient(base_url=http.base_url, timeout=60, trust_env=False) as own:
-        while True:
-            begin_s = time.perf_counter()
-            answer = await own.get("/health")
-            found.health_s.append(time.perf_counter() - begin_s)
-            if answer.status_code != 200:
-                found.complain(f"/health answered {answer.status_code}")
-            await asyncio.sleep(HEALTH_EVERY_S)
+def front_process(urls: list[str], asks_often: bool, parent: Connection) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_front(urls, parent, asks_often=asks_often))
+
+
+@asynccontextmanager
+async def front_before(*servers: StandIn, asks_often: bool = False) -> AsyncIterator[Front]:
+    """A front before these replicas, which run in this process."""
+    for server in servers:
+        await server.start()
+    process, ours = start(front_process, [server.url for server in servers], asks_often)
+    base_url = await asyncio.to_thread(ours.recv)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=base_url, timeout=60, limits=limits, trust_env=False
+    ) as http:
+        front = Front(http, process.pid or 0)
+        await front.until_up(1)
+        yield front
+    ours.close()
+    await asyncio.to_thread(process.join, 30)
+    for server in servers:
+        server.kill()
+
+
+def watch_health(host: str, port: int, parent: Connection) -> None:
+    """Ask /health again and again, in a process that nothing else delays, until the parent says
+    that it is over; then tell it the seconds of each answer, and how many were no 200.
+    """
+    connection = HTTPConnection(host, port, timeout=60)
+    times_s = []
+    wrong = 0
+    parent.send("ready")
+    while not parent.poll(HEALTH_EVERY_S):
+        begin_s = time.perf_counter()
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        times_s.append(time.perf_counter() - begin_s)
+        wrong += answer.status != 200
+    parent.send((times_s, wrong))
 
 
 async def in_parallel(
-    count: int, clients: int, ask: Callable[[int], Any], found: Found, http: httpx.AsyncClient
+    count: int, clients: int, ask: Callable[[int], Any], found: Found, front: Front
 ) -> None:
     """Call `ask` for each number, by so many clients at once, while /health is asked."""
     numbers = iter(range(count))
@@ -221,27 +295,34 @@ async def in_parallel(
         for number in numbers:
             await ask(number)
 
-    health = asyncio.create_task(ask_health(http, found))
+    base_url = front.http.base_url
+    process, ours = start(watch_health, base_url.host, base_url.port or 80)
+    await asyncio.to_thread(ours.recv)
     await asyncio.gather(*(client() for _ in range(clients)))
-    health.cancel()
-    await asyncio.gather(health, return_exceptions=True)
+    ours.send("over")
+    found.health_s, wrong = await asyncio.to_thread(ours.recv)
+    await asyncio.to_thread(process.join)
+    if wrong:
+        found.complain(f"/health answered no 200 {wrong} times")
 
 
-async def check_tasks(http: httpx.AsyncClient, found: Found) -> None:
+async def check_tasks(front: Front, found: Found) -> None:
     """Every task of the front runs, and none has failed, as its metrics say."""
-    lines = (await http.get("/metrics")).text.splitlines()
+    lines = (await front.http.get("/metrics")).text.splitlines()
     up = [line for line in lines if line.startswith("llmctl_background_task_up{")]
     failed = [line for line in lines if line.startswith("llmctl_background_task_failures_total{")]
     if len(up) < 3 or not all(line.endswith(" 1.0") for line in up):
         found.complain(f"tasks: {up}")
     if not all(line.endswith(" 0.0") for line in failed):
         found.complain(f"failures of tasks: {failed}")
+    found.memory_mib = front.process.memory_info().rss >> 20
 
 
 async def odd_bodies(count: int, seed: int) -> Found:
     """Send odd bodies to a front before good replicas."""
     found = Found()
-    async with front_before(StandIn(), StandIn()) as (http, _):
+    async with front_before(StandIn(), StandIn()) as front:
+        http = front.http
 
         async def ask(number: int) -> None:
             rng = random.Random(f"{seed} {number}")
@@ -256,8 +337,8 @@ async def odd_bodies(count: int, seed: int) -> Found:
                     f"{answer.status_code} {answer.text[:100]} for {path} {body[:200]!r}"
                 )
 
-        await in_parallel(count, 8, ask, found, http)
-        await check_tasks(http, found)
+        await in_parallel(count, 8, ask, found, front)
+        await check_tasks(front, found)
     return found
 
 
@@ -267,8 +348,9 @@ async def hostile_replicas(count: int, seed: int) -> Found:
     rng = random.Random(seed)
     rogue = StandIn()
     good = StandIn()
-    wanted = answer_of(good_body("/v1/completions"))
-    async with front_before(rogue, good) as (http, pool):
+    wanted = answer_of(good_body(COMPLETIONS))
+    async with front_before(rogue, good, asks_often=True) as front:
+        http = front.http
         rogue.script = lambda *_: hostile(rng) if rng.random() < 0.7 else None
 
         async def ask(number: int) -> None:
@@ -277,26 +359,23 @@ async def hostile_replicas(count: int, seed: int) -> Found:
                 if rng.random() < 0.3:
                     rogue.pages[path] = hostile_page(rng, path)
             if number % 10 == 0:
-                for one in pool.replicas:
-                    one.identified_s = -1e9
-                    one.wake.set()
                 await http.get("/replicas/metrics")
-            body = good_body("/v1/completions") | {"stream": rng.random() < 0.7}
-            answer = await http.post("/v1/completions", json=body)
+            path = rng.choice((COMPLETIONS, COMPLETIONS, RESPONSES))
+            body = good_body(path) | {"stream": rng.random() < 0.7}
+            answer = await http.post(path, json=body)
             found.statuses[str(answer.status_code)] += 1
             if answer.status_code >= 500 and answer.status_code not in (503, 504):
                 found.complain(f"{answer.status_code} {answer.text[:200]}")
 
-        await in_parallel(count, 8, ask, found, http)
+        await in_parallel(count, 8, ask, found, front)
         rogue.script = None
         rogue.pages.clear()
-        while len(pool.up) < 2:
-            await asyncio.sleep(0.05)
+        await front.until_up(2)
         for _ in range(10):
-            answer = await http.post("/v1/completions", json=good_body("/v1/completions"))
+            answer = await http.post(COMPLETIONS, json=good_body(COMPLETIONS))
             if answer.json()["choices"][0]["text"] != wanted:
                 found.complain(f"another answer: {answer.text[:200]}")
-        await check_tasks(http, found)
+        await check_tasks(front, found)
     return found
 
 
@@ -305,12 +384,12 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
     found = Found()
     rng = random.Random(seed)
     ended = asyncio.Event()
-    # Clients, front and servers share one process: 200 streams of 10 tokens a second.
-    replicas = [StandIn(token_s=0.1 if streams > 50 else 0.01) for _ in range(4)]
+    # Clients and servers share one process: 200 streams of 10 tokens a second.
+    servers = [StandIn(token_s=0.1 if streams > 50 else 0.01) for _ in range(4)]
 
     async def flap() -> None:
         for _ in range(count):
-            one = rng.choice(replicas[1:])
+            one = rng.choice(servers[1:])
             rng.choice((one.kill, one.kill, one.abort_requests))()
             await asyncio.sleep(rng.uniform(0.0, 0.05))
             if one._server is None:
@@ -318,16 +397,15 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
         ended.set()
 
-    async with front_before(*replicas) as (http, pool):
+    async with front_before(*servers) as front:
+        http = front.http
 
         async def ask(number: int) -> None:
             while not ended.is_set():
-                body = good_body("/v1/completions") | {"max_tokens": 60, "prompt": f"Once {number}"}
+                body = good_body(COMPLETIONS) | {"max_tokens": 60, "prompt": f"Once {number}"}
                 text = ""
                 done = False
-                async with http.stream(
-                    "POST", "/v1/completions", json=body | {"stream": True}
-                ) as answer:
+                async with http.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
                     found.statuses[str(answer.status_code)] += 1
                     async for line in answer.aiter_lines():
                         done |= line == "data: [DONE]"
@@ -338,11 +416,10 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
                     found.complain(f"another stream: {text!r} of {answer_of(body)!r}, done {done}")
 
         flapping = asyncio.create_task(flap())
-        await in_parallel(streams, streams, ask, found, http)
+        await in_parallel(streams, streams, ask, found, front)
         await flapping
-        while len(pool.up) < len(replicas):
-            await asyncio.sleep(0.05)
-        await check_tasks(http, found)
+        await front.until_up(len(servers))
+        await check_tasks(front, found)
     return found
 
 
@@ -354,7 +431,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    process = psutil.Process()
     wrong = 0
     print("| part | answers | statuses | /health p50, p99, max | memory | complaints |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -372,7 +448,7 @@ def main() -> None:
         times = sorted(found.health_s)
         shares = [times[min(int(len(times) * share), len(times) - 1)] for share in (0.5, 0.99, 1)]
         health = ", ".join(f"{1000 * each:.0f} ms" for each in shares)
-        memory = f"{process.memory_info().rss >> 20} MiB"
+        memory = f"{found.memory_mib} MiB"
         total = found.statuses.total()
         row = f"| {name} | {total:,} | {statuses} | {health} | {memory} | {len(found.complaints)} |"
         print(row, flush=True)

@@ -21,7 +21,7 @@ from toolkit.files.shipped import load_recipe, recipe_path, shipped_names, shipp
 from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
-RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
+RENDERED = ("local", "systemd", "compose", "kubernetes", "ray", "vllm", "sglang")
 IN_PROCESS = ("local", "ray")  # the command itself is the server
 MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,16 +23,22 @@ from toolkit.files.fleet import (
     ranges_of,
     sized,
 )
-from toolkit.files.io import digest, read_file, shipped_fit
+from toolkit.files.io import digest, head, read_file, shipped_fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
+from toolkit.tuning.parallel import on_gpus
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
+FIT_USUAL = (
+    "Default: fit.json in this folder, else the shipped one, else for vLLM on a GPU laws that are "
+    "computed from measured operators."
+)
 
 
 def warn(text: str) -> None:
@@ -69,6 +75,80 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
             raise StaleError(error.message, f"{error.hint}{ships}") from None
         warn(error.message)
         return read_file(Fit, path)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFit:
+    """A recipe's fit, and its file; None: it was computed for this command, and nowhere written."""
+
+    fit: Fit
+    file: Path | None
+
+    def inputs(self, recipe: Path) -> dict[str, Path]:
+        """Role to file, for an envelope's inputs."""
+        return {"recipe": recipe} | ({"fit": self.file} if self.file else {})
+
+
+def note_found(found: Sequence[FoundFit]) -> None:
+    """Print what predictions from these fits rest on: each fact once."""
+    note_bases({one.file: one.fit for one in found if one.file})
+    computed = [one.fit.engine for one in found if not one.file]
+    note(*dict.fromkeys(line for engine in computed for line in analytic_notes(engine)))
+
+
+def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = False) -> FoundFit:
+    """The fit of the recipe in `file`: the one that is `given`, fit.json of this folder, the
+    shipped one, or computed.
+
+    Raises `InputError` where none of these is possible, and as `read_fit`.
+    """
+    path = given or _fit_here(recipe) or shipped_fit(file.stem)
+    if path is not None:
+        return FoundFit(read_fit(path, file, force=force), path)
+    if not is_computed(recipe):
+        raise InputError(
+            f"recipe '{recipe.name}' has no shipped fit, and there is no fit.json of it here",
+            "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
+        )
+    note(f"{recipe.name}: there is no fit of it, so its laws are computed; nothing is measured")
+    return FoundFit(computed_fit(file, recipe), None)
+
+
+def _fit_here(recipe: Recipe) -> Path | None:
+    """fit.json in the current folder, if it is a fit of this recipe."""
+    here = Path("fit.json")
+    if not here.is_file():
+        return None
+    other = read_file(Fit, here).recipe_name
+    if other != recipe.name:
+        note(f"fit.json of this folder is of recipe '{other}', and is not used")
+        return None
+    note(f"{recipe.name}: by fit.json of this folder")
+    return here
+
+
+def is_computed(recipe: Recipe) -> bool:
+    """Whether laws for the recipe can be computed from measured operators."""
+    from toolkit.profiling.analytic import by_operators
+
+    return by_operators(recipe)
+
+
+def computed_fit(file: Path, recipe: Recipe) -> Fit:
+    """The analytic fit of a recipe, which may differ from its file. `InputError` as
+    `analytic_fit`.
+    """
+    from toolkit.profiling.analytic import analytic_fit
+
+    made_from = head(inputs={"recipe": file}, device=recipe.hardware.name)
+    return analytic_fit(recipe.measured, made_from)
+
+
+def parallel_size(word: str) -> int:
+    """A number of --tp. `InputError` for another word."""
+    if not word.isdecimal() or len(word) > 4 or int(word) < 1:
+        raise InputError(f"--tp {word}: it is a number of GPUs, 1 or more", "for example --tp 1,2")
+    return int(word)
 
 
 def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) -> Tuning | None:
@@ -141,33 +221,44 @@ def plan_from(
     force: bool = False,
 ) -> tuple[Plan, Path]:
     """Make the plan of a recipe and its fit, or of a fleet, which names its fits; with a tuning or
-    a policy, if given. Returns the plan and the file of its first fit.
+    a policy, if given. Returns the plan and the file beside which its validation may lie: its
+    (first) fit, or the recipe where the laws are computed.
 
-    `InputError` for a fit beside a fleet, and for a recipe without one; else as `open_fleet`,
-    `read_fit` and `make_plan`.
+    A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these,
+    for the tensor parallelism that it chose. Raises `InputError` for a fit beside a fleet; else as
+    `open_fleet`, `find_fit` and `make_plan`.
     """
     from toolkit.deploy.plan import make_plan
 
-    fleet: Fleet | None = None
     if is_fleet(source):
         if fit is not None:
             raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
         fleet = open_fleet(Path(source), force=force)
-        inputs = fleet.inputs
+        tuned = read_tuning(tuning, fleet.inputs)
+        made_from = fleet.inputs | ({"tuning": tuning} if tuning else {})
+        first, *others = sized(fleet.kinds, tuned)
+        plan = make_plan(first.recipe, first.fit, tuned, made_from, policy, others, first.workers)
+        return plan.model_copy(update={"nodes": first.nodes}), fleet.inputs["fit"]
+    file = recipe_path(source)  # a missing recipe is reported first
+    recipe = open_recipe(file)
+    tuned = read_tuning(tuning, {"recipe": file})
+    if tuned and "fit" not in tuned.inputs and fit is None:
+        found = FoundFit(computed_fit(file, tuned_recipe(recipe, tuned)), None)
+        recipe = tuned_recipe(recipe, tuned)
     else:
-        recipe = recipe_path(source)  # a missing recipe is reported first
-        if fit is None:
-            raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
-        inputs = {"recipe": recipe, "fit": fit}
-    tuned = read_tuning(tuning, inputs)
-    near = inputs["fit"]
-    made_from = inputs | ({"tuning": tuning} if tuning else {})
-    if fleet is None:
-        fitted = read_fit(near, inputs["recipe"], force=force)
-        return make_plan(open_recipe(inputs["recipe"]), fitted, tuned, made_from, policy), near
-    first, *others = sized(fleet.kinds, tuned)
-    plan = make_plan(first.recipe, first.fit, tuned, made_from, policy, others, first.workers)
-    return plan.model_copy(update={"nodes": first.nodes}), near
+        found = find_fit(file, recipe, fit, force=force)
+        inputs = found.inputs(file)
+        tuned = read_tuning(tuning, inputs)
+    made_from = found.inputs(file) | ({"tuning": tuning} if tuning else {})
+    return make_plan(recipe, found.fit, tuned, made_from, policy), found.file or file
+
+
+def tuned_recipe(recipe: Recipe, tuned: Tuning) -> Recipe:
+    """The recipe with the tensor parallelism and the workers that a tuning chose."""
+    size = tuned.tensor_parallel_size
+    if size is None or size == recipe.engine.tensor_parallel_size:
+        return recipe
+    return on_gpus(recipe, size, tuned.workers * size)
 
 
 def plan_address(plan: Plan) -> str:

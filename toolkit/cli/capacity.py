@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -22,12 +22,17 @@ from toolkit.cli.arguments import (
     parse_sla,
 )
 from toolkit.cli.basis import (
-    note_bases,
+    FIT_USUAL,
+    FoundFit,
+    computed_fit,
+    find_fit,
+    is_computed,
+    note_found,
     note_other_count,
     note_rest,
     note_scaling,
+    parallel_size,
     plain,
-    read_fit,
     read_tuning,
 )
 from toolkit.cli.output import (
@@ -46,10 +51,11 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, head, read_file, shipped_fit, write_text
+from toolkit.files.io import check_writable, read_file, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import share_used
+from toolkit.tuning.parallel import ONE_SIZE, on_gpus
 from toolkit.units import number
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ class CapacityOptions(LengthOptions):
     )
     fit: list[Path] | None = option(
         None,
-        "The fit of a recipe; repeatable. Default: fit.json in this folder, or the shipped one.",
+        f"The fit of a recipe; repeatable. {FIT_USUAL}",
         callback=lambda fits: [arguments.resolve_fit(fit) for fit in fits or []],
         autocompletion=arguments.fits,
     )
@@ -127,6 +133,15 @@ class CapacityOptions(LengthOptions):
     as_json: JsonOption = False
 
 
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """A recipe, its file, and its fit."""
+
+    file: Path
+    recipe: Recipe
+    found: FoundFit
+
+
 @command_of(CapacityOptions)
 def command(args: CapacityOptions) -> None:
     """Find the highest rate, and the most requests at once, at which a recipe keeps all targets on
@@ -147,16 +162,16 @@ def command(args: CapacityOptions) -> None:
     if args.html:
         check_writable(args.html)
     targets = parse_sla(args.sla)
-    pairs = _recipes(args)
+    rated = _recipes(args)
     tuning = read_tuning(args.tuning)
-    seen = _seen(args, pairs)
+    seen = _seen(args, rated)
     deployments: list[Deployment] = []
-    for _, recipe, fit, _ in pairs:
-        changed = _changed(recipe, args, targets)
-        own = tuning if tuning and tuning.recipe_name == recipe.name else None
+    for one in rated:
+        changed = _changed(one.recipe, args, targets)
+        own = tuning if tuning and tuning.recipe_name == one.recipe.name else None
         deployments += deployments_of(
             changed,
-            fit,
+            one.found.fit,
             tuning=own,
             policies=_names(args.policies),
             routers=_names(args.routers),
@@ -171,8 +186,9 @@ def command(args: CapacityOptions) -> None:
         for deployment, trace in zip(deployments, traces, strict=True):
             told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
-            one = measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
-            found.append(one)
+            found.append(
+                measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
+            )
     result = Capacities(
         trace=plain(traces[0]),
         sla=dict(deployments[0].recipe.sla),
@@ -180,7 +196,7 @@ def command(args: CapacityOptions) -> None:
         capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
     )
     emit(args.as_json, result, lambda: _show(result))
-    note_bases({path: fit for _, _, fit, path in pairs})
+    note_found([one.found for one in rated])
     _note_counts(found)
     if args.png:
         draw(_panels(result), args.png)
@@ -232,12 +248,11 @@ def _names(listed: str | None) -> list[str]:
     return [word.strip() for word in (listed or "").split(",") if word.strip()]
 
 
-def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
-    """Each recipe with its file, its fit and the fit's file.
+def _recipes(args: CapacityOptions) -> list[Rated]:
+    """Each recipe with its file and its fit.
 
-    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Without
-    one it is fit.json in the current folder, or the shipped one, or for vLLM on a GPU an analytic
-    one. Raises `InputError` for another recipe without a fit.
+    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Others as
+    `find_fit`, with its errors.
     """
     given = list(args.fit or [])
     files = [recipe_path(name) for name in args.recipes]
@@ -252,31 +267,13 @@ def _recipes(args: CapacityOptions) -> list[tuple[Path, Recipe, Fit, Path]]:
         path = by_name.get(recipe.name)
         if path is None and len(files) == 1 and given:
             path = given[0]
-        path = path or _fit_here(recipe) or shipped_fit(file.stem)
-        if path is not None:
-            found.append((file, recipe, read_fit(path, file, force=args.force), path))
-        elif _is_computed(recipe):
-            found.append((file, recipe, _computed_fit(file, recipe), file))
-        else:
-            raise InputError(
-                f"recipe '{recipe.name}' has no shipped fit",
-                "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
-            )
+        found.append(Rated(file, recipe, find_fit(file, recipe, path, force=args.force)))
     return _of_parallelism(found, _names(args.tp), args.workers)
 
 
-def _fit_here(recipe: Recipe) -> Path | None:
-    """fit.json in the current folder, if it is a fit of this recipe."""
-    here = Path("fit.json")
-    if not here.is_file() or read_file(Fit, here).recipe_name != recipe.name:
-        return None
-    note(f"{recipe.name}: by fit.json of this folder")
-    return here
-
-
 def _of_parallelism(
-    recipes: list[tuple[Path, Recipe, Fit, Path]], wanted: Sequence[str], workers: int | None
-) -> list[tuple[Path, Recipe, Fit, Path]]:
+    recipes: list[Rated], wanted: Sequence[str], workers: int | None
+) -> list[Rated]:
     """The recipes with a wanted tensor parallelism; all without a wish.
 
     An analytic recipe of vLLM has each of the wanted sizes: its laws are computed for them, and it
@@ -285,66 +282,34 @@ def _of_parallelism(
     """
     if not wanted:
         return recipes
-    sizes = [_size(word) for word in wanted]
-    found: list[tuple[Path, Recipe, Fit, Path]] = []
-    for file, recipe, fit, path in recipes:
-        if fit.engine.analytic and _is_computed(recipe):
-            found += [_computed(file, recipe, size, max(sizes), workers) for size in sizes]
-        elif recipe.engine.tensor_parallel_size in sizes:
-            sized = recipe.model_copy(update={"workers": workers or recipe.workers})
-            found.append((file, sized, fit, path))
-    known = {recipe.engine.tensor_parallel_size for _, recipe, _, _ in found}
+    sizes = [parallel_size(word) for word in wanted]
+    found: list[Rated] = []
+    for one in recipes:
+        own = one.recipe.engine.tensor_parallel_size
+        if one.found.fit.engine.analytic and is_computed(one.recipe):
+            gpus = max((workers or one.recipe.workers) * own, *sizes)
+            found += [_computed(one, size, gpus) for size in sizes]
+        elif own in sizes:
+            sized = one.recipe.model_copy(update={"workers": workers or one.recipe.workers})
+            found.append(replace(one, recipe=sized))
+    known = {one.recipe.engine.tensor_parallel_size for one in found}
     if missing := [size for size in sizes if size not in known]:
-        measured = ", ".join(str(one.engine.tensor_parallel_size) for _, one, _, _ in recipes)
+        measured = ", ".join(str(one.recipe.engine.tensor_parallel_size) for one in recipes)
         raise InputError(
-            f"--tp {missing[0]}: the recipes were measured with {measured}, and laws for another "
-            "tensor parallelism do not follow from that",
+            f"--tp {missing[0]}: the recipes were measured with {measured}; {ONE_SIZE}",
             f"profile a recipe with engine.tensor_parallel_size: {missing[0]}, and name it too",
         )
     return found
 
 
-def _size(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise InputError(f"--tp {word}: it is a number of GPUs, 1 or more", "for example --tp 1,2")
-    return int(word)
-
-
-def _computed(
-    file: Path, recipe: Recipe, size: int, largest: int, workers: int | None
-) -> tuple[Path, Recipe, Fit, Path]:
-    """The recipe on workers of `size` GPUs, on as many GPUs as before and at least `largest`, and
-    its analytic fit.
-    """
-    own = recipe.engine.tensor_parallel_size
-    gpus = max((workers or recipe.workers) * own, largest)
-    if gpus % size:
-        raise InputError(f"--tp {size}: it does not divide {gpus} GPUs", "change --workers or --tp")
-    usd = recipe.hardware.usd_per_hour
-    given = recipe.model_dump()
-    given["name"] = f"{recipe.name}-tp{size}"[-64:]
-    given["workers"] = gpus // size
-    given["engine"]["tensor_parallel_size"] = size
-    given["hardware"]["usd_per_hour"] = None if usd is None else usd * size / own
+def _computed(one: Rated, size: int, gpus: int) -> Rated:
+    """The recipe on `gpus` GPUs in workers of `size` GPUs each, and its analytic fit."""
     try:
-        changed = Recipe.model_validate(given)
-    except ValueError as error:  # pydantic's: the problem is in its last line but one
-        problem = str(error).splitlines()[-2].strip().removeprefix("Value error, ")
-        raise InputError(f"--tp {size}: {problem.partition(' [type=')[0]}") from None
-    return file, changed, _computed_fit(file, changed), file
-
-
-def _is_computed(recipe: Recipe) -> bool:
-    from toolkit.profiling.analytic import by_operators
-
-    return by_operators(recipe)
-
-
-def _computed_fit(file: Path, recipe: Recipe) -> Fit:
-    """The analytic fit of a recipe, which may differ from its file."""
-    from toolkit.profiling.analytic import analytic_fit
-
-    return analytic_fit(recipe, head(inputs={"recipe": file}, device=recipe.hardware.name))
+        sized = on_gpus(one.recipe, size, gpus)
+        sized = sized.model_copy(update={"name": f"{one.recipe.name}-tp{size}"[-64:]})
+        return Rated(one.file, sized, FoundFit(computed_fit(one.file, sized), None))
+    except InputError as error:
+        raise InputError(f"--tp {size}: {error.message}", error.hint) from None
 
 
 def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -> Recipe:

@@ -318,6 +318,7 @@ COEFFICIENTS = (  # of overlapping passes: what it is, its field, per so many
     ("GPU, decodes alone", "decode_s", 1, "pass"),
     ("", "row_s", 1, "row"),
     ("", "cached_s", 1000, "1,000 cached tokens"),
+    ("", "expert_s", 1, "touched expert of a layer"),
     ("GPU, with chunks, at least", "floor_s", 1, "pass"),
     ("", "floor_token_s", 1000, "1,000 tokens"),
     ("GPU, with chunks", "token_s", 1000, "1,000 tokens"),
@@ -408,6 +409,8 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
         lines.append(("swap", form, *_errors(swap.error), f"{swap.error.points} points"))
     if steps:
         form = f"knots {', '.join(map(str, steps.knots))}"
+        if steps.experts:
+            form = f"{form}, {steps.experts} experts"
         if steps.pipeline:
             form = f"overlapping, launches {steps.pipeline.launches}"
         elif steps.beside_s is not None:

@@ -63,6 +63,7 @@ class NewOptions:
     quantization: str = option(
         "", "Quantize 16-bit weights as vLLM loads them: fp8; default: as the checkpoint is."
     )
+    lora: bool = option(False, "Serve LoRA adapters beside the model: vLLM's --enable-lora.")
     engine: str = option("vllm", "The engine: vllm, rebatch or transformers.")
     max_model_len: int | None = option(
         None, "The longest prompt + output in tokens; default: 8192, or the model's limit.", min=16
@@ -96,6 +97,7 @@ def new(args: NewOptions) -> None:
         engine=args.engine,
         max_model_len=args.max_model_len,
         targets=parse_sla(args.target, "--target"),
+        lora=args.lora,
     )
     made = new_recipe(found, wish)
     with tempfile.TemporaryDirectory() as folder:

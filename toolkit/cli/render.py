@@ -20,7 +20,15 @@ from toolkit.cli.arguments import (
     option,
     parse_settings,
 )
-from toolkit.cli.basis import accept, analytic_notes, find_validation, note_bases, plan_from
+from toolkit.cli.basis import (
+    FIT_USUAL,
+    FoundFit,
+    accept,
+    analytic_notes,
+    find_validation,
+    note_found,
+    plan_from,
+)
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.io import file_text, read_file, write_file
@@ -41,11 +49,11 @@ class RenderOptions:
     """The command line of `llmctl render`."""
 
     source: Path = argument(
-        "A recipe with --fit, a fleet, or a plan with --target.",
+        "A recipe, a fleet, or a plan with --target.",
         metavar="RECIPE|FLEET|PLAN.json",
         autocompletion=arguments.recipes_and_plans,
     )
-    fit: Path | None = option(None, f"The fit of a recipe: {FIT_HELP}", **FIT)
+    fit: Path | None = option(None, f"The fit of a recipe: {FIT_HELP} {FIT_USUAL}", **FIT)
     tuning: Path | None = option(None, "tuning.json; without it the plan has the recipe's policy.")
     policy: str | None = option(
         None,
@@ -55,7 +63,7 @@ class RenderOptions:
     settings: SetOption = None
     target: str | None = option(
         None,
-        "Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; see "
+        "Write files for local, systemd, compose, kubernetes, ray, vllm or sglang; see "
         "llmctl docs how-to/deploy.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
@@ -176,14 +184,14 @@ def command(args: RenderOptions) -> None:
     ]
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
     emit(args.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
-    note_bases({near: plan.fit})
+    note_found([FoundFit(plan.fit, near if "fit" in plan.inputs else None)])
     allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
-    """The plan, read or made, and the file beside which its validation may lie: the plan's own or
-    the (first) fit. `InputError` for arguments that contradict each other.
+    """The plan, read or made, and the file beside which its validation may lie: the plan's own, or
+    as `plan_from`. `InputError` for arguments that contradict each other.
     """
     source = args.source
     policy = None

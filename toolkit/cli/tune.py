@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,19 @@ from toolkit.cli.arguments import (
     option,
     refuse_useless,
 )
-from toolkit.cli.basis import Fleet, note_bases, note_trace, open_fleet, read_fit, refuse_workers
+from toolkit.cli.basis import (
+    FIT_USUAL,
+    Fleet,
+    FoundFit,
+    computed_fit,
+    find_fit,
+    is_computed,
+    note_found,
+    note_trace,
+    open_fleet,
+    parallel_size,
+    refuse_workers,
+)
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
 from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
@@ -49,7 +61,7 @@ from toolkit.files.io import (
 )
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
-from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS, Recipe
+from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS, MAX_WORKERS, Recipe
 from toolkit.files.tuning import (
     Outcome,
     ParameterValue,
@@ -59,12 +71,15 @@ from toolkit.files.tuning import (
     breaks,
     share_used,
 )
+from toolkit.tuning.parallel import ONE_SIZE, SIZES, Machine, compared, on_gpus
 from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
+    from toolkit.tuning.tune import Inputs
+    from toolkit.tuning.workload import Workload
 
 AUTO = "auto"
 BY_NUMBERS = 2000  # requests, where lengths are given by numbers
@@ -116,7 +131,7 @@ class TuneOptions(LengthOptions):
     """The command line of `llmctl tune`."""
 
     recipe: RecipeArgument
-    fit: Path = option(Path("fit.json"), FIT_HELP, **FIT)
+    fit: Path | None = option(None, f"{FIT_HELP} {FIT_USUAL}", **FIT)
     out: Path = option(Path("tuning.json"), "Write the result to this file.")
     force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     policies: str | None = _search(
@@ -170,6 +185,18 @@ class TuneOptions(LengthOptions):
         "servers the cheapest of each kind.",
         metavar="N|auto",
     )
+    gpus: int | None = _traffic(
+        None,
+        "Divide so many GPUs: compare workers of 1, 2, 4 and 8 GPUs each, or of --tp.",
+        min=1,
+        max=MAX_WORKERS,
+    )
+    tp: str | None = _traffic(
+        None,
+        "Compare workers of so many GPUs each, such as 1,2,4, on the same GPUs; laws are computed "
+        "for each. Default: the recipe's tune.tensor_parallel_sizes.",
+        metavar="N,...",
+    )
     jobs: int | None = _computing(
         None,
         "Simulate in this many processes; default: as many as there are cores.",
@@ -207,50 +234,33 @@ def command(args: TuneOptions) -> None:
     --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
     limit; the result is written and printed nevertheless.
     """
-    from toolkit.tuning.executor import Remembering
-    from toolkit.tuning.fleet_size import tune_fleet_to_size
-    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
     from toolkit.tuning.workload import make_workload
 
-    fleet, spec, fit, others = _open(args)
-    seed = spec.tune.seed
-    trace, file = read_lengths(args, usual=spec.tune.trace, seed=seed, requests=BY_NUMBERS)
+    opened = _open(args)
+    recipe = opened.recipe
+    trace, file = read_lengths(
+        args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=BY_NUMBERS
+    )
+    machines, refused = _machines(args, opened)
     if file is None:
-        Traffic(trace).refuse_longer(fit.engine.max_model_len)
+        Traffic(trace).refuse_longer(opened.fit.engine.max_model_len)
     # a load is a share of what the recipe's own number of workers serves
-    workload = make_workload(spec, fit, trace, others, is_exact=file is None)
-    spec = spec.model_copy(update={"workers": _worker_count(args.workers) or spec.workers})
-    settings = settings_of(spec, fit, others)
-    siblings = [] if others else shipped_siblings(spec)
-    profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else args.fit)
+    workload = make_workload(recipe, opened.fit, trace, opened.others, is_exact=file is None)
     note_trace(workload.windows.trace)
     check_writable(args.out)
-    files = fleet.inputs if fleet else {"recipe": args.recipe, "fit": args.fit}
-    made_from = head(files | ({"trace": file} if file else {}))
-    total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total, workload.windows.trace, spec.name, others)
-    traffic = "" if file else trace.source
-    store = _store(args, made_from, spec, siblings, traffic, with_profile=profile is not None)
-    with _runner(args) as (runner, jobs), progress("tuning", total) as advance:
-        remembering = Remembering(runner, store)
-        if remembering.remembered:
-            note(f"{remembering.remembered:,} of them are kept from an earlier run")
-        watch = TuneProgress(advance, total, remembering.remembered, jobs)
-        search: Callable[..., Tuning] = tune_to_size if args.workers == AUTO else tune
-        if args.workers == AUTO and fleet:
-            search = partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
-        inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
-        result = search(inputs, remembering, made_from, watch)
+    made_from = head(opened.inputs | ({"trace": file} if file else {}))
+    searches = Searches(args, opened, machines, workload, made_from, "" if file else trace.source)
+    result = searches.run(refused)
     write_file(result, args.out)
-    store.forget()
+    searches.forget()
     emit(args.as_json, result, lambda: show(result))
-    if fleet:
-        fleet.note_bases(result)
+    if opened.fleet:
+        opened.fleet.note_bases(result)
     else:
-        note_bases({args.fit: fit})
+        note_found([FoundFit(machine.fit, opened.file) for machine in machines])
     note(f"wrote {args.out}")
     if result.keeps_limits:
-        given = "" if fleet else f" --fit {as_typed(args.fit)}"
+        given = f" --fit {as_typed(opened.file)}" if opened.file else ""
         note(f"next: llmctl render {as_typed(args.recipe)}{given} --tuning {args.out}")
     else:
         unbeaten = "the recipe's settings, which nothing beat,"
@@ -259,25 +269,49 @@ def command(args: TuneOptions) -> None:
         raise LimitsBrokenError(f"{which} {breaks(result.limits)}", hint)
 
 
-def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
-    """The fleet, if one is tuned; the first recipe with the settings of the command line, and its
-    fit; and the fleet's other kinds. A fleet is searched with its first recipe's settings.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What is tuned.
+
+    Attributes:
+        recipe: with the settings of the command line; of a fleet, the first kind's.
+        others: a fleet's further kinds.
+        file: of the fit; None: of a fleet, or computed.
+        inputs: role to file.
     """
-    fleet: Fleet | None = None
-    others: list[Kind] = []
+
+    fleet: Fleet | None
+    recipe: Recipe
+    fit: Fit
+    others: list[Kind]
+    file: Path | None
+    inputs: dict[str, Path]
+
+
+def _open(args: TuneOptions) -> Opened:
+    """Read and check what is tuned. A fleet is searched with its first recipe's settings."""
     if is_fleet(args.recipe):
+        refuse_useless({"--fit": args.fit}, "a fleet names its fits itself")
+        refuse_useless({"--gpus": args.gpus, "--tp": args.tp}, "a fleet's recipes say that")
         if args.workers != AUTO:
             refuse_workers(args.workers)
         fleet = open_fleet(args.recipe, force=args.force)
         first = fleet.kinds[0]
-        others = fleet.kinds[1:]
         if not traits_of(first.recipe.engine.name).server:
             refuse_workers(args.workers)
-        recipe = first.recipe.model_copy(update={"workers": first.workers})
-        fit = first.fit
-    else:
-        recipe = open_recipe(args.recipe)
-        fit = read_fit(args.fit, args.recipe, force=args.force)
+        recipe = _with_settings(first.recipe.model_copy(update={"workers": first.workers}), args)
+        return Opened(fleet, recipe, first.fit, fleet.kinds[1:], None, fleet.inputs)
+    recipe = _with_settings(open_recipe(args.recipe), args)
+    found = find_fit(args.recipe, recipe, args.fit, force=args.force)
+    file = found.file
+    if _sizes(args, recipe) and _is_computed(recipe, found.fit):
+        file = None  # laws are computed for each size
+    inputs = {"recipe": args.recipe} | ({"fit": file} if file else {})
+    return Opened(None, recipe, found.fit, [], file, inputs)
+
+
+def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
+    """The recipe with the search of the command line. `InputError` for contradictions."""
     settings: dict[str, object] = {
         "policies": _names(args.policies),
         "routers": _names(args.routers),
@@ -305,7 +339,171 @@ def _open(args: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
             "add --rate REQUESTS_PER_S, --load SHARE or --concurrency REQUESTS",
         )
     tune = recipe.tune.model_copy(update=changed)
-    return fleet, recipe.model_copy(update={"tune": tune}), fit, others
+    return recipe.model_copy(update={"tune": tune})
+
+
+def _sizes(args: TuneOptions, recipe: Recipe) -> list[int]:
+    """The tensor parallelisms that are to be compared; empty: the recipe's is taken."""
+    if args.tp is not None:
+        return [parallel_size(word) for word in _names(args.tp) or [""]]
+    if recipe.tune.tensor_parallel_sizes:
+        return recipe.tune.tensor_parallel_sizes
+    return [] if args.gpus is None else [size for size in SIZES if args.gpus % size == 0]
+
+
+def _is_computed(recipe: Recipe, fit: Fit) -> bool:
+    """Whether the laws of other tensor parallelisms can be computed beside this fit."""
+    return bool(fit.engine.analytic) and is_computed(recipe)
+
+
+def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[int, str]]:
+    """The machines to compare, and why other tensor parallelisms are not among them.
+
+    Without a wish there is one, with the recipe's. A size that is named and cannot be raises
+    `InputError`; one of --gpus alone is left out.
+    """
+    recipe = opened.recipe
+    own = recipe.engine.tensor_parallel_size
+    workers = _worker_count(args.workers)
+    sizes = _sizes(args, recipe)
+    if not sizes:
+        recipe = recipe.model_copy(update={"workers": workers or recipe.workers})
+        siblings = () if opened.others else tuple(shipped_siblings(recipe))
+        return [Machine(recipe, opened.fit, siblings)], {}
+    if args.workers is not None:
+        refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
+    gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
+    refused = {}
+    if not _is_computed(recipe, opened.fit):
+        if own not in sizes:
+            raise InputError(
+                f"tensor parallelism {sizes[0]}: the laws are of {own}; {ONE_SIZE}",
+                f"profile a recipe with engine.tensor_parallel_size: {sizes[0]}, and tune that",
+            )
+        refused = dict.fromkeys((size for size in sizes if size != own), ONE_SIZE)
+        sizes = [own]
+    machines = []
+    for size in dict.fromkeys(sizes):
+        try:
+            sized = on_gpus(recipe, size, size if args.workers == AUTO else gpus)
+            fit = opened.fit
+            if opened.file is None:
+                fit = computed_fit(args.recipe, sized)
+            machines.append(Machine(sized, fit, tuple(shipped_siblings(sized))))
+        except InputError as error:
+            if args.tp is not None or recipe.tune.tensor_parallel_sizes or sizes == [own]:
+                raise
+            refused[size] = error.message
+    if not machines:
+        raise InputError(f"no tensor parallelism is possible: {next(iter(refused.values()))}")
+    for size, why in refused.items():
+        note(f"tensor parallelism {size} is not searched: {why}")
+    return machines, refused
+
+
+@dataclass(slots=True)
+class Searches:
+    """The searches of all machines, each with a store of its own.
+
+    `traffic`: what the requests are, where no file has them.
+    """
+
+    args: TuneOptions
+    opened: Opened
+    machines: list[Machine]
+    workload: Workload
+    made_from: EnvelopeFields
+    traffic: str
+    stores: list[EvaluationStore] = field(default_factory=list)
+
+    def run(self, refused: dict[int, str]) -> Tuning:
+        """The result; of several machines the best, with a row for each.
+
+        `refused`: why sizes are not among the machines. Raises `LimitsBrokenError` where the
+        fewest workers are sought, and no machine has an answer.
+        """
+        from toolkit.tuning.executor import Remembering
+
+        searches = [self._inputs(machine) for machine in self.machines]
+        totals = [self._noted(inputs) for inputs in searches]
+        self.stores = [self._store(inputs) for inputs in searches]
+        tunings: list[Tuning] = []
+        able: list[Machine] = []
+        failed: LimitsBrokenError | None = None
+        with _runner(self.args) as (runner, jobs), progress("tuning", sum(totals)) as advance:
+            rememberings = [Remembering(runner, store) for store in self.stores]
+            remembered = sum(one.remembered for one in rememberings)
+            if remembered:
+                note(f"{remembered:,} of them are kept from an earlier run")
+            watch = TuneProgress(advance, sum(totals), remembered, jobs)
+            search = self._search(watch)
+            for machine, inputs, remembering in zip(
+                self.machines, searches, rememberings, strict=True
+            ):
+                try:
+                    tunings.append(search(inputs, remembering, self.made_from, watch))
+                    able.append(machine)
+                except LimitsBrokenError as error:
+                    refused = {**refused, machine.size: error.message}
+                    failed = error
+        if failed and not tunings:
+            raise failed
+        return compared(able, tunings, refused) if len(self.machines) > 1 or refused else tunings[0]
+
+    def forget(self) -> None:
+        """Drop what the stores keep: the result is written."""
+        for store in self.stores:
+            store.forget()
+
+    def _search(self, watch: TuneProgress) -> Callable[..., Tuning]:
+        from toolkit.tuning.fleet_size import tune_fleet_to_size
+        from toolkit.tuning.tune import tune, tune_to_size
+
+        fleet = self.opened.fleet
+        if self.args.workers != AUTO:
+            return tune
+        if fleet:
+            return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
+        return tune_to_size
+
+    def _inputs(self, machine: Machine) -> Inputs:
+        from toolkit.tuning.tune import Inputs
+
+        others = tuple(self.opened.others)
+        beside = self.opened.file or self.opened.inputs.get("fit")
+        profile = _profile_of(machine.fit, beside) if beside and not others else None
+        recipe = machine.recipe
+        return Inputs(recipe, machine.fit, self.workload, profile, others, machine.siblings)
+
+    def _noted(self, inputs: Inputs) -> int:
+        """About how many simulations a search takes, which is printed."""
+        from toolkit.tuning.tune import evaluations
+
+        settings = inputs.settings
+        total = evaluations(settings, inputs.recipe.tune.draws, inputs.siblings)
+        if len(self.machines) > 1:
+            size = inputs.recipe.engine.tensor_parallel_size
+            workers = "the fewest" if self.args.workers == AUTO else inputs.recipe.workers
+            note(f"{workers} workers with tensor parallelism {size}:")
+        trace = self.workload.windows.trace
+        _note_search(settings, total, trace, inputs.recipe.name, inputs.others)
+        return total
+
+    def _store(self, inputs: Inputs) -> EvaluationStore:
+        suffix = ""
+        if len(self.machines) > 1:
+            suffix = f".tp{inputs.recipe.engine.tensor_parallel_size}"
+        with_profile = inputs.profile is not None
+        recipe = inputs.recipe
+        return _store(
+            self.args,
+            self.made_from,
+            recipe,
+            inputs.siblings,
+            self.traffic,
+            suffix,
+            with_profile=with_profile,
+        )
 
 
 def _names(listed: str | None) -> list[str] | None:
@@ -389,6 +587,7 @@ def _store(
     spec: Recipe,
     siblings: Sequence[Kind],
     traffic: str,
+    suffix: str,
     *,
     with_profile: bool,
 ) -> EvaluationStore:
@@ -402,7 +601,7 @@ def _store(
     version = made_from["tool_version"]
     fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}{traffic}"
     if not args.storage:
-        return JournalFile(Path(f"{args.out}.partial"), fingerprint)
+        return JournalFile(Path(f"{args.out}{suffix}.partial"), fingerprint)
     from toolkit.tuning.studies import Studies
 
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
@@ -485,6 +684,8 @@ def show(result: Tuning) -> None:
     if result.sizing:
         print("\n".join([*size_lines(result), ""]))
         _show_sizing(result.sizing)
+    if result.parallel:
+        _show_parallel(result)
     if len(result.policies) > 1:
         _show_policies(result)
     rate = f"{result.load} on {result.workers} workers"
@@ -532,6 +733,18 @@ def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
         return found
     knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
     return {**found, "replica_router": router.name, **knobs}
+
+
+def _show_parallel(result: Tuning) -> None:
+    """Print the tensor parallelisms that were compared on the same GPUs."""
+    rows: list[list[object]] = []
+    for one in result.parallel:
+        rate = "not searched" if one.outcome is None else "-"
+        if one.capacity_rps is not None:
+            rate = number(one.capacity_rps)
+        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, one.binding])
+    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">then breaks"]
+    table(columns, rows, title="the same GPUs, by tensor parallelism")
 
 
 def _show_policies(result: Tuning) -> None:

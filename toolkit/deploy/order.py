@@ -307,9 +307,8 @@ class Rendered:
 IN_EVERY_IMAGE = "engines"  # an extra that the Dockerfile installs
 
 
-def llmctl_image(order: Order, *extras: str, engine: bool = True) -> Sourced[str]:
-    """The image with llmctl, the recipe's engine (unless its servers have images of their own), and
-    what `extras` of the package install.
+def llmctl_image(order: Order, *, engine: bool = True) -> Sourced[str]:
+    """The image with llmctl and the recipe's engine, unless its servers have images of their own.
 
     Raises `InputError` where the image of the command line is not pinned.
     """
@@ -321,7 +320,7 @@ def llmctl_image(order: Order, *extras: str, engine: bool = True) -> Sourced[str
         return Sourced(image, source)
     kinds = order.plan.kinds if engine else []
     needed = {traits_of(kind.recipe.engine.name).extra for kind in kinds}
-    wanted = sorted({*extras, *needed} - {"", IN_EVERY_IMAGE})
+    wanted = sorted(needed - {"", IN_EVERY_IMAGE})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
     arguments = f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else ""
     build = f"docker build -t {name}{arguments} ."

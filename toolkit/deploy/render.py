@@ -27,7 +27,6 @@ from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets import (
     compose,
     engine_flags,
-    kuberay,
     kubernetes,
     script,
     statefulset,
@@ -90,7 +89,6 @@ TARGETS = {
     "kubernetes": TargetTraits(
         kubernetes.render, statefulset.render, operator=True, one_kind=ONE_DEPLOYMENT
     ),
-    "kuberay": TargetTraits(kuberay.render, kuberay.render, operator=True),
     "ray": TargetTraits(script.render_ray, script.render_ray_replicas, together=True),
     "vllm": TargetTraits(
         engine_flags.render_vllm, metrics="vllm", foreign=True, one_kind=ONE_ENGINE
@@ -99,11 +97,14 @@ TARGETS = {
         engine_flags.render_sglang, metrics=None, foreign=True, one_kind=ONE_ENGINE
     ),
 }
+# Targets of earlier versions, and what replaces them.
+GONE = {
+    "kuberay": "for several machines render it for 'ray', and start the cluster with KubeRay "
+    "yourself; one pod a replica: 'kubernetes'"
+}
 RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
 RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
-RENDER_FLEET = (
-    "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
-)
+RENDER_FLEET = "render it for 'local' or 'ray', where one front serves all kinds of workers"
 
 
 def render_target(name: str, order: Order) -> dict[str, str]:
@@ -114,6 +115,8 @@ def render_target(name: str, order: Order) -> dict[str, str]:
     engine = order.plan.recipe.engine
     traits = traits_of(engine.name)
     own_server = traits.started and traits.server
+    if name in GONE:
+        raise InputError(f"there is no target '{name}' any more", GONE[name])
     if name not in TARGETS:
         raise InputError(f"there is no target '{name}'", nearest(name, TARGETS))
     target = TARGETS[name]

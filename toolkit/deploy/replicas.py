@@ -198,19 +198,11 @@ class KindReplicas:
     @cached_property
     def drain(self) -> Sourced[int]:
         """Seconds for a replica's running requests to end, by targets, predictions and laws."""
-        most = self.own.plan.fit.decode.valid.batch_size_max
-        return self._drain(min(rows(self.own).value, most))
-
-    @cached_property
-    def longest_drain(self) -> Sourced[int]:
-        """The same with as many running requests as the laws are about: no plan needs more."""
-        return self._drain(self.own.plan.fit.decode.valid.batch_size_max)
-
-    def _drain(self, running: int) -> Sourced[int]:
         plan = self.own.plan
         drain = reckon.drain_s(self.own)
         laws = laws_from_fit(plan.fit).rounds
         valid = plan.fit.decode.valid
+        running = min(rows(self.own).value, valid.batch_size_max)
         tokens = plan.recipe.serve.max_new_tokens
         middle = valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
@@ -341,11 +333,6 @@ class Replication:
     def drain(self) -> Sourced[int]:
         """Seconds that the front's running requests get: as many as a replica's."""
         return max((kind.drain for kind in self.kinds), key=lambda drain: drain.value)
-
-    @cached_property
-    def longest_drain(self) -> Sourced[int]:
-        """The same for any plan of these kinds."""
-        return max((kind.longest_drain for kind in self.kinds), key=lambda drain: drain.value)
 
     @cached_property
     def startup(self) -> Sourced[int]:

@@ -73,9 +73,11 @@ class Link(asyncio.Protocol):
 
     _transport: asyncio.Transport  # from `connection_made` on
 
-    def __init__(self) -> None:
+    def __init__(self, open_links: OpenLinks) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self._open_links = open_links
+        self._is_counted = True
         self.idle_since_s = 0.0
         self.heard = False  # a byte has arrived since the last request
         self._parser = httptools.HttpResponseParser(self)
@@ -126,7 +128,12 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once, so that the server notices and stops."""
+        self._uncount()
         self._transport.abort()
+
+    def _uncount(self) -> None:
+        self._open_links.count -= self._is_counted
+        self._is_counted = False
 
     async def _wait(self, silence_s: float) -> None:
         """Wait for the next bytes, or for the end of the connection."""
@@ -165,6 +172,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
+        self._uncount()
         self._complete |= self._has_head and self._ends_with_connection and exc is None
         self._event.set()
 
@@ -232,15 +240,43 @@ class UpstreamAnswer:
         self._upstream.release(self._link)
 
 
+class OpenLinks:
+    """The connections to several upstreams: beyond `most`, those that are idle close for others.
+
+    An idle connection has a file descriptor, which a client may need.
+    """
+
+    def __init__(self, most: int = 1 << 30) -> None:
+        self.most = most
+        self.count = 0
+        self.upstreams: set[Upstream] = set()
+
+    def add(self) -> None:
+        """Count another one, before it opens."""
+        self.count += 1
+        while self.count > self.most:
+            idle = [each.idle for each in self.upstreams if each.idle]
+            if not idle:
+                return
+            longest = min(idle, key=lambda links: links[0].idle_since_s)
+            longest.pop(0).close()
+
+
 class Upstream:
     """The server at `url`; a path in it is put before the paths of requests. Times are in seconds.
 
     Raises `InputError` for an invalid `url`. `silence_s` bounds the wait for the start of an answer
     and for each next piece. `authorities` is a file of the authorities that may have signed its
-    certificate, by default the system's.
+    certificate, by default the system's. `open_links` bounds its connections with those of others.
     """
 
-    def __init__(self, url: str, silence_s: float, authorities: Path | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        silence_s: float,
+        authorities: Path | None = None,
+        open_links: OpenLinks | None = None,
+    ) -> None:
         self._url = server_url(url)
         if self._url.userinfo or self._url.query or self._url.fragment:
             text = "the URL of the server holds more than its address and a path"
@@ -251,8 +287,10 @@ class Upstream:
             text = f"'{url}' shows no certificate that {authorities} could have signed"
             raise InputError(text, "https://, or none")
         self._tls = trust(authorities) if self._url.scheme == "https" else None
-        self._idle: list[Link] = []  # the most recently used is last
+        self.idle: list[Link] = []  # the most recently used is last
         self._busy: set[Link] = set()
+        self._open_links = open_links or OpenLinks()
+        self._open_links.upstreams.add(self)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -302,9 +340,9 @@ class Upstream:
     def release(self, link: Link) -> None:
         """Keep a connection for the next request if its answer was read; close any other."""
         self._busy.discard(link)
-        if link.reusable and len(self._idle) < MAX_IDLE:
+        if link.reusable and len(self.idle) < MAX_IDLE:
             link.idle_since_s = asyncio.get_running_loop().time()
-            self._idle.append(link)
+            self.idle.append(link)
         else:
             link.close()
 
@@ -324,8 +362,8 @@ class Upstream:
     def _kept(self) -> Link | None:
         """A kept connection that the server has not closed and is not about to close."""
         oldest_s = asyncio.get_running_loop().time() - IDLE_S
-        while self._idle:
-            link = self._idle.pop()
+        while self.idle:
+            link = self.idle.pop()
             if link.reusable and link.idle_since_s > oldest_s:
                 return link
             link.close()
@@ -334,8 +372,15 @@ class Upstream:
     async def _open(self) -> Link:
         """Open a connection. Raises `OSError`, for a timeout or an untrusted certificate too."""
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_S):
-            _, link = await loop.create_connection(Link, *self.address, ssl=self._tls)
+        self._open_links.add()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, link = await loop.create_connection(
+                    lambda: Link(self._open_links), *self.address, ssl=self._tls
+                )
+        except BaseException:  # also where it is cancelled, or has no time left
+            self._open_links.count -= 1
+            raise
         return link
 
     async def check_certificate(self) -> None:
@@ -357,9 +402,10 @@ class Upstream:
 
     def close(self) -> None:
         """Close all connections; answers that were not read to their end break off."""
-        for link in (*self._idle, *self._busy):
+        self._open_links.upstreams.discard(self)
+        for link in (*self.idle, *self._busy):
             link.close()
-        self._idle.clear()
+        self.idle.clear()
 
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:

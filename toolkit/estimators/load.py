@@ -85,7 +85,7 @@ def laws_from_fit(fit: Fit) -> Laws:
 def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
     """The law of an engine's passes."""
     if fit.pipeline is not None:
-        return _law_of_pipeline(fit.pipeline)
+        return _law_of_pipeline(fit.pipeline, (fit.experts, fit.experts_per_token))
     return StepLaw(
         fit.base_s,
         fit.row_s,
@@ -98,10 +98,13 @@ def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
         fit.host_row_s,
         fit.behind_s,
         fit.beside_s,
+        fit.expert_s,
+        fit.experts,
+        fit.experts_per_token,
     )
 
 
-def _law_of_pipeline(fit: PipelineFit) -> PipelineLaw:
+def _law_of_pipeline(fit: PipelineFit, experts: tuple[int, int]) -> PipelineLaw:
     return PipelineLaw(
         GraphSettings(fit.graph_mode, tuple(fit.graph_sizes), fit.apart),
         fit.decode_s,
@@ -119,6 +122,9 @@ def _law_of_pipeline(fit: PipelineFit) -> PipelineLaw:
         fit.eager_s,
         fit.eager_chunk_s,
         tuple(fit.spread),
+        fit.expert_s,
+        experts[0],
+        experts[1],
     )
 
 

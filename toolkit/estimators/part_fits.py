@@ -378,16 +378,19 @@ BESIDE = 4  # and that of decodes beside chunks
 
 @dataclass(frozen=True, slots=True)
 class StepForm:
-    """A form of `StepLaw`: where the cost of a new token changes, and whether decodes beside chunks
-    read their caches at a cost of their own.
+    """A form of `StepLaw`: where the cost of a new token changes, whether decodes beside chunks
+    read their caches at a cost of their own, and the experts of a layer and of a token.
     """
 
     knots: tuple[int, ...]
     beside: bool = False
+    experts: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
         knots = f"knots {', '.join(map(str, self.knots))}"
+        if self.experts[0]:
+            knots += f", {self.experts[0]} experts"
         return f"{knots}, reads beside chunks" if self.beside else knots
 
     def law(self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats) -> StepLaw:
@@ -395,7 +398,7 @@ class StepForm:
         values = _solve_passes(self._columns(shapes), seconds, root_weight)
         if not self.beside:
             values = np.insert(values, BESIDE, values[CACHED])
-        return StepLaw.of(values.tolist(), self.knots)
+        return StepLaw.of(values.tolist(), self.knots, experts=self.experts)
 
     def held_out(
         self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats, seed: int
@@ -404,7 +407,7 @@ class StepForm:
         return _held_out(self._columns(shapes), seconds, root_weight, seed)
 
     def _columns(self, shapes: Sequence[StepShape]) -> Floats:
-        columns = np.array([features(shape, self.knots) for shape in shapes])
+        columns = np.array([features(shape, self.knots, self.experts) for shape in shapes])
         if self.beside:
             return columns
         columns[:, CACHED] += columns[:, BESIDE]
@@ -436,8 +439,9 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     root_weight = np.sqrt([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
 
     places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
+    experts = (measured.experts, measured.experts_per_token)
     tried = [
-        StepForm((0, *knots))
+        StepForm((0, *knots), experts=experts)
         for count in range(KNOTS_MAX + 1)
         for knots in combinations(places, count)
     ]
@@ -458,7 +462,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     pipeline = None
     graphs = pipeline_fit.graphs_of(measured)
     if graphs is not None:
-        passes = pipeline_fit.PassColumns.of(points, graphs)
+        passes = pipeline_fit.PassColumns.of(points, graphs, experts)
         pipeline = pipeline_fit.fit_pipeline(passes, seed)
         means = np.array([np.mean(point.seconds) for point in points])
         error = forms.percent_error(pipeline_fit.held_out_s(passes, seed), means)
@@ -530,13 +534,14 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
     Of passes that overlap, whole runs have random weights.
     """
     points = measured.points
+    experts = (fit.experts, fit.experts_per_token)
     graphs = pipeline_fit.graphs_of(measured)
     if fit.pipeline is not None and graphs is not None:
         law = law_of_steps(fit)
         assert isinstance(law, PipelineLaw)
-        passes = pipeline_fit.PassColumns.of(points, graphs)
+        passes = pipeline_fit.PassColumns.of(points, graphs, experts)
         return with_step_law(fit, pipeline_fit.drawn_law(passes, law, rng))
-    form = StepForm(tuple(fit.knots), beside=fit.beside_s is not None)
+    form = StepForm(tuple(fit.knots), fit.beside_s is not None, experts)
     shapes = [shape_of(point) for point in points]
     seconds = np.array([forms.typical(point.seconds) for point in points])
     counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])

@@ -22,14 +22,15 @@ How a pass is launched depends on the server's `cudagraph_mode` and on its token
     FULL_DECODE_ONLY     graph             eager            eager
     FULL_AND_PIECEWISE   graph             piecewise        eager
 
-    g of decodes alone   decode + row * rows + cached * cached tokens
-    g with chunks        max(floor + floor_token * tokens, token * tokens)
+    g of decodes alone   decode + row * rows + cached * cached tokens + expert * touched experts
+    g with chunks        max(floor + floor_token * tokens + expert * touched, token * tokens)
                          + attended * attended tokens + beside * cached tokens of decodes
     c of a graph         graph + graph_row * rows
     c in pieces          piece + piece_row * rows
     c of an eager pass   eager + eager_chunk * chunks
 
-A graph computes its own number of rows or tokens, to which a pass is padded. The fit of the
+A graph computes its own number of rows or tokens, to which a pass is padded. Touched experts are
+those of `steps.touched_experts`, by tokens that are not padding. The fit of the
 coefficients is in `pipeline_fit`.
 
 Source: vLLM 0.32, v1/engine/core.py (`step_with_batch_queue`), v1/worker/gpu/cudagraph_utils.py.
@@ -49,7 +50,7 @@ from numpy.typing import NDArray
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.estimators.laws import SegmentedLaw
-from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.estimators.steps import StepLaw, StepShape, touched_experts
 
 GRAPH: Final = 0
 PIECEWISE: Final = 1
@@ -117,6 +118,8 @@ class PipelineLaw:
         eager_s, eager_chunk_s: CPU: the launch kernel by kernel, constant and per chunk.
         spread: launches other than graphs take these times as long, in turn; their mean is 1.
             Empty: all take as long.
+        expert_s: GPU: per touched expert of a layer, all layers together.
+        experts, experts_per_token: of a layer; 0: there are none.
     """
 
     graphs: GraphSettings
@@ -135,6 +138,9 @@ class PipelineLaw:
     eager_s: float
     eager_chunk_s: float
     spread: tuple[float, ...] = ()
+    expert_s: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -149,11 +155,16 @@ class PipelineLaw:
         """Seconds of the pass on the GPU."""
         launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
         tokens = shape.decodes + shape.prefill_tokens
+        experts_s = 0.0
+        if self.experts:
+            touched = touched_experts(tokens, self.experts, self.experts_per_token)
+            experts_s = self.expert_s * touched
         if launch != EAGER:
             tokens = self.graphs.padded(tokens)
         if not shape.prefills:
-            return self.decode_s + self.row_s * tokens + self.cached_s * shape.decode_cached
-        least_s = self.floor_s + self.floor_token_s * tokens
+            seconds = self.decode_s + self.row_s * tokens + self.cached_s * shape.decode_cached
+            return seconds + experts_s
+        least_s = self.floor_s + self.floor_token_s * tokens + experts_s
         arithmetic_s = self.token_s * tokens
         seconds = least_s if least_s > arithmetic_s else arithmetic_s
         seconds += self.attended_s * shape.prefill_attended
@@ -217,7 +228,7 @@ class PipelineLaw:
         return replace(self, **changed)
 
 
-_OTHERS: Final = ("graphs", "spread")
+_OTHERS: Final = ("graphs", "spread", "experts", "experts_per_token")
 COEFFICIENTS: Final = tuple(each.name for each in fields(PipelineLaw) if each.name not in _OTHERS)
 LAUNCH_COEFFICIENTS: Final = (
     "graph_s",

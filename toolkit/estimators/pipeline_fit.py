@@ -28,6 +28,7 @@ from toolkit.estimators.pipeline import (
     GraphSettings,
     PipelineLaw,
 )
+from toolkit.estimators.steps import touched_experts
 from toolkit.files.fit import PipelineFit
 from toolkit.files.profile import StepPoint, StepsProfile
 
@@ -61,6 +62,7 @@ FIRST_GUESS: dict[str, Any] = {
     "token_s": 2e-5,
     "attended_s": 1e-9,
     "beside_s": 3e-8,
+    "expert_s": 0.0,
     "graph_s": 2e-3,
     "graph_row_s": 0.0,
     "piece_s": 5e-3,
@@ -76,6 +78,7 @@ class PassColumns:
 
     Attributes:
         tokens: new tokens, padded where a graph computes them.
+        touched: experts of a layer that the new tokens touch; 0 where there are none.
         cached: of the decodes. attended: by the chunks.
         seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
         launches: seconds of its launch; 0: not known.
@@ -99,10 +102,14 @@ class PassColumns:
     run: NDArray[np.int_]
     point: NDArray[np.int_]
     root_weight: Floats
+    touched: Floats
+    experts: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, points: Sequence[StepPoint], graphs: GraphSettings) -> PassColumns:
-        """The passes of the points, in order."""
+    def of(
+        cls, points: Sequence[StepPoint], graphs: GraphSettings, experts: tuple[int, int] = (0, 0)
+    ) -> PassColumns:
+        """The passes of the points, in order, of a model with `experts` of a layer and a token."""
         rows = []
         launches_of = []
         idle = []
@@ -112,6 +119,7 @@ class PassColumns:
             launches = point.launch_s or [0.0] * count
             launch = graphs.launch_of(point.decodes, point.prefills, point.prefill_tokens)
             tokens = point.decodes + point.prefill_tokens
+            touched = touched_experts(tokens, *experts) if experts[0] else 0.0
             if launch != EAGER:
                 tokens = graphs.padded(tokens)
             weight = min(count, SAMPLES_COUNTED_MAX) / count
@@ -129,6 +137,7 @@ class PassColumns:
                         point.seconds[k],
                         launches[k],
                         weight**0.5,
+                        touched,
                     )
                 )
                 launches_of.append(launch)
@@ -151,6 +160,8 @@ class PassColumns:
             run=np.cumsum(from_idle) - 1,
             point=np.array(numbers),
             root_weight=columns[7],
+            touched=columns[8],
+            experts=experts,
         )
 
     def __len__(self) -> int:
@@ -162,8 +173,9 @@ class PassColumns:
 
     def work_s(self, law: PipelineLaw) -> Floats:
         """Seconds of each pass on the GPU."""
-        alone = law.decode_s + law.row_s * self.tokens + law.cached_s * self.cached
-        least = law.floor_s + law.floor_token_s * self.tokens
+        experts = law.expert_s * self.touched
+        alone = law.decode_s + law.row_s * self.tokens + law.cached_s * self.cached + experts
+        least = law.floor_s + law.floor_token_s * self.tokens + experts
         mixed = np.maximum(least, law.token_s * self.tokens)
         mixed = mixed + law.attended_s * self.attended + law.beside_s * self.cached
         return np.where(self.chunks > 0, mixed, alone)
@@ -259,7 +271,9 @@ def fit_law(
     that no pass waited for stay as guessed: shorter than what hid them.
     """
     chosen = np.ones(len(passes), dtype=bool) if seen is None else seen
-    law = start or PipelineLaw(passes.graphs, **FIRST_GUESS)
+    experts, per_token = passes.experts
+    guess = PipelineLaw(passes.graphs, **FIRST_GUESS, experts=experts, experts_per_token=per_token)
+    law = start or guess
     for _ in range(ROUNDS_AGAIN if start else ROUNDS):
         found = timeline(passes, law, measured=True)
         law = _with_launches(law, passes, found, chosen)
@@ -303,6 +317,9 @@ def _with_work(
     ones = np.ones(len(passes))
     columns = np.stack([ones, passes.tokens, passes.cached], axis=1)
     names: tuple[str, ...] = ("decode_s", "row_s", "cached_s")
+    if passes.experts[0]:
+        columns = np.stack([ones, passes.tokens, passes.cached, passes.touched], axis=1)
+        names = (*names, "expert_s")
     law = _with(law, names, shows & ~mixed, columns, found.gpu_s, root_weight)
     columns = np.stack([passes.tokens, passes.attended, passes.cached], axis=1)
     names = ("token_s", "attended_s", "beside_s")
@@ -310,8 +327,10 @@ def _with_work(
     if (shows & short).sum() < SHARE_SHOWN * (short & seen).sum() + SHOWN_MIN:
         # Launches hide the least time of short passes; it reads the weights, as decodes do.
         return replace(law, floor_s=law.decode_s, floor_token_s=0.0)
-    least_s = law.floor_s + law.floor_token_s * passes.tokens
+    experts_s = law.expert_s * passes.touched
+    least_s = law.floor_s + law.floor_token_s * passes.tokens + experts_s
     rest_s = found.gpu_s - law.attended_s * passes.attended - law.beside_s * passes.cached
+    rest_s = rest_s - experts_s
     its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= law.token_s * passes.tokens)
     columns = np.stack([ones, passes.tokens], axis=1)
     return _with(law, ("floor_s", "floor_token_s"), its, columns, rest_s, root_weight)

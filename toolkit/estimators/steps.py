@@ -5,11 +5,15 @@ together.
               + cached * (sum of the decodes' cached tokens)
               + attended * (sum over chunks of new * (cached + new / 2))
               + behind * (sum over chunks of the cached tokens before them)
+              + expert * (experts of a layer that the new tokens touch)
     pass    = forward + host + host_row * rows
 
 In a pass with chunks, `beside` takes the place of `cached`: attention kernels that compute decodes
 and chunks together read a decode's cache more slowly than kernels for decodes alone (1.9 times on
 an RTX 4090, by the measured operators of LLMServingSim).
+
+A mixture of experts reads the weights of those experts that at least one of T new tokens chose: of
+E, k per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike.
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
 arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
@@ -103,6 +107,11 @@ class StepShape:
         return self.decodes + self.prefill_tokens
 
 
+def touched_experts(tokens: int, experts: int, per_token: int) -> float:
+    """How many of a layer's experts are expected to be chosen by at least one of so many tokens."""
+    return experts * (1.0 - math.pow(1.0 - per_token / experts, float(tokens)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepLaw:
     """Seconds of a forward pass by its shape. All coefficients are >= 0, in seconds per unit.
@@ -114,6 +123,8 @@ class StepLaw:
             per row.
         behind_s: per cached token before a chunk.
         beside_s: per cached token of a decode in a pass with chunks; None: `cached_s`.
+        expert_s: per touched expert of a layer, all layers together.
+        experts, experts_per_token: of a layer; 0: there are none.
     """
 
     base_s: float
@@ -127,6 +138,9 @@ class StepLaw:
     host_row_s: float = 0.0
     behind_s: float = 0.0
     beside_s: float | None = None
+    expert_s: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
@@ -157,9 +171,11 @@ class StepLaw:
         knots: tuple[int, ...] = (0,),
         host_s: float = 0.0,
         host_row_s: float = 0.0,
+        experts: tuple[int, int] = (0, 0),
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
         values = [float(value) for value in coefficients]
+        expert_s = values.pop() if experts[0] else 0.0
         base_s, row_s, prefill_s, cached_s, beside_s, attended_s, behind_s = values[:FIXED]
         return cls(
             base_s,
@@ -173,6 +189,9 @@ class StepLaw:
             host_row_s,
             behind_s,
             None if beside_s == cached_s else beside_s,
+            expert_s,
+            experts[0],
+            experts[1],
         )
 
     @property
@@ -180,7 +199,8 @@ class StepLaw:
         """The coefficients of the forward pass, in the order of `features`."""
         fixed = self.base_s, self.row_s, self.prefill_s, self.cached_s
         beside_s = self.cached_s if self.beside_s is None else self.beside_s
-        return (*fixed, beside_s, self.attended_s, self.behind_s, *self.token_s)
+        found = (*fixed, beside_s, self.attended_s, self.behind_s, *self.token_s)
+        return (*found, self.expert_s) if self.experts else found
 
     def read_s(self, shape: StepShape) -> float:
         """Seconds per cached token of a decode in such a pass."""
@@ -203,6 +223,9 @@ class StepLaw:
             if tokens <= start:
                 break
             seconds += slope * ((end if tokens > end else tokens) - start)
+        if self.experts:
+            touched = touched_experts(tokens, self.experts, self.experts_per_token)
+            seconds += self.expert_s * touched
         return seconds
 
     def prompt_token_s(self, attended: float) -> float:
@@ -236,16 +259,21 @@ class StepLaw:
     def times(self, factor: float) -> StepLaw:
         """The law of an engine that takes `factor` times as long."""
         scaled = [factor * value for value in self.coefficients]
-        return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
+        experts = (self.experts, self.experts_per_token)
+        host_s = factor * self.host_s
+        return StepLaw.of(scaled, self.knots, host_s, factor * self.host_row_s, experts)
 
 
-def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
+def features(
+    shape: StepShape, knots: Sequence[int] = (0,), experts: tuple[int, int] = (0, 0)
+) -> tuple[float, ...]:
     """The factor of each coefficient: 1, rows, chunks, the decodes' cached tokens in a pass of
-    decodes alone and in one with chunks, attended, cached before chunks, and the new tokens between
-    each knot and the next.
+    decodes alone and in one with chunks, attended, cached before chunks, the new tokens between
+    each knot and the next, and of a model with `experts` (of a layer, and per token) those touched.
     """
     cached = float(shape.decode_cached)
     ends = (*knots[1:], math.inf)
+    touched = (touched_experts(shape.tokens, *experts),) if experts[0] else ()
     return (
         1.0,
         float(shape.rows),
@@ -255,6 +283,7 @@ def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]
         float(shape.prefill_attended),
         float(shape.prefill_cached),
         *(max(0.0, min(shape.tokens, end) - start) for start, end in zip(knots, ends, strict=True)),
+        *touched,
     )
 
 

@@ -183,6 +183,7 @@ class PipelineFit(Strict):
     piece_row_s: float
     eager_s: float
     eager_chunk_s: float
+    expert_s: float = Field(0.0, description="per touched expert of a layer")
     spread: list[float] = Field(
         description="quantiles of launches that are not graphs, over their mean"
     )
@@ -211,6 +212,11 @@ class StepsFit(Strict):
     beside_s: float | None = optional(
         "per cached token of decodes in a pass with chunks; none: as in passes of decodes alone"
     )
+    expert_s: float = Field(
+        0.0, description="per expert of a layer that the new tokens of a pass touch"
+    )
+    experts: int = Field(0, description="of a layer; 0: there are none")
+    experts_per_token: int = 0
     token_s: list[float]
     knots: list[int]
     host_s: float = Field(

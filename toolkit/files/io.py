@@ -368,11 +368,10 @@ def find_recipe(fit: Fit, path: Path) -> Recipe | None:
 def shipped_siblings(recipe: Recipe) -> list[Kind]:
     """The shipped recipes for `recipe`'s model and GPU with another engine, with shipped fits."""
     kinds = []
-    for path in siblings(recipe):
-        if fit := shipped_fit(path.stem):
-            sibling = load_recipe(path)
-            laws = read_file(Fit, fit, {"recipe": path})
-            kinds.append(Kind(recipe=sibling, fit=laws, workers=sibling.workers))
+    for path in siblings(recipe, shipped_fits()):
+        sibling = load_recipe(path)
+        laws = read_file(Fit, shipped_profiles() / path.stem / FIT, {"recipe": path})
+        kinds.append(Kind(recipe=sibling, fit=laws, workers=sibling.workers))
     return kinds
 
 

@@ -63,6 +63,7 @@ class Wish:
         tensor_parallel: GPUs per group.
         quantization: '': as the checkpoint is.
         targets: of latency, in seconds.
+        lora: adapters are served beside the model.
     """
 
     gpu: Gpu
@@ -72,6 +73,7 @@ class Wish:
     engine: str = "vllm"
     max_model_len: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
+    lora: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if facts.scheme and not traits_of(wish.engine).quantizes:
         problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
         raise InputError(problem, "leave --engine out: vLLM runs them")
+    if wish.lora and not traits_of(wish.engine).quantizes:
+        problem = f"--lora: engine '{wish.engine}' serves no adapters"
+        raise InputError(problem, "leave --engine out: vLLM serves them")
     longest = wish.max_model_len or min(facts.context, MODEL_LEN)
     if longest > facts.context:
         problem = f"--max-model-len {longest}: the model's limit is {facts.context:,}"
@@ -260,7 +265,12 @@ def _notes(
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
     if not traits_of(wish.engine).timed_by_pass:
         notes.append(f"engine '{wish.engine}' is slower than vLLM on a GPU")
-    if reasons := not_computed(facts.special, scheme.name if scheme else ""):
+    if wish.lora:
+        notes.append(
+            "LoRA: the memory of adapters is not counted, and neither computed nor measured laws "
+            "know their work; measure a server that runs one, as engine openai"
+        )
+    elif reasons := not_computed(facts.special, scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     if gpu.note:
         notes.append(f"{gpu.name}: {gpu.note}")
@@ -390,7 +400,12 @@ def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
             reason = "as asked for"
         lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)
     left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
-    return lines + _line(f"  gpu_memory_utilization: {SHARE:g}", left)
+    lines += _line(f"  gpu_memory_utilization: {SHARE:g}", left)
+    if wish.lora:
+        lines.append("  vllm:")
+        reason = 'and the adapters: "--lora-modules", "NAME=FOLDER"'
+        lines += _line('    args: ["--enable-lora"]', reason)
+    return lines
 
 
 def _profile_lines(longest: int) -> list[str]:

@@ -174,6 +174,8 @@ class StepsProfile(Strict):
     executor: str = Field(
         "", description="uni: the scheduler's thread launches passes; empty: not known"
     )
+    experts: int = Field(0, description="of a layer; 0: there are none, or they are not known")
+    experts_per_token: int = 0
     points: list[StepPoint]
     front: list[FrontPoint]
     front_in_traffic: list[TrafficFront] = Field(

@@ -413,6 +413,11 @@ class TuneSpec(Strict):
         description="policies to search besides the recipe's own; 'all': every policy that knows "
         "no more than a server does; 'own': no other",
     )
+    tensor_parallel_sizes: list[Positive] = Field(
+        [],
+        description="GPUs of a worker to compare on the same GPUs, such as [1, 2, 4]; laws are "
+        "computed for each, so the fit must not be a measured one; []: the engine's alone",
+    )
     routers: list[str] = Field(
         ["all"],
         description="where several replicas of a server run: routers to search besides the "

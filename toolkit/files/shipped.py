@@ -109,9 +109,10 @@ def nearest_shipped(name: str, known: Collection[str]) -> str:
 MEASURED = "-measured"  # the end of the name of a recipe that is as it was measured on a GPU
 
 
-def siblings(recipe: Recipe) -> list[Path]:
+def siblings(recipe: Recipe, among: Collection[str] | None = None) -> list[Path]:
     """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name. One
-    of a measured server is not among them: its sibling without `-measured` is.
+    of a measured server is not among them: its sibling without `-measured` is. `among`: only these
+    names.
 
     Empty for a CPU, because a recipe does not say whether two CPUs are the same hardware.
     """
@@ -130,7 +131,8 @@ def siblings(recipe: Recipe) -> list[Path]:
             return False
         return longer and key(other) == key(recipe)
 
-    paths = sorted(shipped_recipes().glob("*.yaml"))
+    names = shipped_names() if among is None else among
+    paths = sorted(shipped_recipes() / f"{name}.yaml" for name in names)
     return [path for path in paths if is_sibling(load_recipe(path))]
 
 
@@ -143,7 +145,11 @@ def load_recipe(path: AnyPath) -> Recipe:
     file = recipe_path(path)
     data = load_yaml(file)
     if not isinstance(data, dict):
-        shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
+        shown = "one value"
+        if data is None:
+            shown = "empty"
+        elif isinstance(data, list):
+            shown = "a list"
         hint = "a recipe starts with `name:`; see llmctl docs reference/recipe"
         raise InputError(f"{file.name}: {shown}, not a mapping", hint)
     if "model" not in data and {"architectures", "model_type"} & data.keys():

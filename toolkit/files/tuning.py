@@ -466,6 +466,19 @@ class TunedCapacity(Strict):
     error_percent: float
 
 
+class ParallelSize(Strict):
+    """One of the tensor parallelisms that were compared on the same GPUs."""
+
+    tensor_parallel_size: int = Field(description="GPUs of each worker")
+    workers: int | None = optional("None: it was not tried")
+    outcome: Outcome | None = optional("the settings that its search recommends, whole trace")
+    keeps_limits: bool | None = optional("whether these keep all limits")
+    capacity_rps: float | None = optional("the highest rate at which they do; None: not searched")
+    binding: str | None = optional("the limit that breaks above that rate")
+    usd_per_hour: float | None = optional("of all workers, where the recipe has a price")
+    refused: str | None = optional("why it was not tried, or has no answer")
+
+
 class Tuning(Envelope):
     """tuning.json, whole."""
 
@@ -479,9 +492,14 @@ class Tuning(Envelope):
     )
 
     recipe_name: str
+    analytic: str | None = optional("what computed laws assume; None: they were measured")
     seed: int
     sla: dict[str, float]
     workers: int
+    tensor_parallel_size: int | None = optional("GPUs of each worker; None: of a fleet")
+    parallel: list[ParallelSize] = Field(
+        [], description="other tensor parallelisms on the same GPUs, and this one"
+    )
     request_rate_rps: float = Field(
         description="mean rate that the trace was scaled to, or its own"
     )

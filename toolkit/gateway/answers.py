@@ -17,6 +17,7 @@ from msgspec import Raw
 
 from toolkit.endpoints.foreign import UNREADABLE, Count, decoded
 from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
+from toolkit.serve.errors import ApiError, error_body
 
 MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
 MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
@@ -69,6 +70,15 @@ class _Event(msgspec.Struct):
     usage: Raw = Raw(b"null")
     error: Raw = Raw(b"null")
     prompt_token_ids: list[Count] | None = None
+
+
+class _WholeChoice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Whole(msgspec.Struct):
+    choices: list[_WholeChoice] = []
+    usage: Raw = Raw(b"null")
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -134,6 +144,9 @@ class PassingAnswer:
         usage: as the server counted, of the whole answer; None before, and where it cannot be.
         odd_usages: usages that no server can have counted.
     """
+
+    goes_on = True  # another replica may go on with it
+    response_id = ""  # by which its server keeps it
 
     def __init__(self, call: GenerationCall, estimate: int = 1) -> None:
         self.begun = self.ended = False
@@ -340,6 +353,25 @@ class PassingAnswer:
             if self.failure or self.ended:
                 break
         return b"".join(passed)
+
+    def whole(self, content: bytes) -> None:
+        """Read an answer in one piece."""
+        read = decoded(content, _Whole) or _Whole()
+        reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
+        if any(reason in ("abort", "error") for reason in reasons):
+            self.failure = "the server aborted the request"
+            return
+        self.finish_reason = reasons[0] if reasons else ""
+        self.usage = self.possible(read.usage)
+        self.text_bytes = len(content)
+
+    def ends_here(self) -> bool:
+        """The body has ended; returns whether the answer is whole."""
+        return self.ended
+
+    def error(self, error: ApiError) -> bytes:
+        """The last lines of an answer that breaks off."""
+        return b"data: " + error_body(error) + b"\n\n" + DONE + b"\n\n"
 
     def finish(self) -> bytes:
         """The last lines of an answer that has all its tokens."""

@@ -5,8 +5,9 @@ because a replica might understand what the gateway's limits did not. All other 
 are. It makes the body of the first attempt, and those that continue an answer elsewhere:
 
     by ids    the prompt's tokens and those that the client has; exact for greedy requests. Needs a
-              server that gives and takes token ids (vLLM), one choice, and no state beside the
-              tokens (tools, grammars, log probabilities; stop strings of sampled requests).
+              server that gives and takes token ids (vLLM), one choice, no state beside the tokens
+              (tools, grammars, log probabilities; stop strings of sampled requests), and of chats
+              only fields that are known: others would be lost.
     by text   the prompt's text and that of the answer so far. The server tokenizes both again,
               which may cut the text into other tokens than it had generated.
     again     the whole request; what the client has is left out as long as the texts are equal.
@@ -16,13 +17,15 @@ are. It makes the body of the first attempt, and those that continue an answer e
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from toolkit.endpoints.foreign import decoded
 from toolkit.serve.errors import ApiError
 
 Mode = Literal["first", "ids", "text", "again", "count"]
@@ -35,16 +38,28 @@ MAX_PROMPTS = 1024
 STATEFUL = (
     "tools", "functions", "response_format", "structured_outputs", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "logprobs", "top_logprobs",
-    "prompt_logprobs", "echo", "suffix", "use_beam_search", "best_of",
+    "prompt_logprobs", "logprob_token_ids", "echo", "suffix", "use_beam_search", "best_of",
+    "prompt_embeds", "truncate_prompt_tokens", "continue_final_message", "include_reasoning",
+    "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
-# Fields of a chat request that /v1/completions has, too.
-SAMPLING = (
+# Fields of a chat that /v1/completions has, too; those from `cache_salt` on change no token.
+SHARED = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "include_stop_str_in_output", "stop_token_ids", "ignore_eos", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "skip_special_tokens",
-    "spaces_between_special_tokens", "bad_words", "allowed_token_ids", "cache_salt", "priority",
-    "user", "vllm_xargs",
+    "spaces_between_special_tokens", "bad_words", "allowed_token_ids", "priority", "vllm_xargs",
+    "cache_salt", "user", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "prompt_cache_retention", "request_id", "session_id", "stream_interval",
 )  # fmt: skip
+# Fields of a chat that the ids of its prompt contain, or that a continuation sets itself.
+IN_IDS = (
+    "messages", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "add_special_tokens", "reasoning_effort", "tool_choice", "parallel_tool_calls",
+    "function_call", "n", "stream", "stream_options", "return_token_ids", "max_tokens",
+    "max_completion_tokens", "min_tokens",
+)  # fmt: skip
+# With any other field, or an image, a chat does not go on by ids: it would be lost.
+BY_IDS = {*STATEFUL, *SHARED, *IN_IDS}
 # Values with which a field asks for nothing.
 EMPTY = (b"null", b"false", b"[]", b"{}", b'"none"', b"0", b'{"type":"text"}')
 COMPLETIONS = b"/v1/completions"
@@ -55,6 +70,7 @@ _FIELD = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 Number = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+AskedT = TypeVar("AskedT")
 
 
 class _Asked(msgspec.Struct):
@@ -76,6 +92,14 @@ class _Asked(msgspec.Struct):
     prompt: str | list[Token | str | list[Token]] | None = None
     prompt_embeds: str | list[str] | None = None
     prompt_cache_key: str | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
 
 
 _decode_asked = msgspec.json.Decoder(_Asked).decode
@@ -109,9 +133,12 @@ class GenerationCall:
             in them.
     """
 
+    earlier = None  # a response that it continues
+    absent = ""  # what its client is told where no replica has the route
+
     def __init__(self, body: bytes, *, chat: bool, session: str = "") -> None:
         self.fields = read_object(body)
-        asked = _understood(self.fields)
+        asked = understood(self.fields, _decode_asked)
         self.chat = chat
         self.stream = bool(asked.stream)
         self._options = asked.stream_options or {}
@@ -150,7 +177,7 @@ class GenerationCall:
         if self.greedy and not knows_limit:
             return "again"
         exact = self.greedy or not (done.overlap or done.repeated)
-        if speaks_ids and done.ids and done.prompt_ids and exact:
+        if speaks_ids and done.ids and done.prompt_ids and exact and self._is_in_ids():
             return "ids"
         # Without ids it is not known how many tokens the text has behind which a stop may begin.
         if (self.greedy and (self.held_back or self.reread)) or self.wants_ids:
@@ -179,7 +206,7 @@ class GenerationCall:
         if mode == "ids":
             assert done.prompt_ids is not None
             assert done.ids is not None
-            names = SAMPLING if self.chat else self.fields.keys()
+            names = SHARED if self.chat else self.fields.keys()
             fields: dict[str, Any] = {k: self.fields[k] for k in names if k in self.fields}
             fields["prompt"] = done.prompt_ids + done.ids
         else:
@@ -220,6 +247,16 @@ class GenerationCall:
             raise ApiError("'messages' should be a list of messages", param="messages")
         return [(b"" if tools == b"null" else tools) + messages[1:-1]]
 
+    def _is_in_ids(self) -> bool:
+        """Whether the ids of the prompt, and fields that /v1/completions has, are all of it."""
+        if not self.chat:
+            return True
+        messages = decoded(self.fields["messages"], list[_Message])
+        if messages is None or not self.fields.keys() <= BY_IDS:
+            return False
+        contents = [one.content for one in messages if isinstance(one.content, list)]
+        return all(part.type == "text" for content in contents for part in content)
+
     def _has(self, name: str) -> bool:
         return name in self.fields and bytes(self.fields[name]).strip() not in EMPTY
 
@@ -238,10 +275,10 @@ def read_object(body: bytes) -> dict[str, Raw]:
         raise ApiError(f"the body is not a JSON object: {reason[:200]}") from None
 
 
-def _understood(fields: dict[str, Raw]) -> _Asked:
+def understood(fields: dict[str, Raw], decode: Callable[[bytes], AskedT]) -> AskedT:
     """What is read of the fields. Raises `ApiError` for one of another type."""
     try:
-        return _decode_asked(msgspec.json.encode(fields))
+        return decode(msgspec.json.encode(fields))
     except msgspec.DecodeError as error:
         text = str(error)
         found = _FIELD.search(text)

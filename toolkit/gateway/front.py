@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 import time
 from array import array
@@ -28,6 +29,7 @@ from hashlib import blake2b
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import generate_latest
@@ -43,9 +45,10 @@ from toolkit.gateway.calls import GenerationCall, Prompt, read_object
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget, send_whole
 from toolkit.gateway.relaying import RELAYED, RelayedRequest
 from toolkit.gateway.replicas import LOOP, LiveReplica, ReplicaPool
+from toolkit.gateway.responses import RESPONSES, MadeResponses, ResponsesCall
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
-from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
+from toolkit.serve.access import AccessGate, KeyedRequest, Keyring, account_of
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_json_bytes
 from toolkit.serve.metrics import Gauges, by_label, family_of, histogram_family, usage_of_keys
@@ -53,6 +56,8 @@ from toolkit.serve.stats import Stats
 from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
+GENERATING = ("/v1/completions", "/v1/chat/completions", RESPONSES)
+_KEPT = re.compile(r"(?:GET|(?P<post>POST)) /v1/responses/(?P<id>[^/]+)(?(post)/cancel)")
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
@@ -159,6 +164,7 @@ class Gateway:
         draining: new requests are refused.
         idle: no request runs.
         moved: answers that went on at another replica, by how: first, ids, text, again.
+        made: the responses of /v1/responses that replicas may keep.
     """
 
     def __init__(
@@ -185,6 +191,7 @@ class Gateway:
         self.keyring = keyring
         self.log = log
         self.numbers = count(1)  # of the requests
+        self.made = MadeResponses()
         self._created = int(time.time())
         self.status: StatusPage | None = None
         self._merging = asyncio.Lock()
@@ -224,10 +231,12 @@ class Gateway:
         try:
             if self.pool.name in Headers(scope=scope).get("via", ""):
                 raise ApiError("this request went through this front before", status=LOOP)
-            if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
+            if path in GENERATING and method == "POST":
                 await self._generate(scope, receive, send)
             elif path in RELAYED and method == "POST":
                 await self._relay(scope, receive, send)
+            elif kept := _KEPT.fullmatch(f"{method} {path}"):
+                await self._ask_for_response(kept["id"], scope, receive, send)
             elif path == REPLICA_METRICS and method == "GET":
                 headers = [(b"content-type", METRICS_TYPE)]
                 await send_whole(send, 200, headers, await self._merged_metrics())
@@ -313,11 +322,28 @@ class Gateway:
         body = await self._body(scope, receive)
         read_object(body)
         headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
-        request = RelayedRequest(self, scope["path"], body, headers)
+        request = RelayedRequest(self, "POST", scope["path"], body, headers)
         keyed = KeyedRequest.of(scope)
         keyed.admit(1, request.most_tokens)
         keyed.reserve(request.most_tokens, lambda: request.charged)
         with self._counted():
+            await request.run(receive, send)
+
+    async def _ask_for_response(
+        self, response_id: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass a request for a response that was made to the replica that made it."""
+        self._check_open()
+        query = scope["query_string"].decode("latin-1")
+        for name in ("stream", "starting_after"):
+            if name in parse_qs(query, keep_blank_values=True):
+                text = f"'{name}' needs a response in the background, which is not served here"
+                raise ApiError(text, param=name)
+        only = self.made.find(account_of(scope).name, response_id).replica
+        target = scope["path"] + (f"?{query}" if query else "")
+        headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
+        with self._counted():
+            request = RelayedRequest(self, scope["method"], target, b"", headers, only)
             await request.run(receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -326,8 +352,8 @@ class Gateway:
         body = await self._body(scope, receive)
         given = Headers(scope=scope)
         session = given.get("x-session-id", "")
-        is_chat = scope["path"].startswith("/v1/chat")
-        call = GenerationCall(body, chat=is_chat, session=session)
+        owner = account_of(scope).name
+        call = self._call(scope["path"], body, session, owner)
         if self.model and call.model and call.model != self.model:
             text = f"there is no model '{call.model[:80]}'; this server has '{self.model}'"
             raise ApiError(text, status=404, param="model", code="model_not_found")
@@ -343,6 +369,18 @@ class Gateway:
         keyed.reserve(request.most_tokens, lambda: request.charged)
         with self._counted():
             await request.run(receive)
+        if made := request.made:
+            self.made.add(owner, *made)
+
+    def _call(
+        self, path: str, body: bytes, session: str, owner: str
+    ) -> GenerationCall | ResponsesCall:
+        if path != RESPONSES:
+            return GenerationCall(body, chat=path.startswith("/v1/chat"), session=session)
+        call = ResponsesCall(body, session)
+        if call.previous_id:
+            call.earlier = self.made.find(owner, call.previous_id, "previous_response_id")
+        return call
 
     def _check_open(self) -> None:
         """Raise `ApiError` while the server drains, and without a replica."""

@@ -7,6 +7,7 @@ servers, restarts those that end, and at SIGHUP all of them, one at a time, with
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import secrets
 import socket
@@ -209,6 +210,7 @@ async def _serve(
     pool = gateway.pool
     limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=gateway.stats.count_share)
+    pool.open_links.most = server.total.max_connections
 
     def show(plan: Plan) -> None:
         if gateway.status is not None:
@@ -229,6 +231,8 @@ async def _serve(
         background.start("reports of replicas", pool.read_reports)
     if events is not None:
         background.start("event log", partial(flush, events))
+    gc.collect()
+    gc.freeze()  # no later collection should walk over imported objects while streams wait
     try:
         await server.start(listener, tls)
         await _begin(order, pool, own, signals)

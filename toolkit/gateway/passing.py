@@ -10,15 +10,13 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec import Raw
 from starlette.types import Receive, Send
 
-from toolkit.endpoints.foreign import decoded
 from toolkit.endpoints.wire import UpstreamAnswer, UpstreamError
 from toolkit.gateway.answers import DIVERGED, Attempted, PassingAnswer
 from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.replicas import NOT_SERVED, LiveReplica
+from toolkit.gateway.replicas import NO_ROUTE, NOT_SERVED, LiveReplica
+from toolkit.gateway.responses import MadeResponse, PassingResponse, ResponsesCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late, overloaded
@@ -88,7 +86,7 @@ class PassedRequest:
     def __init__(
         self,
         gateway: Gateway,
-        call: GenerationCall,
+        call: GenerationCall | ResponsesCall,
         send: Send,
         arrival_s: float,
         headers: list[tuple[bytes, bytes]],
@@ -97,7 +95,8 @@ class PassedRequest:
         self.streaming = False
         self.midway = False
         self.waiting = True
-        self.prompt_tokens = gateway.gauge.tokens(call.prompts)
+        earlier = call.earlier
+        self.prompt_tokens = gateway.gauge.tokens(call.prompts) + (earlier.tokens if earlier else 0)
         limit = call.max_tokens if (call.max_tokens or 0) > 0 else gateway.settings.max_new_tokens
         self.new_tokens = limit or 1
         self.most_tokens = call.copies * self.prompt_tokens + call.rows * self.new_tokens
@@ -105,7 +104,13 @@ class PassedRequest:
         self._call = call
         self._send = send
         self._headers = headers
-        self._passing = PassingAnswer(call, self.prompt_tokens)
+        self._passing: PassingAnswer | PassingResponse = (
+            PassingResponse(call, self.prompt_tokens)
+            if isinstance(call, ResponsesCall)
+            else PassingAnswer(call, self.prompt_tokens)
+        )
+        self._only = earlier.replica if earlier else None  # that can answer it
+        self._last: LiveReplica | None = None  # of the attempts
         self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
         self._task: asyncio.Task[bool] | None = None
@@ -134,16 +139,23 @@ class PassedRequest:
         counted, these are all that it might have had; of a stream those that came.
         """
         passing = self._passing
-        stream = self._call.stream
-        if passing.usage is None and not passing.begun and not self._taken:
-            return 0
-        if passing.usage is None and not stream:
-            return self.most_tokens
         if passing.usage is not None:
             return passing.prompt_tokens + self.generated
+        if not passing.begun and not self._taken:
+            return 0
         by_text = math.ceil(passing.text_bytes / self._gateway.gauge.bytes_per_token)
         generated = max(passing.counted_tokens, by_text) + passing.unseen_tokens
-        return passing.prompt_tokens + generated
+        came = passing.prompt_tokens + generated
+        return came if self._call.stream else max(self.most_tokens, came)
+
+    @property
+    def made(self) -> tuple[str, MadeResponse] | None:
+        """The id of the response that its client got, where a server may keep it."""
+        call = self._call
+        kept = isinstance(call, ResponsesCall) and call.stored and self._passing.response_id
+        if not kept or self._last is None or not self._is_answered:
+            return None
+        return self._passing.response_id, MadeResponse(self._last, self.charged)
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
@@ -154,7 +166,8 @@ class PassedRequest:
     def admit(self) -> None:
         """Choose its first replica; `ApiError` where the forecast refuses it."""
         gateway = self._gateway
-        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
+        barred = gateway.pool.barred() if self._only is None else self._others()
+        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), barred)
         if isinstance(choice, Overload):
             gateway.stats.refused += 1
             raise late(choice.predicted, choice.wait_s)
@@ -192,6 +205,9 @@ class PassedRequest:
                     # The client has all tokens, but not the last lines.
                     await self._close_stream(passing.finish())
                     return
+                if not passing.goes_on:
+                    await self._give_up(f"the answer broke off: {failed}")
+                    return
                 if str(failed) == DIVERGED:
                     if passing.falls_back():
                         continue
@@ -214,7 +230,14 @@ class PassedRequest:
         if first is not None:
             return first
         while not gone.done():
-            up = {each.index for each in gateway.pool.up if each.has_room(self._outgrown)}
+            up = {
+                each.index
+                for each in gateway.pool.up
+                if each.has_room(self._outgrown) and self._only in (None, each)
+            }
+            if not up and self._only is not None:
+                await self._give_up("the replica that made the earlier response went down")
+                return None
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
                     self._status = f"HTTP {self._refusal[0]}"
@@ -241,9 +264,16 @@ class PassedRequest:
                 return None
         return None
 
+    def _others(self) -> list[int]:
+        """The replicas that cannot answer it."""
+        return [each.index for each in self._gateway.pool.up if each is not self._only]
+
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
-        done = self._passing.progress() if self._passing.begun else None
+        passing = self._passing
+        done = None
+        if isinstance(passing, PassingAnswer) and passing.begun:
+            done = passing.progress()
         return RoutedRequest(
             self._id,
             self.prompt_tokens + (done.tokens if done else 0),
@@ -260,6 +290,7 @@ class PassedRequest:
         self.waiting = True
         self.streaming = self.midway = False
         self._taken = True
+        self._last = replica
         odd_before = self._passing.odd_usages
         replica.requests += 1
         replica.attempts.add(self)
@@ -333,7 +364,7 @@ class PassedRequest:
         content = await self._whole(replica, answer)
         gateway = self._gateway
         status = answer.status
-        size = replica.max_model_len
+        size = replica.max_model_len if self._only is None else None
         if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
             # Of another replica, which may be away for now, the context may be longer.
             listed = gateway.pool.replicas
@@ -350,6 +381,9 @@ class PassedRequest:
             await self._give_up(CANNOT_GO_ON if begun else f"a replica answered {status}")
             return True
         refusal = status, kept_headers(answer), content
+        if status in NO_ROUTE and self._call.absent:
+            error = ApiError(self._call.absent, status=404)
+            refusal = 404, [(b"content-type", b"application/json")], error_body(error)
         if status in ELSEWHERE or (status >= 500 and gateway.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
@@ -391,9 +425,10 @@ class PassedRequest:
             if passing.failure:
                 raise PassFailedError(passing.failure)
             if passing.ended:
-                await self._close_stream(b"")
-                return
-        raise PassFailedError("the answer ended early")
+                break
+        if not passing.ends_here():
+            raise PassFailedError("the answer ended early")
+        await self._close_stream(b"")
 
     async def _close_stream(self, last: bytes) -> None:
         self._status = _reason(self._passing.finish_reason)
@@ -402,13 +437,11 @@ class PassedRequest:
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await self._whole(replica, answer)
-        read = decoded(content, _WholeAnswer) or _WholeAnswer()
-        reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
-        if any(reason in ("abort", "error") for reason in reasons):
-            raise PassFailedError("the server aborted the request")
-        self._passing.usage = self._passing.possible(read.usage)
+        self._passing.whole(content)
+        if self._passing.failure:
+            raise PassFailedError(self._passing.failure)
         self._last_s = self._gateway.now_s()
-        self._status = _reason(reasons[0] if reasons else "stop")
+        self._status = _reason(self._passing.finish_reason)
         self._is_answered = True
         await send_whole(self._send, 200, kept_headers(answer), content)
 
@@ -433,7 +466,7 @@ class PassedRequest:
         if not self._head_sent:
             error.headers["Retry-After"] = str(RETRY_AFTER_S)
             raise error
-        last = b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
+        last = self._passing.error(error)
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _record(self) -> None:
@@ -463,15 +496,6 @@ class PassedRequest:
             at = gateway.log.timestamp(arrival_s)
             status = "ok" if ok else self._status
             gateway.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
-
-
-class _WholeChoice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _WholeAnswer(msgspec.Struct):
-    choices: list[_WholeChoice] = []
-    usage: Raw = Raw(b"null")
 
 
 def _reason(told: str) -> str:

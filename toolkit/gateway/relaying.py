@@ -1,4 +1,6 @@
-"""Requests without generation: /tokenize, /detokenize and embeddings, each whole at one replica."""
+"""Requests without generation, each answered whole by one replica: /tokenize, /detokenize,
+embeddings, and those for a response that a replica keeps.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,29 @@ class _Counted(msgspec.Struct):
 
 
 class RelayedRequest:
-    """One request that any replica answers as a whole.
+    """One request that a replica answers as a whole: `only` this one, or any.
 
     Attributes:
         most_tokens: what its key may pay: the prompt of embeddings; other requests compute nothing.
         charged: what its key pays, as the server counted, else by the estimate.
     """
 
-    def __init__(self, gateway: Gateway, path: str, body: bytes, headers: RawHeaders) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        method: str,
+        target: str,
+        body: bytes,
+        headers: RawHeaders,
+        only: LiveReplica | None = None,
+    ) -> None:
         self._gateway = gateway
-        self._path = path
+        self._method = method
+        self._target = target
         self._body = body
         self._headers = headers
-        self.most_tokens = gateway.gauge.tokens([body]) if path == EMBEDDINGS else 0
+        self._only = only
+        self.most_tokens = gateway.gauge.tokens([body]) if target == EMBEDDINGS else 0
         self.charged = 0
 
     async def run(self, receive: Receive, send: Send) -> None:
@@ -71,7 +83,8 @@ class RelayedRequest:
         """The answer of the first replica that has one; of all refusals, the last."""
         pool = self._gateway.pool
         refusal = None
-        for replica in sorted(pool.up, key=lambda each: len(each.attempts)):
+        able = sorted(pool.up, key=lambda each: len(each.attempts))
+        for replica in able if self._only is None else [self._only]:
             try:
                 async with asyncio.timeout(pool.hang_s):
                     status, headers, content = await self._ask(replica)
@@ -83,7 +96,8 @@ class RelayedRequest:
                     raise overloaded(str(error)) from None
                 pool.failed(replica, "the connection broke off")
                 continue
-            pool.answered(replica, status)
+            if self._only is None:  # else its 404 may be about what it keeps
+                pool.answered(replica, status)
             if status < 500 and status not in BUSY:
                 self._charge(replica, status, content)
                 return status, headers, content
@@ -94,9 +108,9 @@ class RelayedRequest:
         return refusal
 
     async def _ask(self, replica: LiveReplica) -> Whole:
-        path = self._path.encode()
+        target = self._target.encode("latin-1")
         self.charged = self.most_tokens
-        answer = await replica.upstream.send("POST", path, self._headers, self._body)
+        answer = await replica.upstream.send(self._method, target, self._headers, self._body)
         async with aclosing(answer):
             return answer.status, kept_headers(answer), await whole_body(answer)
 

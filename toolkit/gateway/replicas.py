@@ -28,7 +28,7 @@ import msgspec
 from toolkit.backends.openai import kv_tokens
 from toolkit.endpoints.foreign import decoded, plain
 from toolkit.endpoints.target import Models, Version, error_text, parsed_metrics
-from toolkit.endpoints.wire import Upstream, UpstreamError
+from toolkit.endpoints.wire import OpenLinks, Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
@@ -66,6 +66,7 @@ _CACHE_SIZE = re.compile(
 )
 MAX_ROWS = 1 << 20  # that a replica may report
 _MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
+MAX_GONE = 1024  # replicas: the counters of one go on where it is listed again
 MAX_ENGINES = 1024  # of a replica, of which figures are read
 FOREIGN = ("it serves ", "it runs ", "its kind ")  # problems with which a replica is left out
 MAX_VIA_BYTES = 1024
@@ -73,6 +74,7 @@ LOOP = 508  # the status for a request that went through this front before
 COMPLETIONS = b"/v1/completions"
 CHAT = b"/v1/chat/completions"
 LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
+COUNTERS = ("requests", "failures", "moved", "odd_usages")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 
@@ -203,6 +205,8 @@ class ReplicaPool:
         self._free: list[list[int]] = [[] for _ in kinds]
         self.background = Background(say)
         self.listed: list[str] = []  # as `renew` was given them last
+        self.open_links = OpenLinks()
+        self._gone: dict[str, LiveReplica] = {}  # by URL
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
 
     def kind_of(self, replica: LiveReplica) -> str:
@@ -232,7 +236,7 @@ class ReplicaPool:
             wanted[url] = names.index(name) if name else unnamed
         known = {one.url: one.kind if one.kind_listed else None for one in self.replicas}
         new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
-        upstreams = {url: Upstream(url, math.inf) for url in new}
+        upstreams = {url: self._upstream(url) for url in new}
         gone = [one for one in self.replicas if one.url in upstreams or one.url not in wanted]
         for replica in gone:
             self.remove(replica)
@@ -246,12 +250,18 @@ class ReplicaPool:
 
     def add(self, url: str, upstream: Upstream | None = None, kind: int | None = 0) -> LiveReplica:
         """Watch a further replica, of a kind; None: it is read from what the replica reports."""
-        upstream = upstream or Upstream(url, math.inf)
+        upstream = upstream or self._upstream(url)
         replica = LiveReplica(url, upstream, self._index(kind or 0), kind or 0, kind is not None)
+        if (before := self._gone.pop(url, None)) is not None:
+            for name in COUNTERS:
+                setattr(replica, name, getattr(before, name))
         self.replicas.append(replica)
         self.by_index[replica.index] = replica
         self._tasks[replica] = self.background.start("probes", partial(self._watch, replica))
         return replica
+
+    def _upstream(self, url: str) -> Upstream:
+        return Upstream(url, math.inf, open_links=self.open_links)
 
     def _index(self, kind: int) -> int:
         """A place in the balancer for a replica of this kind."""
@@ -268,6 +278,9 @@ class ReplicaPool:
         self._take_out(replica, "gone", "no longer listed")
         self.replicas.remove(replica)
         self._tasks.pop(replica).cancel()
+        self._gone[replica.url] = replica
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
         self._release(replica)
 
     def drain(self, replica: LiveReplica) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.catalogue.models import cache_parts, not_computed, special_of
+from toolkit.catalogue.models import cache_parts, experts_of, not_computed, special_of
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -233,9 +233,12 @@ def refuse_not_computed(recipe: Recipe) -> None:
     reasons = not_computed(special, _scheme(recipe))
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
+    reasons = list(dict.fromkeys(reasons))
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")
     hint = MEASURE
+    if "LoRA" in reasons:
+        hint = "measure a server with an adapter from outside: llmctl docs explanation/profiling"
     if special.cache_problem:
         hint = "llmctl models one kind of KV cache per model; choose a model with full attention"
     _refuse(reasons, hint)
@@ -350,6 +353,7 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
     """
     spec = recipe.profile
     vllm = recipe.engine.vllm
+    experts, per_token = experts_of(recipe.model.config)
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
     # All numbers of rows alone, and a few beside chunks, so that both kinds of pass weigh alike.
     alone = list(product(spec.batch_sizes, _few(spec.cached_lengths, 5), [(0, 0)]))
@@ -379,6 +383,8 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
         blocks=facts.capacity_tokens // block_tokens,
         max_num_batched_tokens=PASS_TOKENS,
         async_scheduling=False,
+        experts=experts,
+        experts_per_token=per_token,
         points=points,
         front=[],
     )

@@ -28,6 +28,7 @@ from toolkit.units import number
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
+Basis = tuple[str, str]  # what laws come from: the role of a file and its digest
 ROLES = ("recipe", "profile", "fit", "tuning", "plan", "validation")
 BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # no other workflow file has them all
 MAX_BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
@@ -104,28 +105,30 @@ def gather(source: str, folder: Path | None = None) -> Material:
         path = Path(source)
         plan = read_file(Plan, path)
         files = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
-        fit_sha256 = _sha256_of(plan, "fit")
+        basis = _basis_of(plan)
         folder = folder or path.parent
     else:
         recipe = recipe_path(source)
         files = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
         folder = folder or Path()
         files.fit = _take(files, Fit, folder / "fit.json", inputs={"recipe": recipe})
-        fit_sha256 = files.sources[-1].sha256
-        if files.fit:
-            files.plan = _take(files, Plan, folder / "plan.json", fit_sha256)
-    if files.fit is None:
-        return files
-    profile_sha256 = _sha256_of(files.fit, "profile")
-    files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
-    files.tuning = _take(files, Tuning, folder / "tuning.json", fit_sha256)
-    files.validation = _take(files, Validation, folder / "validation.json", fit_sha256)
-    _take_benches(files, folder, fit_sha256)
+        if "fit" in files.why:
+            return files
+        basis = "fit" if files.fit else "recipe", files.sources[-1].sha256
+        files.plan = _take(files, Plan, folder / "plan.json", basis)
+        if files.fit is None and files.plan:
+            files.fit = files.plan.fit  # computed: no file has it
+    profile_sha256 = _sha256_of(files.fit, "profile") if files.fit else ""
+    if profile_sha256:
+        files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
+    files.tuning = _take(files, Tuning, folder / "tuning.json", basis)
+    files.validation = _take(files, Validation, folder / "validation.json", basis)
+    _take_benches(files, folder, basis)
     return files
 
 
-def _take_benches(files: Material, folder: Path, fit_sha256: str) -> None:
-    """Take every bench in the folder that was made with the shown fit; see `Material.benches`."""
+def _take_benches(files: Material, folder: Path, basis: Basis) -> None:
+    """Take every bench in the folder that was made with the shown laws; see `Material.benches`."""
     taken: list[tuple[BenchResult, SourceFile]] = []
     paths = [path for path in folder.glob("*.json") if path.stem not in ROLES and path.is_file()]
     for path in sorted(paths, key=lambda path: (-path.stat().st_mtime, path)):
@@ -144,9 +147,9 @@ def _take_benches(files: Material, folder: Path, fit_sha256: str) -> None:
             continue
         if "plan" not in content.inputs:
             files.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
-        elif _sha256_of(content, "fit") != fit_sha256:
+        elif _basis_of(content) != basis:
             plan = content.inputs["plan"].name
-            other = f"another fit ({plan}), not the one that is shown here"
+            other = f"another {basis[0]} ({plan}), not the one that is shown here"
             files.why[path.name] = f"{path.name} is about {other}"
         else:
             bench = BenchResult(path.name, content, files.is_of_plan(content))
@@ -160,15 +163,14 @@ def _take(
     files: Material,
     kind: type[EnvelopeT],
     path: Path,
-    fit_sha256: str | None = None,
+    basis: Basis | None = None,
     *,
     inputs: Mapping[str, Path] | None = None,
     sha256: str | None = None,
 ) -> EnvelopeT | None:
     """The file, or None where it does not exist or does not belong to the others.
 
-    It must be made from `inputs` and the fit with the given digest, and have the digest `sha256`
-    itself.
+    It must be made from `inputs` and rest on `basis`, and have the digest `sha256` itself.
     """
     if not path.is_file():
         return None
@@ -179,13 +181,19 @@ def _take(
     except InputError as error:
         files.why[role] = error.whole
         return None
-    of_fit = fit_sha256 in (None, _sha256_of(content, "fit"))
-    if not of_fit or sha256 not in (None, source.sha256):
-        what = role if of_fit else "fit"
+    is_based = basis in (None, _basis_of(content))
+    if not is_based or sha256 not in (None, source.sha256):
+        what = role if is_based or basis is None else basis[0]
         files.why[role] = f"{path.name} is about another {what}, not the one that is shown here"
         return None
     files.sources.append(source)
     return content
+
+
+def _basis_of(content: Envelope) -> Basis:
+    """What the laws behind `content` come from: its fit, or the recipe where they were computed."""
+    role = "fit" if "fit" in content.inputs else "recipe"
+    return role, _sha256_of(content, role)
 
 
 def _sha256_of(content: Envelope, role: str) -> str:

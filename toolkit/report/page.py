@@ -78,7 +78,8 @@ def summary_section(files: Material) -> Section:
         command = ("Start it", f"llmctl serve {files.file_name('plan')}")
         promise = Promise(plan.predicted, plan.limits, _measured(files))
     elif tuning is not None:
-        words = f"{name} --fit {fit} --tuning {files.file_name('tuning')}"
+        given = f" --fit {fit}" if "fit" in tuning.inputs else ""
+        words = f"{name}{given} --tuning {files.file_name('tuning')}"
         command = ("Plan it", f"llmctl render {words}")
         promise = Promise(tuning.recommended.metrics, tuning.limits, _measured(files))
     elif files.fit is not None:
@@ -106,7 +107,9 @@ def _share(limit: Limit) -> float | None:
     if limit.bound == "at least":
         used = 100 - used
         may = 100 - may
-    return used / may if may else (2.0 if used else 0.0)
+    if may:
+        return used / may
+    return 2.0 if used else 0.0
 
 
 def _judge(limit: Limit, value: float | None) -> Judged | None:

@@ -289,7 +289,9 @@ def bars(
     for row, (name, value) in enumerate(values.items()):
         top = row * ROW + 2
         kept = limit is None or value <= limit
-        state = "" if limit is None else ", kept" if kept else ", broken"
+        state = ""
+        if limit is not None:
+            state = ", kept" if kept else ", broken"
         text = f"{number(value)}{unit}{state}"
         short = name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
         _add(root, "text", x=left - 6, y=top + 14, text=short, anchor="end")

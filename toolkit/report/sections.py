@@ -129,6 +129,11 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
 def fit_section(files: Material) -> Section:
     """The laws of `fit.json` and their errors, with plots where their profile is known."""
     fit = files.fit
+    tuning = files.tuning
+    if fit is None and tuning is not None and tuning.analytic:
+        section = Section("fit", "The laws were computed for the tuning; no file has them.")
+        section.lines.append(f"Nothing here was measured: {tuning.analytic}")
+        return section
     if fit is None:
         command = f"llmctl profile {files.recipe.name}; llmctl fit profile.json"
         return _missing(files, "fit", "Nothing was fitted yet.", command)
@@ -282,6 +287,25 @@ def plan_section(files: Material) -> Section:
     return section
 
 
+def _parallel(tuning: Tuning) -> Table:
+    """The tensor parallelisms that were compared on the same GPUs."""
+    rows: list[list[Cell]] = []
+    for one in tuning.parallel:
+        chosen = "chosen" if one.tensor_parallel_size == tuning.tensor_parallel_size else ""
+        rows.append(
+            [
+                one.tensor_parallel_size,
+                one.workers,
+                one.keeps_limits,
+                None if one.capacity_rps is None else number(one.capacity_rps),
+                metric_name(one.binding) if one.binding else None,
+                one.refused or chosen,
+            ]
+        )
+    columns = ["GPUs of a worker", "workers", "keeps the limits", "up to requests/s"]
+    return Table("Tensor parallelism", [*columns, "then breaks", ""], rows)
+
+
 def tuning_section(files: Material) -> Section:
     """The trials of `tuning.json`, their front, the gain on the whole trace, and what matters."""
     tuning = files.tuning
@@ -293,6 +317,8 @@ def tuning_section(files: Material) -> Section:
     policies = f"policy '{tuning.best.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", lead)
+    if tuning.parallel:
+        section.tables.append(_parallel(tuning))
     shares: dict[str, float] = {}
     for result in tuning.policies:
         if result.policy == tuning.best.policy:

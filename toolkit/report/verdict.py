@@ -38,7 +38,12 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(f"gain over the defaults: {result.gain_percent:+.1f} % goodput")
     else:
         lines.append("gain over the defaults: they have no goodput")
-    lines += [*_capacity_lines(result), *_router_lines(result), *_cost_lines(result)]
+    lines += [
+        *_capacity_lines(result),
+        *_parallel_lines(result),
+        *_router_lines(result),
+        *_cost_lines(result),
+    ]
     lines += [*_alternative_lines(result), *_how_sure(result)]
     best = result.best.policy
     refused = next((one.refusal for one in result.policies if one.policy == best), None)
@@ -92,6 +97,27 @@ def _capacity_lines(result: Tuning) -> list[str]:
     if capacity.binding:
         line += f"; then {capacity.binding} breaks"
     return [line]
+
+
+def _parallel_lines(result: Tuning) -> list[str]:
+    """Which tensor parallelism is the best on the same GPUs; empty where none were compared."""
+    tried = [one for one in result.parallel if one.outcome is not None]
+    if not tried:
+        return []
+    size = result.tensor_parallel_size
+    own = f"{_counted(result.workers)} with tensor parallelism {size}"
+    if len(tried) == 1:
+        return [f"{own}: no other was searched"]
+    others = []
+    for one in tried:
+        if one.tensor_parallel_size != size:
+            what = "breaks limits"
+            if one.keeps_limits:
+                what = "keeps them"
+            if one.capacity_rps:
+                what += f", up to {number(one.capacity_rps)} requests/s"
+            others.append(f"{one.workers} x {one.tensor_parallel_size} GPUs {what}")
+    return [f"the best of these GPUs: {own}; {'; '.join(others)}"]
 
 
 def _router_lines(result: Tuning) -> list[str]:
@@ -166,6 +192,8 @@ def _how_sure(result: Tuning) -> list[str]:
 def _warnings(result: Tuning) -> list[str]:
     """Warnings where the requests were scaled much, or where the trace is short."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
+    if result.analytic:
+        lines.append("by analytic laws: nothing was measured on this GPU")
     count = result.judged.requests
     if count < FEW_REQUESTS:
         needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
@@ -311,7 +339,11 @@ def _sibling(sibling: Sibling) -> str:
 
 
 def _workers(sibling: Sibling) -> str:
-    return "1 worker" if sibling.workers == 1 else f"{sibling.workers} workers"
+    return _counted(sibling.workers)
+
+
+def _counted(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _fit_kind(sibling: Sibling) -> str:

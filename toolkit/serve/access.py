@@ -113,6 +113,7 @@ MINUTE_S = 60.0
 Callers = tuple[str, tuple[ApiKey, ...]]  # the one shared key, or several keys
 Limit = Literal["requests", "tokens", "concurrent"]
 LIMITS: tuple[Limit, ...] = ("requests", "tokens", "concurrent")
+_ACCOUNT = "toolkit.account"  # in an ASGI scope
 _SCOPE_KEY = "toolkit.keyed_request"
 UNKEYED = "without a key this server"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -171,6 +172,7 @@ class AccessGate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
+            scope[_ACCOUNT] = account
             if account is not None and scope["method"] == "POST":
                 keyed = KeyedRequest(account, self.now_s)
                 keyed.enter(scope)
@@ -279,6 +281,12 @@ class Keyring:
             if hmac.compare_digest(digest, known):
                 owner = account
         return owner if scheme.lower() == "bearer" else None
+
+
+def account_of(scope: Scope) -> Account:
+    """The account of an ASGI scope that the gate let in with a key, or where there are no keys."""
+    account: Account = scope[_ACCOUNT]
+    return account
 
 
 class KeyedRequest:

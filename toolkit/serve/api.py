@@ -28,7 +28,9 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, ErrorBody, on_api_error, on_bug, on_http_exception
 from toolkit.serve.forms import (
     FORMS,
+    IGNORED,
     MAX_MESSAGES,
+    NO_OTHERS,
     BodyReader,
     ChatForm,
     CompletionForm,
@@ -95,6 +97,8 @@ def make_app(
         ("/v1/models/{name:path}", routes.model, ["GET"]),
         ("/tokenize", routes.tokenize, ["POST"]),
         ("/detokenize", routes.detokenize, ["POST"]),
+        ("/v1/responses", routes.responses, ["GET", "POST"]),
+        ("/v1/responses/{rest:path}", routes.responses, ["GET", "POST", "DELETE"]),
         ("/health", routes.health, ["GET", "HEAD"]),
         ("/ready", routes.ready, ["GET", "HEAD"]),
         ("/metrics", routes.metrics, ["GET"]),
@@ -166,6 +170,11 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         return await self._translate(request, "detokenize")
+
+    async def responses(self) -> Response:
+        """The only route of OpenAI's for text that this engine lacks."""
+        text = "this engine has no /v1/responses; a recipe with engine 'vllm' serves it"
+        raise ApiError(text, status=404, code="unsupported_route")
 
     async def health(self) -> Response:
         """200 while the front's event loop runs. Workers do not count here, but in /ready."""
@@ -273,6 +282,7 @@ def _schemas(settings: FrontSettings) -> Json:
         properties = schemas[name]["properties"]
         for parameter, values in harmless_values(chat=name == "ChatForm").items():
             properties[parameter] = {"enum": list(values)}
+        properties |= {parameter: {} for parameter in IGNORED}
         properties["model"] = {"enum": [settings.model, None]}
         for parameter in {"max_tokens", "max_completion_tokens", "min_tokens"} & properties.keys():
             properties[parameter]["anyOf"][0]["maximum"] = settings.max_new_tokens
@@ -287,8 +297,8 @@ def _schemas(settings: FrontSettings) -> Json:
     with_prompt = {"model": model, "prompt": {"type": "string"}, "messages": null}
     with_messages = {"model": model, "prompt": null, "messages": messages}
     prompt_or_messages = [
-        {"type": "object", "properties": with_prompt, "required": ["prompt"]},
-        {"type": "object", "properties": with_messages, "required": ["messages"]},
+        _object(**with_prompt) | {"required": ["prompt"], "additionalProperties": NO_OTHERS},
+        _object(**with_messages) | {"required": ["messages"], "additionalProperties": NO_OTHERS},
     ]
     return schemas | {
         "TokenizeForm": {"anyOf": prompt_or_messages},

@@ -96,7 +96,10 @@ def error_response(error: ApiError) -> Response:
 def from_validation(error: ValidationError) -> ApiError:
     """The first error in a request's fields."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
+    param = ".".join(str(part)[:80] for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        text = f"'{param}' is not a field here; leave it out"
+        return ApiError(text, param=param, code="unknown_parameter")
     text = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
     return ApiError(f"'{param}': {text}" if param else text, param=param or None)
 

@@ -1,9 +1,9 @@
 """Read the bodies of requests: strict JSON, bounded fields, and prompts in tokens.
 
 Only JSON is accepted on which no two parsers can disagree: UTF-8 without a byte-order mark, no NaN,
-no duplicate key, no half of a surrogate pair, bounded nesting. The forms bound every field. They
-ignore unknown fields, as OpenAI's own servers do; a parameter of OpenAI's that would change the
-answer and that this server does not support is an error that names it.
+no duplicate key, no half of a surrogate pair, bounded nesting. The forms bound every field, and
+drop none that could change the answer: an unknown field is an error that names it, and so is a
+parameter that this server does not support. Only `IGNORED` has fields of no effect.
 """
 
 from __future__ import annotations
@@ -11,11 +11,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from starlette.requests import ClientDisconnect, Request
 
@@ -111,12 +119,32 @@ MAX_TIMEOUT_S = 86_400.0
 
 Prompt = str | list[int]
 
-# Unsupported parameters, and the values with which each has no effect. `logprobs` is missing here,
-# because its values differ between chats and completions.
+# Fields of OpenAI's clients, and of the libraries on top, that may have any value: why each has no
+# effect on an answer here.
+IGNORED = {
+    "user": "is a label",
+    "safety_identifier": "is a label",
+    "metadata": "labels a stored answer, and none is stored",
+    "store": "no answer is stored",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "names a cache of prompts, which only saves time",
+    "prompt_cache_retention": "is about that cache",
+    "cache_salt": "is about that cache",
+    "parallel_tool_calls": "is about tools, which are refused",
+}
+
+# Unsupported parameters, and the values with which each has no effect. `logprobs` and
+# `add_special_tokens` are missing here, because their values differ between chats and completions.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (None, True),
+    "allowed_token_ids": (None, []),
     "audio": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
     "echo": (None, False),
     "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
@@ -125,16 +153,24 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
     "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "presence_penalty": (None, 0),
+    "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
+    "return_token_ids": (None, False),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "top_logprobs": (None, 0),
+    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
 
@@ -147,7 +183,8 @@ NOT_IN_VLLM = {
 
 def harmless_values(*, chat: bool) -> dict[str, tuple[object, ...]]:
     """The unsupported parameters of an endpoint, and the values with which each has no effect."""
-    return UNSUPPORTED | {"logprobs": (None, False) if chat else (None,)}
+    own = {"logprobs": (None, False) if chat else (None,)}
+    return UNSUPPORTED | own | {"add_special_tokens": (None, not chat)}
 
 
 def array(items: JsonSchemaValue, max_items: int | None = None) -> JsonSchemaValue:
@@ -155,6 +192,7 @@ def array(items: JsonSchemaValue, max_items: int | None = None) -> JsonSchemaVal
     return {"type": "array", "items": items, "minItems": 1, **limit}
 
 
+NO_OTHERS: JsonSchemaValue = {"type": "null"}  # of an object's unknown fields
 _TEXT: JsonSchemaValue = {"type": "string", "minLength": 1}
 _TOKEN: JsonSchemaValue = {"type": "integer", "minimum": 0}
 _STOP: JsonSchemaValue = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -162,6 +200,7 @@ _PART: JsonSchemaValue = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
+    "additionalProperties": NO_OTHERS,
 }
 PROMPT_SCHEMA: JsonSchemaValue = {
     "anyOf": [_TEXT, array(_TEXT, MAX_PROMPTS), array(_TOKEN), array(array(_TOKEN), MAX_PROMPTS)]
@@ -221,22 +260,48 @@ def _content(value: object) -> str:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise ValueError("holds a part that is not of type 'text'; this model reads only text")
+        for name, given in part.items():
+            if name not in ("type", "text") and given is not None:
+                raise ValueError(f"holds a part with '{name[:80]}', which is not a field here")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 class Form(BaseModel):
-    """Strict types (no "5" for 5) and no NaN. Unknown fields are ignored, and null means absent."""
+    """Strict types (no "5" for 5) and no NaN. Unknown fields are refused, and null means absent."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra={"additionalProperties": NO_OTHERS},
+    )
+    ignored: ClassVar[Collection[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, data: object) -> object:
+        """The fields that ask for something."""
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if name in cls.model_fields or (value is not None and name not in cls.ignored)
+        }
 
 
 class StreamOptions(Form):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class GenerationForm(Form):
     """The fields that completions and chat completions share."""
+
+    ignored = {*IGNORED, *harmless_values(chat=True)}  # `refuse_unsupported` has seen the latter
 
     model: Annotated[str, Field(max_length=256)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None

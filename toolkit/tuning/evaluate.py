@@ -140,7 +140,9 @@ class Evaluation:
         """
 
         def share(value: float, limit: float) -> float:
-            return value / limit if limit else (1.0 + value if value else 0.0)
+            if limit:
+                return value / limit
+            return 1.0 + value if value else 0.0
 
         metrics = self.outcome.metrics
         most = {

@@ -298,9 +298,11 @@ def reported(
         {
             **head,
             "recipe_name": recipe.name,
+            "analytic": _analytic(inputs),
             "seed": settings.seed,
             "sla": recipe.sla,
             "workers": inputs.world.size,
+            "tensor_parallel_size": None if inputs.others else recipe.engine.tensor_parallel_size,
             "request_rate_rps": inputs.workload.rate_rps,
             "concurrency": recipe.tune.concurrency,
             "trace_notes": list(cut.trace.notes),
@@ -326,6 +328,12 @@ def reported(
             "cost": _cost(inputs, recommended.outcome),
         }
     )
+
+
+def _analytic(inputs: Inputs) -> str | None:
+    """What the laws that were computed assume, each once; None where all were measured."""
+    assumed = [kind.fit.engine.analytic for kind in inputs.kinds if kind.fit.engine.analytic]
+    return "; ".join(dict.fromkeys(assumed)) or None
 
 
 def _window_length(workload: Workload) -> WindowLength:

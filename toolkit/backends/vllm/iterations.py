@@ -57,6 +57,8 @@ def _not_modelled(config: Any, groups: Any) -> list[str]:
             found.append(f"a KV cache of kind {name}")
         elif getattr(spec, "sliding_window", None):
             found.append(f"a sliding window of {spec.sliding_window} tokens")
+    if getattr(config, "lora_config", None) is not None:
+        found.append("LoRA adapters")
     if config.speculative_config is not None:
         found.append("speculative decoding")
     parallel = config.parallel_config

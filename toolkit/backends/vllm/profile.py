@@ -26,6 +26,7 @@ from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
 from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
 from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
+from toolkit.catalogue.models import EXPERTS, experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
 from toolkit.engines.saved import saved_model
@@ -143,6 +144,17 @@ def refuse_not_modelled(header: IterationLogHeader) -> None:
         )
 
 
+def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
+    """`InputError` for a mixture of experts whose number the recipe's config does not give."""
+    if model_type in EXPERTS and not experts_of(text_config(recipe.model.config))[0]:
+        raise InputError(
+            f"{model_type}: the law of a pass needs the number of its experts, and "
+            "model.config gives none",
+            "copy num_experts and num_experts_per_tok from its config.json, or make the recipe with"
+            " llmctl recipe new",
+        )
+
+
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
@@ -158,8 +170,10 @@ class VllmBench(ServerBench):
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server = server
         self._log = log
+        self._recipe = recipe
         self._header: IterationLogHeader = header_of(log.readline())
         refuse_not_modelled(self._header)
+        refuse_unknown_experts(recipe, self._header.model_type)
         self.facts = facts_of(recipe, self._header)
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
@@ -177,6 +191,7 @@ class VllmBench(ServerBench):
     @property
     def steps(self) -> StepsProfile:
         header = self._header
+        experts, per_token = experts_of(text_config(self._recipe.model.config))
         return StepsProfile(
             block_tokens=header.block_tokens,
             blocks=header.blocks,
@@ -185,6 +200,8 @@ class VllmBench(ServerBench):
             graph_sizes=header.graph_sizes,
             graph_mode=header.graph_mode,
             executor=header.executor,
+            experts=experts,
+            experts_per_token=per_token,
             points=[],
             front=[],
         )

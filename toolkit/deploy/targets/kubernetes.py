@@ -1,8 +1,7 @@
 """Target `kubernetes`: a Deployment with its objects (core/), and objects that need operators.
 
 `kubectl apply -k DIR` applies all; `kubectl apply -k DIR/core` needs neither Prometheus' operator
-nor KEDA. Network policies (deny by default, a few named ways in and out) and the PodMonitor are for
-the target `kuberay` too.
+nor KEDA. Network policies deny by default, with a few named ways in and out.
 """
 
 from __future__ import annotations
@@ -71,25 +70,12 @@ kubectl delete -k .         # drains
 ```"""
 
 
-def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Object:
+def network_policy(order: Order) -> Object:
     """Allow traffic from its namespace, namespaces labelled as clients, and that of Prometheus; to
-    the cluster's DNS, and to the hub if needed. With `members`, the labels of the pods of a Ray
-    cluster, also all ports from and to these.
+    the cluster's DNS, and to the hub if needed.
     """
     ways_in = [{"from": _callers(order), "ports": WEB}]
-    ways_out = _egress(order)
-    if members:
-        ways_in.append({"from": [_pods(members)]})
-        ways_out.append({"to": [_pods(members)]})
-    return _policy(order, order.name, common.selector(order), ways_in, ways_out)
-
-
-def cluster_policy(order: Order, cluster: Mapping[str, str], members: Mapping[str, str]) -> Object:
-    """Only the deployment's `members` may connect to Ray's pods: a connection can run code."""
-    ours = [_pods(members)]
-    ways_out = [*_egress(order), {"to": [_pods(members)]}]
-    pods = {"matchLabels": dict(cluster)}
-    return _policy(order, f"{order.name}-ray", pods, [{"from": ours}], ways_out)
+    return _policy(order, order.name, common.selector(order), ways_in, _egress(order))
 
 
 def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Object]:
@@ -205,16 +191,16 @@ def explain_outside(order: Order) -> list[ExplainedValue]:
     ]
 
 
-def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: str = "") -> Object:
-    """Has Prometheus scrape `page` of every pod with the API key, which pages need too; those named
-    `pods` need none. It has the `name`, by default that of the pods.
+def pod_monitor(order: Order, pods: str = "") -> Object:
+    """Has Prometheus scrape every pod with the API key, which pages need too; pods named `pods`
+    need none.
     """
-    endpoint: Object = {"port": "http", "path": page, "interval": "15s"}
+    endpoint: Object = {"port": "http", "path": "/metrics", "interval": "15s"}
     if not pods:
         key = {"name": order.name, "key": common.SECRET_KEY}
         endpoint["authorization"] = {"type": "Bearer", "credentials": key}
     spec = {"selector": common.selector(order, pods), "podMetricsEndpoints": [endpoint]}
-    about = _for_prometheus(order, common.metadata(order, name or pods, pods))
+    about = _for_prometheus(order, common.metadata(order, pods, pods))
     return common.api_object(MONITORING, "PodMonitor", about, spec)
 
 

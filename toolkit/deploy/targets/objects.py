@@ -107,8 +107,8 @@ def probes(order: Order) -> dict[str, Object]:
     }
 
 
-def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
-    """The lines of EXPLAIN.md about the probes; each key begins with `prefix`."""
+def explain_probes(order: Order) -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md about the probes."""
     ready = (
         "503 while no worker is loaded and alive, and after the end was announced, so that new "
         "requests go elsewhere"
@@ -120,10 +120,10 @@ def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
     )
     hung = "a front that does not answer does not drain either"
     return [
-        explain_value(f"{prefix}startupProbe on /ready", reckon.startup_s(order), SECONDS),
-        ExplainedValue(f"{prefix}readinessProbe on /ready", "3 x 5 s", ready),
-        ExplainedValue(f"{prefix}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
-        ExplainedValue(f"{prefix}livenessProbe grace", f"{PROBE_S} s", hung),
+        explain_value("startupProbe on /ready", reckon.startup_s(order), SECONDS),
+        ExplainedValue("readinessProbe on /ready", "3 x 5 s", ready),
+        ExplainedValue("livenessProbe on /health", f"3 x {PROBE_S} s", alive),
+        ExplainedValue("livenessProbe grace", f"{PROBE_S} s", hung),
     ]
 
 
@@ -415,15 +415,9 @@ def deployment(
     strategy: Object,
     startup_s: int,
     pods: int = 1,
-    *,
-    more_labels: Mapping[str, str] | None = None,
-    more_annotations: Mapping[str, str] | None = None,
 ) -> Object:
     """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds."""
-    about = {
-        "labels": labels(order) | dict(more_labels or {}),
-        "annotations": digests(order) | dict(more_annotations or {}),
-    }
+    about = {"labels": labels(order), "annotations": digests(order)}
     spec = {
         "replicas": pods,
         "revisionHistoryLimit": REVISIONS,
@@ -484,6 +478,6 @@ def kustomized(
     return files | {"core/plan.json": order.text}
 
 
-def plan_map(order: Order, *files: str) -> Object:
-    """The ConfigMap of the plan and further files; a hash in its name rolls pods for a new plan."""
-    return {"name": f"{order.name}-plan", "files": ["plan.json", *files]}
+def plan_map(order: Order) -> Object:
+    """The ConfigMap of the plan; a hash in its name rolls pods for a new plan."""
+    return {"name": f"{order.name}-plan", "files": ["plan.json"]}

@@ -1,0 +1,77 @@
+"""Makes the shipped recipes that `llmctl recipe new` writes: `make reference`.
+
+    python -m docs.make_recipes
+
+They have no profiles: the laws of vLLM on these GPUs are computed where they are used. Recipes that
+were written by hand (for the papers, for measured GPUs, for CPUs) are left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.catalogue.gpus import GPUS
+from toolkit.files.find_model import find_model
+from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.shipped import shipped_recipes
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A recipe that is made: a known model, a GPU, and further wishes (`Wish`)."""
+
+    model: str
+    gpu: str
+    wish: dict[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The recipe, as `llmctl recipe new` prints it."""
+        return new_recipe(find_model(self.model), Wish(GPUS[self.gpu], **self.wish)).text
+
+
+ONE: dict[str, Any] = {"gpus": 1}
+FP8_ON_TWO: dict[str, Any] = {"gpus": 2, "tensor_parallel": 2, "quantization": "fp8"}
+FP8_ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4, "quantization": "fp8"}
+ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4}
+RECIPES = (
+    Made("llama-3.1-8b", "h100-sxm"),
+    Made("llama-3.1-8b", "l40s"),
+    Made("llama-3.1-8b", "rtx-4090", ONE),
+    Made("llama-3.3-70b", "a100-80gb", ON_FOUR),
+    Made("llama-3.3-70b", "h100-sxm", ON_FOUR),
+    Made("llama-3.3-70b", "h100-sxm", FP8_ON_TWO),
+    Made("llama-3.3-70b", "h200", ON_FOUR),
+    Made("llama-3.3-70b", "h200", FP8_ON_TWO),
+    Made("llama-3.3-70b", "l40s", FP8_ON_FOUR),
+    Made("qwen3-8b", "h100-sxm"),
+    Made("qwen3-8b", "l40s"),
+    Made("qwen3-8b", "rtx-4090", ONE),
+    Made("qwen3-32b", "a100-80gb"),
+    Made("qwen3-32b", "h100-sxm"),
+    Made("qwen3-32b", "h200"),
+    Made("qwen3-32b", "l40s", FP8_ON_TWO),
+    Made("qwen3-30b-a3b", "a100-80gb"),
+    Made("qwen3-30b-a3b", "h100-sxm"),
+    Made("qwen3-30b-a3b", "h200"),
+    Made("qwen3-30b-a3b", "l40s"),
+    Made("mistral-small-24b", "a100-80gb"),
+    Made("mistral-small-24b", "h100-sxm"),
+    Made("mistral-small-24b", "h200"),
+    Made("mistral-small-24b", "l40s"),
+)
+
+
+def names_and_texts() -> dict[str, str]:
+    """Each recipe's text by its name."""
+    found = {}
+    for recipe in RECIPES:
+        text = recipe.text()
+        [line] = [line for line in text.splitlines() if line.startswith("name: ")]
+        found[line.removeprefix("name: ").strip('"')] = text
+    return found
+
+
+if __name__ == "__main__":
+    for name, text in names_and_texts().items():
+        (shipped_recipes() / f"{name}.yaml").write_text(text, encoding="utf-8")

@@ -1,0 +1,153 @@
+"""Laws of passes of a mixture of experts: the weights of those experts that a pass's tokens touch.
+
+The passes are synthetic, by laws with known coefficients.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import samples
+from overlapping_server import grid, profile_of
+
+from toolkit.backends.vllm.profile import refuse_unknown_experts
+from toolkit.errors import InputError
+from toolkit.estimators.gpu_operators import touched_experts as touched_by_arrays
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, touched_experts
+from toolkit.files.fit import StepsFit
+from toolkit.files.profile import StepPoint, StepsProfile
+
+EXPERTS = {"experts": 128, "experts_per_token": 8}  # of Qwen3-30B-A3B
+PASSES = StepLaw(2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), beside_s=5e-8, expert_s=9e-5, **EXPERTS)
+OVERLAPPING = PipelineLaw(
+    GraphSettings("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)),
+    decode_s=2e-3,
+    row_s=1e-5,
+    cached_s=3e-8,
+    floor_s=2e-3,
+    floor_token_s=0.0,
+    token_s=2.5e-5,
+    attended_s=1e-9,
+    beside_s=5e-8,
+    graph_s=1e-3,
+    graph_row_s=0.0,
+    piece_s=3e-3,
+    piece_row_s=0.0,
+    eager_s=5e-3,
+    eager_chunk_s=0.0,
+    expert_s=9e-5,
+    **EXPERTS,
+)
+
+
+def shapes() -> list[StepShape]:
+    """Decodes alone, chunks alone, and both."""
+    rows = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    found = [StepShape(n, n * cached) for n, cached in itertools.product(rows, (128, 1024, 4096))]
+    for tokens, n in itertools.product((16, 64, 256, 1024, 4096), (0, 1, 8, 64)):
+        found.append(StepShape(n, 512 * n, 1, tokens, chunk_attended(0, tokens)))
+    return found
+
+
+def one_by_one(**experts: int) -> StepsProfile:
+    """The passes of `PASSES`, none of which overlap."""
+    points = [
+        StepPoint(
+            decodes=shape.decodes,
+            decode_cached=shape.decode_cached,
+            prefills=shape.prefills,
+            prefill_tokens=shape.prefill_tokens,
+            prefill_attended=shape.prefill_attended,
+            seconds=[PASSES.forward_s(shape)],
+            host_s=[],
+        )
+        for shape in shapes()
+    ]
+    return StepsProfile(
+        block_tokens=16,
+        blocks=10_000,
+        max_num_batched_tokens=8192,
+        async_scheduling=False,
+        points=points,
+        front=[],
+        **experts,
+    )
+
+
+def fitted(profile: StepsProfile) -> StepsFit:
+    fit = fit_steps(profile, 0)
+    assert fit is not None
+    return fit
+
+
+def test_one_token_touches_its_own_experts_and_many_touch_all() -> None:
+    assert touched_experts(1, 128, 8) == pytest.approx(8.0)
+    assert touched_experts(2, 128, 8) == pytest.approx(16.0 - 8.0 / 16.0)
+    assert touched_experts(10_000, 128, 8) == pytest.approx(128.0)
+    tokens = np.array([1.0, 7.0, 300.0])
+    each = [touched_experts(int(n), 128, 8) for n in tokens]
+    assert touched_by_arrays(tokens, 128, 8) == pytest.approx(np.array(each))
+
+
+def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
+    fit = fitted(one_by_one(**EXPERTS))
+    assert fit.expert_s == pytest.approx(PASSES.expert_s, rel=0.02)
+    assert fit.error.p95_percent < 1.0
+    law = law_of_steps(fit)
+    for rows in (1, 3, 12, 200):
+        shape = StepShape(rows, rows * 700)
+        assert law.forward_s(shape) == pytest.approx(PASSES.forward_s(shape), rel=0.01)
+    assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
+    drawn = law_of_steps(resampled_steps(fit, one_by_one(**EXPERTS), np.random.default_rng(0)))
+    assert drawn.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.05)
+    without = fitted(one_by_one())  # knots bend it, but not as much
+    assert without.expert_s == 0.0
+    assert without.error.p95_percent > 3.0 * fit.error.p95_percent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stamps", [True, False])
+def test_the_law_of_overlapping_passes_finds_it_too(stamps: bool) -> None:
+    passes = profile_of(OVERLAPPING, grid(OVERLAPPING.graphs.sizes), stamps=stamps)
+    fit = fitted(passes.model_copy(update=EXPERTS))
+    assert fit.pipeline is not None
+    assert fit.pipeline.expert_s == pytest.approx(OVERLAPPING.expert_s, rel=0.05)
+    law = law_of_steps(fit)
+    for rows in (1, 4, 16, 64, 256):
+        shape = StepShape(rows, rows * 800)
+        assert law.gpu_s(shape) == pytest.approx(OVERLAPPING.gpu_s(shape), rel=0.02)
+    dense = fitted(passes)
+    assert dense.error.p95_percent > 3.0 * fit.error.p95_percent
+
+
+def test_a_law_without_experts_is_as_before() -> None:
+    dense = dataclasses.replace(PASSES, experts=0, experts_per_token=0)
+    shape = StepShape(8, 8000)
+    expected = 2e-3 + 8e-5 + 3e-8 * 8000 + 8 * 2e-5
+    assert dense.forward_s(shape) == pytest.approx(expected)
+    assert len(dense.coefficients) == len(PASSES.coefficients) - 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "refused"),
+    [
+        ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 8}, False),
+        ("qwen3_moe", {}, True),
+        ("llama", {}, False),
+    ],
+)
+def test_a_server_with_experts_of_unknown_number_is_refused(
+    model_type: str, config: dict[str, object], refused: bool
+) -> None:
+    recipe = samples.recipe()
+    model = recipe.model.model_copy(update={"config": config})
+    recipe = recipe.model_copy(update={"model": model})
+    if not refused:
+        refuse_unknown_experts(recipe, model_type)
+        return
+    with pytest.raises(InputError, match="experts"):
+        refuse_unknown_experts(recipe, model_type)
