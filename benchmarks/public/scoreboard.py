@@ -1,4 +1,4 @@
-"""The scoreboard: predictions beside measurements that nobody here made, and beside the peers.
+"""The scoreboard: predictions beside measurements of others, and beside the peers.
 
     python -m benchmarks.public.scoreboard --aiconfigurator DIR --servingsim DIR [--peer FILE] \\
         --json docs/results/data/scoreboard.json

@@ -7,8 +7,8 @@ needed. Takes ten minutes. Each row of vLLM without disaggregation is estimated 
 tools/accuracy_regression_testing/predict_silicon_sample.py does: with its defaults, by the tables
 of the row's version of vLLM, and by those of its default version where there are none. Version
 0.12 of the package needs AIC_ALLOW_UNLISTED_VERSIONS=1 for the former, which is set here. Two
-models whose config.json it would download have the names under which it ships the same sizes. A
-row that it refuses has its words instead of times.
+models, since it would download their config.json, have the names under which it ships the same
+sizes. A row that it refuses has its words instead of times.
 """
 
 from __future__ import annotations

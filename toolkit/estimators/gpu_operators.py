@@ -481,8 +481,8 @@ BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")
 
 
 def generation_of(gpu: str) -> str:
-    """Whose engine's constants a measured GPU has: "blackwell" or "hopper", which older ones share.
-    An engine launches other kernels on each.
+    """Which constants of an engine a measured GPU has: "blackwell" or "hopper", which older ones
+    share. An engine launches other kernels on each.
     """
     return "blackwell" if gpu in BLACKWELL else "hopper"
 
