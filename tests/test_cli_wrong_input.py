@@ -20,7 +20,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What a failed command said; it printed no result."""
     out, err = capsys.readouterr()
     assert out == ""
-    return err.splitlines()
+    return [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
 
 
 @pytest.fixture
