@@ -1,4 +1,4 @@
-"""What rounds do with caches: who joins, leaves, is evicted, paused, swapped or lost.
+"""What rounds do with caches: which jobs join, leave, are evicted, paused, swapped or lost.
 
 `WorkerRounds` starts and ends the rounds of all workers as the policy's batches say, and keeps
 `toolkit.sched.memory` up to date.
