@@ -33,6 +33,7 @@ MODULES = (
     "toolkit.sched.caches",
     "toolkit.sched.figures",
     "toolkit.sched.memory",
+    "toolkit.sched.policies.base",
     "toolkit.sched.policies.baton",
     "toolkit.sched.policies.continuous",
     "toolkit.sched.policies.mlfq",

@@ -152,14 +152,12 @@ class Residents:
         The order is that of `Job.slot`, so that what is sampled for one job does not depend on the
         order in which others left.
         """
-        cells = array("q")
+        cells: list[int] = []
         steps = self.steps
         for job in self._slots:
             decoded = steps - job.joined
-            cells.append(job.length + decoded)
-            cells.append(job.generated + decoded)
-            cells.append(job.max_new_tokens)
-        return np.array(cells, dtype=np.int64).reshape(-1, 3)
+            cells += (job.length + decoded, job.generated + decoded, job.max_new_tokens)
+        return np.array(array("q", cells)).reshape(-1, 3)
 
 
 class ParkedCaches:

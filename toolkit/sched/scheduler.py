@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -39,7 +38,6 @@ MAX_STRIKES_HERE = 2
 MAX_STRIKES = 5
 _FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
 _TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
-_index = attrgetter("index")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -87,7 +85,7 @@ class Scheduler:
         self._refuse_stranded(now_s)
         self._release(now_s)
         self._route(now_s)
-        view.due.sort(key=_index)
+        view.sort_due()
         self._reorder(now_s)
         decision = self.policy.plan(view, now_s)
         self._accept(decision)
@@ -136,7 +134,7 @@ class Scheduler:
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""
         view = self._view
-        view.due.sort(key=_index)
+        view.sort_due()
         started: list[Batch] = []
         for worker in view.due:
             worker.is_due = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
+
+_index = attrgetter("index")
 
 
 class LengthHistory:
@@ -117,6 +120,11 @@ class View:
         if not worker.is_due and worker.alive and worker.running is None:
             worker.is_due = True
             self.due.append(worker)
+
+    def sort_due(self) -> None:
+        """For the scheduler: order the due workers by index."""
+        if len(self.due) > 1:
+            self.due.sort(key=_index)
 
     def workers_changed(self) -> None:
         """For the scheduler: a worker was lost or came back."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from mypy_extensions import mypyc_attr
+
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import SliceLaw
@@ -23,6 +25,7 @@ DEFAULT_HISTORY = 1000
 Ranking = Callable[[Job, int], float]
 
 
+@mypyc_attr(native_class=False)  # so that subclasses may be data classes with slots
 class Policy:
     """A scheduling policy: a frozen object with its parameters as fields (`parameters.policy`).
 
@@ -75,6 +78,7 @@ class Policy:
         return self
 
 
+@mypyc_attr(native_class=False)
 class RoundPolicy(Policy):
     """Base of the policies of rounds: they decide worker by worker, with `plan_round`."""
 

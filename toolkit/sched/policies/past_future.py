@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from itertools import repeat
@@ -24,7 +25,7 @@ from itertools import repeat
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.sched.kernels import admit_past_future, peak_to_come
+from toolkit.sched.kernels import admit_past_future, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import knob, policy
@@ -78,15 +79,13 @@ class PastFuturePolicy(ContinuousPolicy):
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """Algorithm 1: candidates enter while M* stays below the limit."""
         running = worker.residents.table()
-        waiting = array("q")
+        waiting: list[int] = []
         for job in candidates:
-            waiting.append(job.length)
-            waiting.append(job.generated)
-            waiting.append(job.max_new_tokens)
+            waiting += (job.length, job.generated, job.max_new_tokens)
         return int(
             admit_past_future(
                 running,
-                np.array(waiting, dtype=np.int64).reshape(-1, 3),
+                np.array(array("q", waiting)).reshape(-1, 3),
                 view.finished.ascending(),
                 self._limit(worker),
                 min(self.sample_rows // max(len(running), 1) + 1, self.samples),
@@ -117,18 +116,15 @@ class PastFutureOracle(ContinuousPolicy):
             raise InputError(
                 f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
             )
-        used: list[int] = []
-        remaining: list[int] = []
-        for job in worker.residents.jobs:
-            decoded = worker.residents.steps - job.joined
-            used.append(job.length + decoded)
-            remaining.append(self._remaining(job) - decoded)
-        for k, job in enumerate(candidates):
-            used.append(job.length)
-            remaining.append(self._remaining(job))
-            if peak_to_come(used, remaining, worker.padded) >= worker.capacity_tokens:
-                return k
-        return len(candidates)
+        residents = worker.residents
+        rows: list[int] = []
+        for job in residents.jobs:
+            decoded = residents.steps - job.joined
+            rows += (job.length + decoded, self._remaining(job) - decoded)
+        for job in candidates:
+            rows += (job.length, self._remaining(job))
+        peaks = peaks_to_come(rows, len(residents.jobs), worker.padded)
+        return bisect_left(peaks, worker.capacity_tokens)
 
     def _remaining(self, job: Job) -> int:
         return self.output_tokens[job.request_id] - job.generated
@@ -210,20 +206,27 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         padded = law.padded
         now_s = view.now_s
         expected = view.finished.mean()
+        residents = worker.residents
         used: list[int] = []  # of running rows, then also of those that enter
-        remaining: list[int] = []
-        for job in worker.residents.jobs:
-            decoded = worker.residents.steps - job.joined
+        ends: list[int] = []  # the same of their lengths at the end
+        ahead: list[int] = []  # tokens used and remaining, in turn, of running rows and candidates
+        for job in residents.jobs:
+            decoded = residents.steps - job.joined
+            remaining = _remaining(job, job.generated + decoded, expected)
             used.append(job.length + decoded)
-            remaining.append(_remaining(job, job.generated + decoded, expected))
+            ends.append(job.length + decoded + remaining)
+            ahead += (job.length + decoded, remaining)
+        for job in candidates:
+            ahead += (job.length, _remaining(job, job.generated, expected))
         rows = len(used)
+        peaks = peaks_to_come(ahead, rows, False)
         excused = self._in_turn(worker) and self._is_late(worker, candidates[0], now_s)
         deadline_s = math.inf
         for count in range(1, fitting + 1):
             job = candidates[count - 1]
             n = rows + count
             used.append(job.length)
-            remaining.append(_remaining(job, job.generated, expected))
+            ends.append(job.length + _remaining(job, job.generated, expected))
             entering = used[rows:]
             step_s = law.decode_s(n, _law_length(used, padded), 1)
             prefill_s = law.prefill_s(count, _law_length(entering, padded))
@@ -241,11 +244,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
                     return count - 1
                 if n > 1:
                     # A step of all rows at the predicted peak of memory.
-                    if padded:
-                        ends = [held + more for held, more in zip(used, remaining, strict=True)]
-                        length = float(max(ends))
-                    else:
-                        length = peak_to_come(used, remaining, False) / n
+                    length = float(max(ends)) if padded else peaks[count - 1] / n
                     if law.decode_s(n, length, 1) > self.mtpot_s:
                         return count - 1
             if not job.generated and not self._is_late(worker, job, now_s):
