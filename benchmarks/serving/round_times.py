@@ -65,12 +65,12 @@ def round_times(plan: Plan, events: Iterable[Event]) -> Iterator[RoundTime]:
 
 
 def _held_against(worker: Worker, stats: Stats, result: RoundResult, now_s: float) -> RoundTime:
-    batch = worker.running
+    batch = worker.batch
     assert batch is not None
     before_s = stats.predicted_batch_s
     stats.count_round(batch, result, now_s, worker)
     times_s = batch.started_s, now_s - batch.started_s, stats.predicted_batch_s - before_s
-    return RoundTime(*times_s, len(worker.residents), batch.size, result.steps)
+    return RoundTime(*times_s, len(worker.running), batch.size, result.steps)
 
 
 def dropped(events: Iterable[Event], since_s: float) -> dict[str, int]:

@@ -124,7 +124,7 @@ class Server:
         self.submit(WAITING - self._scheduler.jobs)
 
     def _round(self, batch: Batch) -> RoundResult:
-        names = [job.request_id for job in self._scheduler.workers[0].residents.jobs]
+        names = [job.request_id for job in self._scheduler.workers[0].running.jobs]
         steps = min([batch.steps, *(self._left[name] for name in names)])
         for name in names:
             self._left[name] -= steps

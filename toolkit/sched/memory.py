@@ -1,6 +1,6 @@
 """What a worker's memory holds: the running jobs, the caches beside them, and what rows take.
 
-`Residents` has the jobs that decode in the worker's rounds: each gains one token per step, so its
+`RunningJobs` has the jobs that decode in the worker's rounds: each gains one token per step, so its
 length is its length when it joined plus the steps since then. Sums are kept as integers, and a
 job's own counters change only when it leaves. `ParkedCaches` has the jobs with caches that do not
 decode.
@@ -32,12 +32,12 @@ UNKNOWN = -(1 << 60)  # a maximum that is computed when it is asked for
 NO_PREFILLS: dict[Job, None] = {}  # of every worker that splits no prefill; never changed
 
 
-class Residents:
+class RunningJobs:
     """Jobs in order of admission, and the tokens that they hold.
 
     `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
-    residents, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the residents
-    that may take more than one round to prefill: until then they do not grow, and the token that
+    jobs, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the jobs that may
+    take more than one round to prefill: until then they do not grow, and the token that
     prefill gives counts as owed to them. The longest is computed when asked for, if it left.
     """
 
@@ -62,17 +62,17 @@ class Residents:
 
     @property
     def used(self) -> int:
-        """Tokens of KV cache that the residents hold or are owed by an unfinished prefill."""
+        """Tokens of KV cache that the jobs hold or are owed by an unfinished prefill."""
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
 
     @property
     def prefill_tokens(self) -> int:
-        """Input tokens of the residents that are being prefilled."""
+        """Input tokens of the jobs that are being prefilled."""
         return sum([job.length for job in self.prefilling]) if self.prefilling else 0
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest resident holds; 0 if there is none."""
+        """Tokens that the longest job holds; 0 if there is none."""
         if not self.jobs:
             return 0
         if self._longest == UNKNOWN:
@@ -81,7 +81,7 @@ class Residents:
 
     @property
     def longest_promise(self) -> int:
-        """The largest prompt + max_new_tokens of a resident; 0 if there is none."""
+        """The largest prompt + max_new_tokens of a job; 0 if there is none."""
         if not self.jobs:
             return 0
         if self._longest_promise == UNKNOWN:
@@ -103,7 +103,7 @@ class Residents:
             self._longest_promise = job.limit_tokens
 
     def emitted(self, jobs: Iterable[Job]) -> None:
-        """Prefill gave each of these residents its next token."""
+        """Prefill gave each of these jobs its next token."""
         for job in jobs:
             job.length += 1
             job.generated += 1
@@ -117,7 +117,7 @@ class Residents:
         self._emits = emits
 
     def holds(self, job: Job) -> int:
-        """Tokens of KV cache that a resident holds or is owed."""
+        """Tokens of KV cache that a job holds or is owed."""
         return job.length + self.steps - job.joined + int(self._emits and job in self.prefilling)
 
     def leave(self, job: Job) -> None:
@@ -147,7 +147,7 @@ class Residents:
         self.base -= steps
 
     def table(self) -> NDArray[np.int64]:
-        """A row [length, generated, max_new_tokens] for each resident, as of now: [n, 3].
+        """A row [length, generated, max_new_tokens] for each job, as of now: [n, 3].
 
         The order is that of `Job.slot`, so that what is sampled for one job does not depend on the
         order in which others left.
@@ -273,8 +273,8 @@ class Footprint:
         return Footprint(self._worker, self.capacity, self.rows, used, 0, self.promised)
 
     def without(self, job: Job) -> Footprint:
-        """The rows without a resident. Ask for it before any job joins."""
-        used = self.used - self._worker.residents.holds(job)
+        """The rows without a running job. Ask for it before any job joins."""
+        used = self.used - self._worker.running.holds(job)
         promised = self.promised - job.limit_tokens
         return Footprint(self._worker, self.capacity, self.rows - 1, used, self.fresh, promised)
 
@@ -293,7 +293,7 @@ class SlabFootprint(Footprint):
         longest: tokens of the longest row that has a cache.
         newcomers: how many rows will be prefilled.
         entering: the longest of their inputs.
-        gone: the residents that `without` took out.
+        gone: the running that `without` took out.
     """
 
     __slots__ = ("entering", "gone", "longest", "newcomers")
@@ -372,16 +372,16 @@ class SlabFootprint(Footprint):
         return self._with(self.rows, self.promised, longest, 0, 0)
 
     def without(self, job: Job) -> SlabFootprint:
-        residents = self._worker.residents
+        running = self._worker.running
         gone = (*self.gone, job)
-        stay = [other for other in residents.jobs if other not in gone]
-        prefilling = [other.length for other in residents.prefilling if other not in gone]
+        stay = [other for other in running.jobs if other not in gone]
+        prefilling = [other.length for other in running.prefilling if other not in gone]
         return SlabFootprint(
             self._worker,
             self.capacity,
             self.rows - 1,
             max([other.limit_tokens for other in stay], default=0),
-            max([other.length + residents.steps - other.joined for other in stay], default=0),
+            max([other.length + running.steps - other.joined for other in stay], default=0),
             len(prefilling),
             max(prefilling, default=0),
             gone,
@@ -410,18 +410,18 @@ class SlabFootprint(Footprint):
 
 def footprint_of(worker: Worker) -> Footprint:
     """The footprint of the jobs that run on the worker."""
-    residents = worker.residents
-    rows = len(residents.jobs)
+    running = worker.running
+    rows = len(running.jobs)
     capacity = worker.capacity_tokens
     if worker.joining is None:
-        return Footprint(worker, capacity, rows, residents.used, 0, residents.committed)
-    prefilling = residents.prefilling
+        return Footprint(worker, capacity, rows, running.used, 0, running.committed)
+    prefilling = running.prefilling
     return SlabFootprint(
         worker,
         capacity,
         rows,
-        residents.longest_promise,
-        residents.longest,
+        running.longest_promise,
+        running.longest,
         len(prefilling),
         max([job.length for job in prefilling]) if prefilling else 0,
     )
@@ -437,7 +437,7 @@ def no_rows(worker: Worker) -> Footprint:
 
 def free_cache_tokens(worker: Worker) -> int:
     """Tokens free for caches on the device and in host memory together, as last reported."""
-    device = worker.capacity_tokens - footprint_of(worker).taken - worker.held.tokens
+    device = worker.capacity_tokens - footprint_of(worker).taken - worker.paused.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 

@@ -113,11 +113,11 @@ class View:
     @property
     def free(self) -> list[Worker]:
         """Workers that are alive and run nothing, by index: a plan may start batches on these."""
-        return [worker for worker in self._alive if worker.running is None]
+        return [worker for worker in self._alive if worker.batch is None]
 
     def make_due(self, worker: Worker) -> None:
         """For the scheduler: something happened to `worker`. Has no effect while it cannot run."""
-        if not worker.is_due and worker.alive and worker.running is None:
+        if not worker.is_due and worker.alive and worker.batch is None:
             worker.is_due = True
             self.due.append(worker)
 
@@ -129,7 +129,7 @@ class View:
     def workers_changed(self) -> None:
         """For the scheduler: a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
-        self.idle = [worker.index for worker in self._alive if worker.running is None]
+        self.idle = [worker.index for worker in self._alive if worker.batch is None]
         for worker in self.due:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]

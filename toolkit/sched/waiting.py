@@ -1,8 +1,8 @@
 """The jobs that wait and are in no batch: in the pool, at a worker, or stranded.
 
 A new job, and a job that continues after its batch, gets a ticket and enters the pool. A policy
-that routes moves it to a worker (`Worker.inbox`); every policy takes jobs from either into a batch.
-Evicted jobs go back to their worker.
+that routes moves it to a worker (`Worker.waiting`); every policy takes jobs from either into a
+batch. Evicted jobs go back to their worker.
 
 At a worker, jobs wait in order of urgency (a smaller `Request.priority` first), evicted jobs before
 others of the same urgency, and then by arrival: `WaitingJobs`. `RankedJobs` also keeps them in the
@@ -247,7 +247,7 @@ class RankedJobs(WaitingJobs):
 
 
 class WaitingPool:
-    """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
+    """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.waiting`.
 
     Jobs of a batch that was lost with its worker wait in that worker's queue, each to run alone.
 
@@ -268,7 +268,7 @@ class WaitingPool:
     @property
     def count(self) -> int:
         """The number of waiting jobs: pooled, at workers, and stranded."""
-        at_workers = sum([worker.inbox.count for worker in self._workers])
+        at_workers = sum([worker.waiting.count for worker in self._workers])
         return len(self.jobs) + len(self.stranded) + at_workers
 
     @property
@@ -295,15 +295,15 @@ class WaitingPool:
             raise ValueError(f"{len(homes)} workers for {len(self.jobs)} jobs")
         for job, home in zip(self.jobs, homes, strict=True):
             job.home = home
-            self._workers[home].inbox.append(job)
+            self._workers[home].waiting.append(job)
         self.jobs.clear()
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
         """At their workers, defer `behind`, and move `first` before equally urgent jobs."""
         for job in behind:
-            self._workers[job.home].inbox.defer(job)
+            self._workers[job.home].waiting.defer(job)
         for job in first:
-            self._workers[job.home].inbox.advance(job)
+            self._workers[job.home].waiting.advance(job)
 
     def take(self, batches: Sequence[Batch]) -> None:
         """Remove the batches' jobs."""
@@ -313,7 +313,7 @@ class WaitingPool:
                 if job.home < 0:
                     pooled.add(job.ticket)
                     continue
-                waiting = self._workers[job.home].inbox
+                waiting = self._workers[job.home].waiting
                 if waiting.jobs[0] is job:
                     waiting.popleft()
                 else:
@@ -327,7 +327,7 @@ class WaitingPool:
         """Remove a waiting job; False if it does not wait."""
         waiting: WaitingJobs | list[Job]
         if job.home >= 0:
-            waiting = self._workers[job.home].inbox
+            waiting = self._workers[job.home].waiting
         else:
             waiting = self.stranded if job in self.stranded else self.jobs
         if job not in waiting:
@@ -338,8 +338,8 @@ class WaitingPool:
     def take_back(self, lost: Worker) -> None:
         """Return the jobs at a lost worker to the pool."""
         jobs: list[Job] = []
-        while lost.inbox.count:
-            jobs.append(lost.inbox.popleft())
+        while lost.waiting.count:
+            jobs.append(lost.waiting.popleft())
         self.add(jobs)
 
     def worker_lost(self, now_s: float) -> None:

@@ -109,8 +109,8 @@ class RoundPolicy(Policy):
         interrupts = []
         for index, newcomers in view.arrived.items():
             worker = view.workers[index]
-            running = worker.running
-            if running is None or running.interrupted or not worker.inbox.jobs:
+            batch = worker.batch
+            if batch is None or batch.interrupted or not worker.waiting.jobs:
                 continue
             if self.should_interrupt(view, worker, newcomers):
                 interrupts.append(index)

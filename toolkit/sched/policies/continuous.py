@@ -66,7 +66,7 @@ class ContinuousPolicy(RoundPolicy):
         """How many of `candidates`, in order, may enter together; at least one candidate.
 
         They fit the memory as it is now, and each is `admissible` if those before it enter. If the
-        worker has no residents, the first candidate need not be: it is admitted whatever this
+        worker runs no job, the first candidate need not be: it is admitted whatever this
         returns, because a job that fits alone must not wait for ever.
         """
         return len(candidates)
@@ -94,55 +94,55 @@ class ContinuousPolicy(RoundPolicy):
 
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
-        first = worker.inbox.jobs[0]
+        first = worker.waiting.jobs[0]
         if self.may_enter(worker, first, footprint_of(worker)):
             return True
         return view.prioritised and bool(self._make_way(worker, first)[0])
 
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
         """Evict rows until a step fits; else, at an attempt to admit, let waiting jobs enter."""
-        residents = worker.residents
-        inbox = worker.inbox
+        running = worker.running
+        waiting = worker.waiting
         capacity = worker.capacity_tokens
         footprint = footprint_of(worker)
         entering: list[Job] = []
         evicted: list[Job] = []
         if footprint.needs > capacity:
-            order = eviction_order(worker) if view.prioritised else reversed(residents.jobs)
+            order = eviction_order(worker) if view.prioritised else reversed(running.jobs)
             for job in order:
                 evicted.append(job)
                 footprint = footprint.without(job)
                 if footprint.needs <= capacity:
                     break
-        elif inbox.jobs and (not footprint.rows or residents.steps % self.interval_steps == 0):
+        elif waiting.jobs and (not footprint.rows or running.steps % self.interval_steps == 0):
             entering = self._entering(view, worker, footprint)
             if not entering and view.prioritised:
-                evicted, footprint = self._make_way(worker, inbox.jobs[0])
+                evicted, footprint = self._make_way(worker, waiting.jobs[0])
                 if evicted:
-                    entering = [inbox.jobs[0]]
+                    entering = [waiting.jobs[0]]
             if entering:
                 for job in entering:
                     footprint = footprint.entered(job)
                 footprint = footprint.prefilled()
         steps = min(footprint.room(capacity), self.longest_round(worker, len(entering)))
         steps = max(steps, 1)
-        if evicted or inbox.count > len(entering):
-            others = inbox.count > len(entering) and (entering or not evicted)
-            first = inbox.after(len(entering)) if others else evicted[-1]
+        if evicted or waiting.count > len(entering):
+            others = waiting.count > len(entering) and (entering or not evicted)
+            first = waiting.after(len(entering)) if others else evicted[-1]
             if self.may_enter(worker, first, footprint):
-                steps = min(steps, self.interval_steps - residents.steps % self.interval_steps)
+                steps = min(steps, self.interval_steps - running.steps % self.interval_steps)
         return self.make_round(worker, entering, steps, evicted, stop_every=self.interval_steps)
 
     def _entering(self, view: View, worker: Worker, footprint: Footprint) -> list[Job]:
         """The waiting jobs that enter, in order."""
         alone = not footprint.rows
-        first = worker.inbox.jobs[0]
+        first = worker.waiting.jobs[0]
         if not self.may_enter(worker, first, footprint):
             return []
         free_rows = min(self.most_rows, worker.row_limit) - footprint.rows
-        prefill = worker.residents.prefill_tokens
+        prefill = worker.running.prefill_tokens
         candidates: list[Job] = []
-        for job in worker.inbox.jobs:
+        for job in worker.waiting.jobs:
             if prefill >= self.max_prefill_tokens or len(candidates) >= free_rows:
                 break
             if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
@@ -158,7 +158,7 @@ class ContinuousPolicy(RoundPolicy):
         return candidates[:admitted]
 
     def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The fewest less urgent residents to evict to admit `job`, and the others' footprint.
+        """The fewest less urgent rows to evict to admit `job`, and the others' footprint.
 
         The list is empty if even evicting all of them is not enough.
         """
@@ -177,8 +177,8 @@ class ContinuousPolicy(RoundPolicy):
 
 
 def eviction_order(worker: Worker) -> list[Job]:
-    """Residents in order of eviction: the least urgent first, and of these the last admitted."""
-    return sorted(worker.residents.jobs, key=priority_of)[::-1]
+    """Running jobs in order of eviction: the least urgent first, and of these the last admitted."""
+    return sorted(worker.running.jobs, key=priority_of)[::-1]
 
 
 @policy("aggressive")

@@ -170,8 +170,8 @@ class MlfqPolicy(PreemptivePolicy):
         that run before it.
         """
         queues = self._queues(worker.latency)
-        inbox = ranked(worker)
-        starving, ranks, counts = inbox.ranks(now_s, self.starvation_s)
+        waiting = ranked(worker)
+        starving, ranks, counts = waiting.ranks(now_s, self.starvation_s)
         # By index in `ranks`: how many waiting jobs have a lesser rank, and their quanta.
         ahead = [0]
         ahead_s = [0.0]
@@ -186,13 +186,13 @@ class MlfqPolicy(PreemptivePolicy):
             quantum_s = queues.quantum_s(rank)
             if row.job in wanted:
                 if rank == STARVES:
-                    older = inbox.starving_before(now_s, row.waits_s, ticket)
+                    older = waiting.starving_before(now_s, row.waits_s, ticket)
                     waiting_s = older * queues.quanta_s[0]
                 else:
                     place = bisect_left(ranks, rank)
                     waiting_s = ahead_s[place]
                     if place < len(ranks) and ranks[place] == rank:
-                        equals = inbox.others_before(rank, ticket) - ahead[place]
+                        equals = waiting.others_before(rank, ticket) - ahead[place]
                         waiting_s += equals * quantum_s
                     waiting_s = starving * queues.quanta_s[0] + waiting_s
                 promotion_s = self.starvation_s - max(row.waits_s, 0.0)

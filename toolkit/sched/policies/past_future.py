@@ -78,7 +78,7 @@ class PastFuturePolicy(ContinuousPolicy):
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """Algorithm 1: candidates enter while M* stays below the limit."""
-        running = worker.residents.table()
+        running = worker.running.table()
         waiting: list[int] = []
         for job in candidates:
             waiting += (job.length, job.generated, job.max_new_tokens)
@@ -116,14 +116,14 @@ class PastFutureOracle(ContinuousPolicy):
             raise InputError(
                 f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
             )
-        residents = worker.residents
+        running = worker.running
         rows: list[int] = []
-        for job in residents.jobs:
-            decoded = residents.steps - job.joined
+        for job in running.jobs:
+            decoded = running.steps - job.joined
             rows += (job.length + decoded, self._remaining(job) - decoded)
         for job in candidates:
             rows += (job.length, self._remaining(job))
-        peaks = peaks_to_come(rows, len(residents.jobs), worker.padded)
+        peaks = peaks_to_come(rows, len(running.jobs), worker.padded)
         return bisect_left(peaks, worker.capacity_tokens)
 
     def _remaining(self, job: Job) -> int:
@@ -163,18 +163,18 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         behind: list[Job] = []
         first: list[Job] = []
         for worker in view.due:
-            inbox = worker.inbox
-            residents = worker.residents
-            waiting = inbox.jobs
-            if not waiting or (residents.jobs and residents.steps % self.interval_steps):
+            waiting = worker.waiting
+            running = worker.running
+            jobs = waiting.jobs
+            if not jobs or (running.jobs and running.steps % self.interval_steps):
                 continue
             if self._in_turn(worker):
-                if inbox.behind and inbox.behind[0].ticket < waiting[0].ticket:
-                    first.append(inbox.behind[0])
+                if waiting.behind and waiting.behind[0].ticket < jobs[0].ticket:
+                    first.append(waiting.behind[0])
                 continue
             late: list[Job] = []
             evicted = True  # evicted jobs wait first, and have their first token
-            for job in waiting:
+            for job in jobs:
                 if evicted and job.generated > 0:
                     continue
                 evicted = False
@@ -183,8 +183,8 @@ class PastFutureSlaPolicy(PastFuturePolicy):
                 late.append(job)
             if not late:
                 continue
-            in_order = not inbox.behind or inbox.behind[0].ticket > waiting[-1].ticket
-            if len(late) < len(waiting) or len(late) > RECALL_COUNT or not in_order:
+            in_order = not waiting.behind or waiting.behind[0].ticket > jobs[-1].ticket
+            if len(late) < len(jobs) or len(late) > RECALL_COUNT or not in_order:
                 behind += late
         return behind, first
 
@@ -206,12 +206,12 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         padded = law.padded
         now_s = view.now_s
         expected = view.finished.mean()
-        residents = worker.residents
+        running = worker.running
         used: list[int] = []  # of running rows, then also of those that enter
         ends: list[int] = []  # the same of their lengths at the end
         ahead: list[int] = []  # tokens used and remaining, in turn, of running rows and candidates
-        for job in residents.jobs:
-            decoded = residents.steps - job.joined
+        for job in running.jobs:
+            decoded = running.steps - job.joined
             remaining = _remaining(job, job.generated + decoded, expected)
             used.append(job.length + decoded)
             ends.append(job.length + decoded + remaining)
@@ -256,7 +256,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
 
     def _in_turn(self, worker: Worker) -> bool:
         """Whether this attempt is one of those that put the oldest late job first."""
-        attempt = worker.residents.steps // self.interval_steps % CYCLE_ATTEMPTS
+        attempt = worker.running.steps // self.interval_steps % CYCLE_ATTEMPTS
         return attempt < self.late_share * CYCLE_ATTEMPTS
 
     def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:

@@ -54,7 +54,7 @@ RUNS = -1.0  # `RankedRow.waits_s` of a running job
 # Where a job's cache is.
 ON_DEVICE = 0
 IN_HOST = 1
-NOWHERE = 2  # it waits in the inbox
+NOWHERE = 2  # it waits without one
 
 
 class RankedRow:
@@ -97,7 +97,7 @@ class Newcomers:
     """The waiting jobs without a cache, by rank. Jobs that no longer fit are skipped for good."""
 
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
-        self._inbox = ranked(worker)
+        self._waiting = ranked(worker)
         self._now_s = now_s
         self._grows = 1 + worker.emits
         self._patience_s = patience_s
@@ -111,11 +111,11 @@ class Newcomers:
         Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
         other job may enter before it.
         """
-        inbox = self._inbox
-        if not self.possible(cache_room) or inbox.shortest + self._grows > free:
+        waiting = self._waiting
+        if not self.possible(cache_room) or waiting.shortest + self._grows > free:
             return None
         if self._starving is None:
-            self._starving = inbox.starving(self._now_s, self._patience_s)
+            self._starving = waiting.starving(self._now_s, self._patience_s)
         for since_s, _, _, job in self._starving:
             needs = job.length + self._grows
             if needs > cache_room:
@@ -125,7 +125,7 @@ class Newcomers:
                 waits_s = self._now_s - since_s
                 return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
         if self._others is None:
-            self._others = inbox.others(self._now_s, self._patience_s)
+            self._others = waiting.others(self._now_s, self._patience_s)
         room = min(free, cache_room)
         for rank, _, job in self._others:
             if job.length + self._grows <= room:
@@ -134,7 +134,11 @@ class Newcomers:
 
     def possible(self, cache_room: float) -> bool:
         """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
-        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
+        return (
+            self._open
+            and bool(self._waiting)
+            and self._waiting.shortest + self._grows <= cache_room
+        )
 
     def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedRow:
         needs = job.length + self._grows
@@ -143,8 +147,8 @@ class Newcomers:
 
 def ranked(worker: Worker) -> RankedJobs:
     """The waiting jobs of a worker, in order of their rank."""
-    assert isinstance(worker.inbox, RankedJobs)
-    return worker.inbox
+    assert isinstance(worker.waiting, RankedJobs)
+    return worker.waiting
 
 
 class Placement:
@@ -286,27 +290,27 @@ class PreemptivePolicy(RoundPolicy):
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         """Whether one of the last `newcomers` at the worker would run if its round stopped.
 
-        Residents are ranked as of the round's start: a change of ranks ends a round by itself.
+        Running jobs are ranked as of the round's start: a change of ranks ends a round by itself.
         """
+        batch = worker.batch
         running = worker.running
-        residents = worker.residents
-        inbox = ranked(worker)
-        assert running is not None
+        waiting = ranked(worker)
+        assert batch is not None
         cache_room = free_cache_tokens(worker)
-        last = list(islice(reversed(inbox.jobs), newcomers))
+        last = list(islice(reversed(waiting.jobs), newcomers))
         if all(job.length >= cache_room for job in last):
             return False
-        if running.steps > self.interval_steps and inbox.count > newcomers:
+        if batch.steps > self.interval_steps and waiting.count > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
-        best = min([(inbox.rank(job, job.generated), job.ticket) for job in last])
-        for job in residents.jobs:
-            if job not in residents.prefilling:
-                generated = job.generated + residents.steps - job.joined
-                if best < (inbox.rank(job, generated), job.ticket):
+        best = min([(waiting.rank(job, job.generated), job.ticket) for job in last])
+        for job in running.jobs:
+            if job not in running.prefilling:
+                generated = job.generated + running.steps - job.joined
+                if best < (waiting.rank(job, generated), job.ticket):
                     return True
-        if len(residents) >= self._rows_of(worker):
+        if len(running) >= self._rows_of(worker):
             return False
-        return footprint_of(worker).fits(inbox[-1].length, worker.capacity_tokens)
+        return footprint_of(worker).fits(waiting[-1].length, worker.capacity_tokens)
 
     def _rows_of(self, worker: Worker) -> int:
         """The most rows on this worker."""
@@ -318,18 +322,18 @@ class PreemptivePolicy(RoundPolicy):
 
     def _with_caches(self, worker: Worker, now_s: float) -> list[RankedRow]:
         """The jobs with a cache at a worker between two rounds, in order of rank."""
-        residents = worker.residents
+        running = worker.running
         standing = ranked(worker).rank
         rows: list[RankedRow] = []
-        for job in residents.jobs:
-            decoded = residents.steps - job.joined
+        for job in running.jobs:
+            decoded = running.steps - job.joined
             generated = job.generated + decoded
-            needs = residents.holds(job) + 1
+            needs = running.holds(job) + 1
             rank = standing(job, generated), 0.0, job.ticket
             rows.append(
                 RankedRow(job, ON_DEVICE, job.length + decoded, generated, needs, RUNS, rank)
             )
-        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
+        for location, parked in ((ON_DEVICE, worker.paused), (IN_HOST, worker.swapped)):
             for job in parked.jobs:
                 waits_s = now_s - job.waiting_since_s
                 if waits_s >= self.patience_s:
@@ -351,7 +355,7 @@ class PreemptivePolicy(RoundPolicy):
         newcomer needs room for the caches that it displaces. Half-made caches are not dropped
         either: jobs that are being prefilled continue before all others.
         """
-        prefilling = worker.residents.prefilling
+        prefilling = worker.running.prefilling
         capacity = worker.capacity_tokens
         most = self._rows_of(worker)
         footprint = no_rows(worker)
@@ -458,10 +462,10 @@ class PreemptivePolicy(RoundPolicy):
         placed = self._keep(worker, others, chosen, fetch=True)
         placed.overlap = True
         placed.run = []
-        residents = worker.residents
+        running = worker.running
         dropped = sum([row.tokens for row in placed.evict])
         # The caches of rows count as beside the rows until the rows run.
-        rows = no_rows(worker).beside(residents.used + worker.held.tokens - dropped)
+        rows = no_rows(worker).beside(running.used + worker.paused.tokens - dropped)
         for row in chosen.run:
             if (
                 row.location == IN_HOST
@@ -474,7 +478,7 @@ class PreemptivePolicy(RoundPolicy):
             elif row.location == ON_DEVICE:
                 placed.run.append(row)
                 rows = rows.beside(1 - row.needs)
-                if row.job in residents.prefilling:
+                if row.job in running.prefilling:
                     rows = rows.entered(row.job)
                 else:
                     rows = rows.joined(row.tokens)
@@ -519,11 +523,11 @@ class PreemptivePolicy(RoundPolicy):
         """
         law = worker.latency
         run = placed.run
-        waiting = len(worker.inbox) - len(entering)
+        left = len(worker.waiting) - len(entering)
         steps = max(placed.room(worker), 1)
-        if placed.closed and not idle and waiting > 0:
+        if placed.closed and not idle and left > 0:
             return steps  # no job can enter before a row ends, whatever the ranks
-        if idle or waiting > 0:
+        if idle or left > 0:
             steps = min(steps, self.interval_steps)
         steps = self.horizon(worker, run, steps)
         starving_s = self._starving_in_s(worker, idle, entering, now_s)
@@ -531,7 +535,7 @@ class PreemptivePolicy(RoundPolicy):
             return steps
         lengths = [row.needs - 1 - worker.emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / len(run)
-        prefilling = worker.residents.prefilling
+        prefilling = worker.running.prefilling
         inputs = [row.tokens for row in entering]
         inputs += [row.tokens for row in run if row.job in prefilling]
         begins_s = 0.0

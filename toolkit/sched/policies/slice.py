@@ -271,11 +271,15 @@ class SequencePolicy(Policy):
 
     def plan(self, view: View, now_s: float) -> Decision:
         return Decision(
-            [self._batch(view, worker) for worker in view.due if worker.inbox and not worker.queue]
+            [
+                self._batch(view, worker)
+                for worker in view.due
+                if worker.waiting and not worker.queue
+            ]
         )
 
     def _batch(self, view: View, worker: Worker) -> Batch:
-        jobs = tuple(islice(worker.inbox, self.batch_size))
+        jobs = tuple(islice(worker.waiting, self.batch_size))
         length, steps = self._sizes(jobs)
         while (
             view.mixed

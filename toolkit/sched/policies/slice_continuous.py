@@ -44,7 +44,7 @@ class Slices:
     """
 
     def __init__(self, worker: Worker, slice_tokens: int, interval: int, period: int) -> None:
-        self._steps = worker.residents.steps
+        self._steps = worker.running.steps
         self._first = max(slice_tokens - worker.emits, 1)
         self._interval = interval
         self._period = period
@@ -105,26 +105,26 @@ class SliceContinuousPolicy(ContinuousPolicy):
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """Candidates enter while the peak until all slices' ends fits."""
         slices = self._slices(worker)
-        steps = worker.residents.steps
+        steps = worker.running.steps
         rows: list[int] = []
-        for job in worker.residents.jobs:
+        for job in worker.running.jobs:
             rows += (job.length + steps - job.joined, slices.to_add(job))
         first = slices.first_end(steps) - steps
         for job in candidates:
             to_add = min(first, job.max_new_tokens - job.generated - worker.emits)
             rows += (job.length + worker.emits, to_add)
-        peaks = peaks_to_come(rows, len(worker.residents.jobs), worker.padded)
+        peaks = peaks_to_come(rows, len(worker.running.jobs), worker.padded)
         return bisect_right(peaks, self._limit(worker))
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         """Until the next slice ends."""
         slices = self._slices(worker)
-        residents = worker.residents
+        running = worker.running
         nearest = NO_LIMIT
-        for job in residents.jobs:
+        for job in running.jobs:
             nearest = min(nearest, slices.left(job))
-        if entering or not residents.jobs:
-            nearest = min(nearest, slices.first_end(residents.steps) - residents.steps)
+        if entering or not running.jobs:
+            nearest = min(nearest, slices.first_end(running.steps) - running.steps)
         return nearest
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
@@ -132,12 +132,12 @@ class SliceContinuousPolicy(ContinuousPolicy):
         leaving: list[Job] = []
         free: Numbers | None = None
         for worker in view.due:
-            steps = worker.residents.steps
-            if steps % self.interval_steps or not worker.residents.jobs:
+            steps = worker.running.steps
+            if steps % self.interval_steps or not worker.running.jobs:
                 continue
             slices = self._slices(worker)
             # with a slice that ends just now, in order of admission
-            over = [job for job in worker.residents.jobs if slices.ends_now(job)]
+            over = [job for job in worker.running.jobs if slices.ends_now(job)]
             if over:
                 if free is None:
                     free = self._free(view)
@@ -147,7 +147,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
         """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
         slices = self._slices(worker)
-        steps = worker.residents.steps
+        steps = worker.running.steps
         source = worker.index
         target = source
         if len(view.able) > 1:
@@ -156,11 +156,11 @@ class SliceContinuousPolicy(ContinuousPolicy):
             target = int(others.argmax())
         used: list[int] = []
         to_add: list[int] = []
-        for job in worker.residents.jobs:
+        for job in worker.running.jobs:
             if job not in over:
                 used.append(job.length + steps - job.joined)
                 to_add.append(slices.to_add(job))
-        crowded = bool(worker.inbox.jobs)
+        crowded = bool(worker.waiting.jobs)
         leaving: list[Job] = []
         for job in over:
             length = job.length + steps - job.joined
@@ -207,16 +207,16 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def _promised(self, worker: Worker, _expected: int) -> tuple[int, int]:
         """The tokens that a worker promised, whatever the progress of the running round."""
-        inbox = worker.inbox
-        residents = worker.residents
-        promised = inbox.tokens + len(inbox.jobs) * self.period
-        if residents.jobs:
+        waiting = worker.waiting
+        running = worker.running
+        promised = waiting.tokens + len(waiting.jobs) * self.period
+        if running.jobs:
             slices = self._slices(worker)
-            promised += residents.used
-            for job in residents.jobs:
+            promised += running.used
+            for job in running.jobs:
                 promised += slices.left(job)
-            if worker.running is not None:  # prefills' tokens, counted when the round ends
-                promised += len(worker.running.jobs) * worker.emits
+            if worker.batch is not None:  # prefills' tokens, counted when the round ends
+                promised += len(worker.batch.jobs) * worker.emits
         return promised, 0
 
     def _free(self, view: View) -> Numbers:
