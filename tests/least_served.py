@@ -1,8 +1,8 @@
 """Least attained service first: the jobs with the fewest tokens run, the others are paused."""
 
 from toolkit.sched.memory import no_rows
-from toolkit.sched.policies.base import RoundPolicy, rows_knob
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.base import RoundPolicy, rows_parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 
@@ -13,8 +13,8 @@ class LeastServedPolicy(RoundPolicy):
     until one job fits.
     """
 
-    max_batch_size: int = rows_knob(4)
-    quantum: int = knob(8, low=1, doc="decode steps after which jobs are ranked again")
+    max_batch_size: int = rows_parameter(4)
+    quantum: int = parameter(8, low=1, doc="decode steps after which jobs are ranked again")
 
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         return False  # a round is short

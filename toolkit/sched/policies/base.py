@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
@@ -84,7 +84,7 @@ class RoundPolicy(Policy):
 
     __slots__ = ()
     continuous: ClassVar[bool] = True
-    # Parameters of most policies of rounds (`router_choice`, `chunk_knob`).
+    # Parameters of most policies of rounds (`router_choice`, `chunk_parameter`).
     router: str = "round-robin"
     chunk_tokens: int = 0
 
@@ -147,9 +147,9 @@ def router_choice() -> Any:
     )
 
 
-def chunk_knob() -> Any:
+def chunk_parameter() -> Any:
     """The parameter `chunk_tokens` of policies of rounds."""
-    return knob(
+    return parameter(
         0,
         search=(32, 16_384),
         log=True,
@@ -158,12 +158,12 @@ def chunk_knob() -> Any:
     )
 
 
-def rows_knob(default: int) -> Any:
+def rows_parameter(default: int) -> Any:
     """The parameter `max_batch_size` of policies of rounds."""
     doc = "the most rows that run at once on a worker"
-    return knob(default, low=1, search=(1, 256), log=True, doc=doc)
+    return parameter(default, low=1, search=(1, 256), log=True, doc=doc)
 
 
-def prefill_knob(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
+def prefill_parameter(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
     """The parameter `max_prefill_tokens` of policies of rounds."""
-    return knob(32_768, low=1, search=(512, 65_536), log=True, doc=doc)
+    return parameter(32_768, low=1, search=(512, 65_536), log=True, doc=doc)

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
     RoundPolicy,
-    chunk_knob,
-    prefill_knob,
+    chunk_parameter,
+    prefill_parameter,
     router_choice,
-    rows_knob,
+    rows_parameter,
 )
 from toolkit.sched.policies.continuous import eviction_order
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import turn_of
@@ -40,15 +40,15 @@ from toolkit.sched.waiting import turn_of
 class BatonPolicy(RoundPolicy):
     """BATON: when a row ends, a waiting job takes its place."""
 
-    max_batch_size: int = rows_knob(16)
-    memory_threshold: float = knob(
+    max_batch_size: int = rows_parameter(16)
+    memory_threshold: float = parameter(
         0.9,
         low=0.01,
         high=1,
         search=(0.5, 1.0),
         doc="share of the capacity above which rows leave, padding counted",
     )
-    headroom_steps: int = knob(
+    headroom_steps: int = parameter(
         16,
         low=1,
         high=10_000,
@@ -56,9 +56,9 @@ class BatonPolicy(RoundPolicy):
         log=True,
         doc="decode steps that must have room before a row joins",
     )
-    max_prefill_tokens: int = prefill_knob()
+    max_prefill_tokens: int = prefill_parameter()
     router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
+    chunk_tokens: int = chunk_parameter()
 
     @property
     def most_rows(self) -> int:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
     RoundPolicy,
-    chunk_knob,
-    prefill_knob,
+    chunk_parameter,
+    prefill_parameter,
     router_choice,
-    rows_knob,
+    rows_parameter,
 )
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import priority_of
@@ -37,7 +37,7 @@ class ContinuousPolicy(RoundPolicy):
     `max_prefill_tokens` its 32,768.
     """
 
-    interval_steps: int = knob(
+    interval_steps: int = parameter(
         10,
         low=1,
         high=10_000,
@@ -45,14 +45,16 @@ class ContinuousPolicy(RoundPolicy):
         log=True,
         doc="decode steps from one attempt to admit to the next",
     )
-    max_prefill_tokens: int = prefill_knob("an attempt admits until it has so many prompt tokens")
-    overfill: bool = knob(
+    max_prefill_tokens: int = prefill_parameter(
+        "an attempt admits until it has so many prompt tokens"
+    )
+    overfill: bool = parameter(
         False,
         doc="true: a job enters without room for it now, and may be evicted after a step "
         "(as in Table 1's artifact)",
     )
     router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
+    chunk_tokens: int = chunk_parameter()
 
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         """Whether `job` may join the rows in `footprint`.
@@ -188,7 +190,7 @@ class AggressivePolicy(ContinuousPolicy):
     Eviction makes room later, as in vLLM (Past-Future, section 2.3; Table 1 has 0.90, 0.95, 0.99).
     """
 
-    watermark: float = knob(
+    watermark: float = parameter(
         0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled"
     )
 
@@ -208,7 +210,7 @@ class ConservativePolicy(ContinuousPolicy):
     Table 1 has 1, 1.25 and 1.5.
     """
 
-    overcommit: float = knob(
+    overcommit: float = parameter(
         1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity"
     )
 
@@ -224,7 +226,7 @@ class FcfsPolicy(ContinuousPolicy):
     Jobs are admitted up to a number of rows, while memory holds all that they may generate.
     """
 
-    max_batch_size: int = rows_knob(32)
+    max_batch_size: int = rows_parameter(32)
 
     @property
     def most_rows(self) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from toolkit.sched.policies.base import Ranking
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, RankedRow, ranked
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
@@ -135,21 +135,21 @@ queues_of = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false."""
 
-    quantum_s: float = knob(
+    quantum_s: float = parameter(
         0.1, low=1e-9, high=1e9, search=(0.01, 2.0), log=True, doc="service in the first queue, s"
     )
-    growth: float = knob(
+    growth: float = parameter(
         2.0,
         low=1.0,
         high=1e3,
         search=(1.5, 4.0),
         doc="a queue's quantum over that of the one before",
     )
-    queues: int = knob(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
-    starvation_s: float = knob(
+    queues: int = parameter(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
+    starvation_s: float = parameter(
         30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion"
     )
-    skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
+    skip_join: bool = parameter(True, doc="false: every job joins the first queue (naive MLFQ)")
 
     @property
     def patience_s(self) -> float:

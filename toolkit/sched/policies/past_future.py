@@ -28,7 +28,7 @@ from toolkit.errors import InputError
 from toolkit.sched.kernels import admit_past_future, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import LengthHistory, View
 from toolkit.sched.waiting import RECALL_COUNT
@@ -45,25 +45,25 @@ class PastFuturePolicy(ContinuousPolicy):
     each counts with its limit: the safe start.
     """
 
-    reserve: float = knob(
+    reserve: float = parameter(
         0.05,
         high=0.99,
         search=(0.0, 0.3),
         doc="share of the capacity that the peak must leave free",
     )
-    window: int = knob(
+    window: int = parameter(
         1000, low=1, high=1_000_000, doc="w: how many finished lengths the history keeps"
     )
-    samples: int = knob(
+    samples: int = parameter(
         5, low=1, high=100, doc="the most sets of sampled lengths; the highest peak counts"
     )
-    sample_rows: int = knob(
+    sample_rows: int = parameter(
         200, low=1, doc="rows that are sampled at least once each: sets = sample_rows / rows + 1"
     )
-    initial_length: int = knob(
+    initial_length: int = parameter(
         512, low=1, doc="output length that fills the history at the start, in tokens"
     )
-    initial_count: int = knob(
+    initial_count: int = parameter(
         0, high=1_000_000, doc="how many entries of initial_length the history starts with"
     )
 
@@ -145,11 +145,13 @@ class PastFutureSlaPolicy(PastFuturePolicy):
     MTPOT, so that none starves.
     """
 
-    ttft_s: float = knob(10.0, low=1e-6, doc="time to first token that counts as good, in seconds")
-    mtpot_s: float = knob(
+    ttft_s: float = parameter(
+        10.0, low=1e-6, doc="time to first token that counts as good, in seconds"
+    )
+    mtpot_s: float = parameter(
         1.5, low=1e-6, doc="largest gap between a request's tokens that counts as good, in seconds"
     )
-    late_share: float = knob(
+    late_share: float = parameter(
         0.1,
         low=0.01,
         high=0.5,

@@ -35,12 +35,12 @@ from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_
 from toolkit.sched.policies.base import (
     Ranking,
     RoundPolicy,
-    chunk_knob,
-    prefill_knob,
+    chunk_parameter,
+    prefill_parameter,
     router_choice,
-    rows_knob,
+    rows_parameter,
 )
-from toolkit.sched.policies.parameters import choice, knob, policy
+from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
@@ -218,8 +218,8 @@ class PreemptivePolicy(RoundPolicy):
     They may also say when ranks change (`horizon`) and which caches can wait (`next_runs`).
     """
 
-    max_batch_size: int = rows_knob(32)
-    interval_steps: int = knob(
+    max_batch_size: int = rows_parameter(32)
+    interval_steps: int = parameter(
         64,
         low=1,
         high=10_000,
@@ -227,11 +227,11 @@ class PreemptivePolicy(RoundPolicy):
         log=True,
         doc="decode steps between scheduling points, at the most",
     )
-    max_prefill_tokens: int = prefill_knob()
+    max_prefill_tokens: int = prefill_parameter()
     swap: str = choice(
         "proactive", ("proactive", "reactive"), doc="when caches are swapped: proactive, reactive"
     )
-    free_share: float = knob(
+    free_share: float = parameter(
         0.1,
         low=0,
         high=0.9,
@@ -239,7 +239,7 @@ class PreemptivePolicy(RoundPolicy):
         doc="proactive: share of the device's memory kept free for newcomers",
     )
     router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
+    chunk_tokens: int = chunk_parameter()
 
     @property
     def patience_s(self) -> float:

@@ -27,7 +27,7 @@ from toolkit.sched.figures import Numbers, WorkerFigure
 from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import choice, knob, policy
+from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.policies.routers import ROUTERS, soonest
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View
@@ -77,11 +77,13 @@ def _longest_first(entry: tuple[int, Job]) -> int:
 class SliceContinuousPolicy(ContinuousPolicy):
     """SCLS on a running batch: slices bound the memory that is needed, and caches stay."""
 
-    slice_tokens: int = knob(128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice")
-    reserve: float = knob(
+    slice_tokens: int = parameter(
+        128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice"
+    )
+    reserve: float = parameter(
         0.0, high=0.99, search=(0.0, 0.3), doc="share of the capacity that slices must leave free"
     )
-    margin: float = knob(
+    margin: float = parameter(
         0.1,
         high=1,
         search=(0.02, 0.5),
