@@ -20,6 +20,7 @@ from toolkit.sched.caches import WorkerRounds, holds
 from toolkit.sched.memory import longest
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.queues import BatchQueues
+from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.types import (
     Batch,
     BatchResult,
@@ -30,7 +31,7 @@ from toolkit.sched.types import (
     Worker,
 )
 from toolkit.sched.view import Decision, View
-from toolkit.sched.waiting import RETURN_S, RankedJobs, WaitingPool
+from toolkit.sched.waiting import RETURN_S, WaitingPool
 
 # A job that ran alone is given up at its second failure without a token in between, which is what
 # a request that breaks its worker does. One that makes progress goes on, but not for ever.

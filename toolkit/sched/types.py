@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.memory import ParkedCaches, RunningJobs
+from toolkit.sched.caches import ParkedCaches, RunningJobs
 from toolkit.sched.results import BatchResult as BatchResult
 from toolkit.sched.results import Failure as Failure
 from toolkit.sched.waiting import WaitingJobs
@@ -53,7 +53,7 @@ class Request:
 class Job:
     """A request inside the scheduler: the tokens generated so far and the history of its attempts.
 
-    While a job runs in rounds (`toolkit.sched.memory`), `length` and `generated` have
+    While a job runs in rounds (`toolkit.sched.caches`), `length` and `generated` have
     their values of the step at which it joined, not the current ones.
 
     Attributes:

@@ -14,14 +14,11 @@ from toolkit.sched.policies.baton import BatonPolicy
 from toolkit.sched.policies.continuous import AggressivePolicy, ConservativePolicy, FcfsPolicy
 from toolkit.sched.policies.mlfq import MlfqPolicy
 from toolkit.sched.policies.parameters import Value, declared
-from toolkit.sched.policies.past_future import (
-    PastFutureOracle,
-    PastFuturePolicy,
-    PastFutureSlaPolicy,
-)
-from toolkit.sched.policies.preemptive import SrptOracle
+from toolkit.sched.policies.past_future import PastFutureOracle, PastFuturePolicy
+from toolkit.sched.policies.past_future_sla import PastFutureSlaPolicy
 from toolkit.sched.policies.slice import SequencePolicy, SlicePolicy
 from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
+from toolkit.sched.policies.srpt import SrptOracle
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 

@@ -17,20 +17,16 @@ the caches arrive that higher-ranked jobs wait for, every `interval_steps` while
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
 paused or swapped out, the round continues until a row ends.
 
-`PreemptivePolicy` is the base: a subclass ranks jobs. `SrptOracle` ranks by the true lengths.
-FastServe's policy is `toolkit.sched.policies.mlfq`.
+`PreemptivePolicy` is the base: a subclass ranks jobs, as `mlfq` and `srpt` do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
-from toolkit.errors import InputError
 from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_rows
 from toolkit.sched.policies.base import (
     Ranking,
@@ -42,9 +38,9 @@ from toolkit.sched.policies.base import (
 )
 from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.ranked import Aged, Ranked, RankedJobs
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
-from toolkit.sched.waiting import Aged, Ranked, RankedJobs
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
 Rank = tuple[float, float, int]
@@ -583,28 +579,3 @@ def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: i
         else:
             low = middle + 1
     return low
-
-
-@policy("srpt-oracle", knows_lengths=True)
-class SrptOracle(PreemptivePolicy):
-    """Shortest remaining time first by the true lengths, of a job alone under the law."""
-
-    output_tokens: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
-
-    def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
-        return replace(self, output_tokens=output_tokens)
-
-    def ranking(self, law: SliceLaw) -> Ranking:
-        if not self.output_tokens:
-            raise InputError(
-                f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
-            )
-
-        return partial(self._remaining_s, law)
-
-    def _remaining_s(self, law: SliceLaw, job: Job, generated: int) -> float:
-        remaining = self.output_tokens[job.request_id] - generated
-        seconds = law.decode_s(1, job.prompt_tokens + generated, remaining)
-        if not generated:
-            seconds += law.prefill_s(1, job.prompt_tokens)
-        return seconds
