@@ -734,8 +734,8 @@ def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
     found = outcome.every_parameter
     if router is None:
         return found
-    knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-    return {**found, "replica_router": router.name, **knobs}
+    own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+    return {**found, "replica_router": router.name, **own}
 
 
 def _show_parallel(result: Tuning) -> None:
