@@ -11,7 +11,7 @@ from toolkit.estimators.gpu_operators import ModelShapes
 from toolkit.files.recipe import ModelSpec, Recipe
 
 QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")  # types that normalize queries and keys
-NORM_REDUCES = {"minimax_m2": 2}  # of types whose norms span all heads: of queries, of keys
+NORM_REDUCES = {"minimax_m2": 2}  # of types with norms over all heads: of queries, of keys
 NEEDED = (
     "num_hidden_layers",
     "hidden_size",
