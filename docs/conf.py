@@ -79,6 +79,7 @@ NAVIGATION = {
         "glossary",
     ],
     "Explanation": [
+        "how-it-works",
         "structures",
         "policies",
         "profiling",

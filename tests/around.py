@@ -2,36 +2,26 @@
 does in a subclass.
 """
 
-from toolkit.sched.protocols import LengthHistory, Oracle, Ranks, Reorders, Reschedules, UsesHistory
+from toolkit.sched.policies.base import Policy
 
 
-class Around:
+class Around(Policy):
     def __init__(self, policy):
         self._policy = policy
         self.name = policy.name
         self.continuous = policy.continuous
-        if isinstance(policy, Ranks):
-            self.standings = policy.standings
-
-    def first_history(self):
-        return (
-            self._policy.first_history()
-            if isinstance(self._policy, UsesHistory)
-            else LengthHistory(1000)
-        )
+        self.knows_lengths = policy.knows_lengths
+        self.first_history = policy.first_history
+        self.ranking = policy.ranking
 
     def with_lengths(self, output_tokens):
-        return (
-            type(self)(self._policy.with_lengths(output_tokens))
-            if isinstance(self._policy, Oracle)
-            else self
-        )
+        return type(self)(self._policy.with_lengths(output_tokens))
 
     def release(self, view, now_s):
-        return self._policy.release(view, now_s) if isinstance(self._policy, Reschedules) else ()
+        return self._policy.release(view, now_s)
 
     def reorder(self, view, now_s):
-        return self._policy.reorder(view, now_s) if isinstance(self._policy, Reorders) else ((), ())
+        return self._policy.reorder(view, now_s)
 
     def route(self, view, now_s):
         return self._policy.route(view, now_s)

@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # how long an example takes says how busy the machine is
     import lanes  # here: as a plugin it is imported after this file
 
-    quick = config.option.markexpr == lanes.QUICK and not lanes.COMPILED
+    quick = config.option.markexpr == lanes.QUICK
     settings.register_profile(
         "patient",
         deadline=None,

@@ -5,8 +5,8 @@ longer than half a second. A test that starts a process without the mark fails, 
 be forgotten. A test that only takes long does not fail, since the machine may do other work: the
 end of `make quick` names it.
 
-Of a few tests with parameters that take seconds in all, `make quick` runs every second or third
-(`thinned`), and it tries fewer of Hypothesis' examples.
+Of a test with many parameters, `make quick` runs a few cases, always the same, and it tries fewer
+of Hypothesis' examples.
 
 A run by pytest-xdist gives each of its workers whole files, so what a file's tests share is made
 once. Files with slow tests go first, so no worker is left alone with one at the end.
@@ -20,8 +20,9 @@ import platform
 import re
 import signal
 import sys
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,9 @@ HANDLERS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler
 APART = "test_docs_commands.py"
 
 COMPILED = os.environ.get("LLMCTL_COMPILED") == "1"
+CASES = 6  # of a test with parameters, in `make quick`; compiled code gets all
 EXAMPLES = 60  # of a Hypothesis test that does not say how many
 QUICK_EXAMPLES = 25  # of these, in `make quick`
-
-
-def thinned(cases: Iterable[Any], keep: int = 3) -> list[Any]:
-    """`cases` as parameters of a test: one of `keep` runs in `make quick`, all in `make test`.
-
-    A case is one argument, or a tuple of several. All run on compiled code, for which there is only
-    the quick lane.
-    """
-    return [
-        case
-        if number % keep == 0 or COMPILED
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for number, case in enumerate(cases)
-    ]
 
 
 _started: list[str] = []  # by the test that runs
@@ -168,10 +156,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)  # when the tests marked slow are out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr == QUICK and not COMPILED:
+        config.hook.pytest_deselected(items=_thin_out(items))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path.name != APART, item.path not in slow))
+
+
+def _thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave `CASES` of each test in `items`; returns the others."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    chosen = {
+        item
+        for each in cases.values()
+        for item in sorted(each, key=lambda item: zlib.crc32(item.nodeid.encode()))[:CASES]
+    }
+    left_out = [item for item in items if item not in chosen]
+    items[:] = [item for item in items if item in chosen]
+    return left_out
 
 
 @pytest.hookimpl(optionalhook=True)

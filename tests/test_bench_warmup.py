@@ -62,6 +62,7 @@ def test_the_other_requests_come_at_the_rate_of_the_replay():
     assert other_requests(trace(), 0.0, 1, 10.0).arrival_s.tolist() == [0.0]
 
 
+@pytest.mark.slow
 def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
     def answer(body):
         server.batch_s = (server.batch_s[0] + 3.0, server.batch_s[1] + 2.0)
@@ -243,6 +244,7 @@ def test_the_total_time_of_the_slices_is_kept():
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_predicts_the_cost_of_arrivals(capsys, tmp_path):
     def answer(body):
         ran.append(body)
@@ -346,6 +348,7 @@ def test_without_a_warm_up_bench_predicts_as_simulate_does():
     assert predict(plan, few, {})["ttft_mean_s"] == simulated["ttft_mean_s"]
 
 
+@pytest.mark.slow
 def test_the_prediction_knows_the_outputs_seen_before():
     """Past-Future counts requests as long as they may become, until it has seen how long they
     are.

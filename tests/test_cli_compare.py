@@ -57,6 +57,7 @@ def test_a_run_is_what_simulate_gives(stage, capsys):
         )
 
 
+@pytest.mark.slow
 def test_by_default_all_but_the_oracles_run(stage, capsys):
     assert llmctl(*stage, "--json") == 0
     found = json.loads(capsys.readouterr().out)

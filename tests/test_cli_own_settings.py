@@ -86,6 +86,7 @@ def test_workers_of_an_engine_are_simulated_as_tune_judges_them(
     assert (found["policy"], found["parameters"]["slice_tokens"], found["seed"]) == ("slice", 24, 9)
 
 
+@pytest.mark.slow
 def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(
     replicas: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(
     assert found["kind_parameters"]["two"]["max_num_seqs"] == 8
 
 
+@pytest.mark.slow
 def test_options_replace_each_of_the_recipe_s_settings(
     replicas: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def scaling(
     return found
 
 
+@pytest.mark.slow
 def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         llmctl("tune", "recipe.yaml", "--trace", "trace.jsonl", "--jobs", "1", "--draws", "0") == 0
@@ -57,7 +58,8 @@ def test_the_first_line_says_how_lengths_were_scaled(
 ) -> None:
     assert llmctl(*command) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert says(lines[0], "384", "3.148")
+    assert says(lines[0], "384")
+    assert "divided by 3.1" in lines[0]
     assert sum("divided" in line for line in lines) == 1
 
 

@@ -53,6 +53,7 @@ def tune(*words: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_output_fits_80_columns_and_has_the_results(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_output_fits_80_columns_and_has_the_results(
     assert not Path("tuning.json.partial").exists()
 
 
+@pytest.mark.slow
 def test_a_search_that_goes_on_says_how_much_is_kept(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_the_number_of_processes_changes_no_byte_of_the_file(files: Path) -> Non
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_policy_than_the_recipes_is_rendered(files: Path) -> None:
     assert tune("--policies", "slice", "--draws", "0") == 0
     assert read_file(Tuning, "tuning.json").best.policy == "slice"
@@ -104,6 +107,7 @@ def test_another_policy_than_the_recipes_is_rendered(files: Path) -> None:
     assert plan.explained["slice_tokens"].source.startswith("trial ")
 
 
+@pytest.mark.slow
 def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +146,7 @@ TIGHT = RECIPE.replace("batch_size: 1}", "batch_size: 8}").replace(
 )
 
 
+@pytest.mark.slow
 def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +170,7 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
     assert says(error, "1 of 4", "ttft_p99_s", "0.001 s")
 
 
+@pytest.mark.slow
 def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +214,7 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> Non
     assert [one.kept for one in result.limits] == [share <= 1 for share in shares]
 
 
+@pytest.mark.slow
 def test_a_tuning_that_keeps_its_limits_says_so(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +225,7 @@ def test_a_tuning_that_keeps_its_limits_says_so(
     assert "beside the limits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +242,7 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
     assert "fewer requests: at most " in said
 
 
+@pytest.mark.slow
 def test_the_fewest_workers_are_printed_and_written(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +255,7 @@ def test_the_fewest_workers_are_printed_and_written(
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune("--json", "--draws", "0") == 0
     assert json.loads(capsys.readouterr().out) == json.loads(Path("tuning.json").read_text())
@@ -278,6 +288,7 @@ def test_an_impossible_search_is_refused_before_anything_runs(
     assert not Path("tuning.json.partial").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "note"),
     [
@@ -331,6 +342,7 @@ def test_few_requests_are_counted(
     assert (f"only {count} requests" in capsys.readouterr().out) is few
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,6 +355,7 @@ def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(
     assert tune("--rate", "112", "--draws", "0", "--trials", "1") in WRITTEN
 
 
+@pytest.mark.slow
 def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,6 +372,7 @@ def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(
     assert "--rate 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_rate_the_trace_is_taken_as_it_is(files: Path) -> None:
     assert tune("--draws", "0", "--trials", "1") in WRITTEN
     result = read_file(Tuning, "tuning.json")
@@ -366,6 +380,7 @@ def test_without_a_rate_the_trace_is_taken_as_it_is(files: Path) -> None:
     assert not any("arrival times" in note for note in result.trace_notes)
 
 
+@pytest.mark.slow
 def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def wide(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update={"others": [second.model_copy(update=changes)]})
 
 
+@pytest.mark.slow
 def test_the_front_knows_each_replica_by_its_kind(order: Order) -> None:
     fast, slow = labels(order)
     found = fronts(order)
@@ -167,6 +168,7 @@ def test_a_fleet_s_compose_is_as_the_specification_says(order: Order, tmp_path: 
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_kubernetes_takes_every_object_of_a_fleet(order: Order) -> None:
     kinds = []
     named = []

@@ -43,6 +43,7 @@ def go_on(_: StepOutput) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "opt", "gpt_neox"])
 def test_tokens_are_those_of_steps_that_keep_their_own_shapes(

@@ -173,6 +173,7 @@ def test_queries_that_share_a_key_need_no_repeated_keys(queries: int, masked: bo
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tokens_stay_the_same_with_packed_queries() -> None:
     packed = rebatch_engine("qwen3")
     plain = rebatch_engine("qwen3")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import tiny
 import torch
-from lanes import thinned
 
 from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import (
@@ -117,7 +116,8 @@ def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str,
     return done
 
 
-@pytest.mark.parametrize("seed", thinned(range(3)))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case, seed: int) -> None:
     rows = rows_of(seed, 8)
     assert serve_in_slices(case.engine, rows, seed) == {

@@ -76,6 +76,7 @@ def go_on(_: StepOutput) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) -> None:
     engine = capturing(fixed_engine())
     eager = rebatch_engine()

@@ -6,7 +6,6 @@ import random
 import msgspec
 import pytest
 import tiny
-from lanes import thinned
 from rounds import (
     PAUSED,
     RUNS,
@@ -86,7 +85,7 @@ SAMPLINGS = {
     [{}, {"joining": "shape"}, {"cuda_graphs": True}],
     ids=["embedded", "shaped", "fixed"],
 )
-@pytest.mark.parametrize("sampling", thinned(SAMPLINGS))
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampled_tokens_equal_those_of_static_batches(
     sampling: str, changes: dict[str, object]
 ) -> None:
@@ -272,6 +271,7 @@ def test_running_out_of_memory_drops_newcomers_alone() -> None:
     assert driver.finish()[:2] == expected
 
 
+@pytest.mark.slow
 def test_the_ledger_stays_within_its_budget() -> None:
     engine = rebatch_engine(budget_mib=0.5)
     driver = RoundDriver(engine, ROWS)

@@ -72,6 +72,7 @@ def check(cache: RebatchCache, expected: list[RowKV], ledger_bytes: int) -> None
                 assert not slab[index, :, window][:, : cache.width - length].any()
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_rows_keep_their_values_through_any_moves(seed: int) -> None:

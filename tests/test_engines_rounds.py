@@ -4,7 +4,6 @@ import random
 from collections import Counter
 
 import pytest
-from lanes import thinned
 from rounds import FREE, RoundDriver, rebatch_engine
 
 from toolkit.engines.protocol import Row
@@ -78,30 +77,28 @@ def test_the_facts_say_whether_memory_is_a_slab(
     assert rebatch_engine(**changes).facts.joining == joining
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "parameters", "joining", "expected_moves"),
-    thinned(
-        [
-            ("fcfs", {}, "embed", set()),
-            ("conservative", {"interval_steps": 3}, "embed", set()),
-            ("aggressive", {"watermark": 1.0}, "embed", {"evict"}),
-            ("aggressive", {"watermark": 1.0}, "shape", set()),
-            ("past-future", {}, "embed", set()),
-            ("mlfq", {"quantum_s": 3.0, "starvation_s": 60.0, "max_batch_size": 3}, "embed", MOVES),
-            ("mlfq", {"quantum_s": 2.0, "swap": "reactive"}, "embed", MOVES),
-            ("mlfq", {"quantum_s": 2.0}, "embed", MOVES),
-            ("mlfq", {"quantum_s": 2.0}, "shape", MOVES),
-            ("baton", {"max_batch_size": 4}, "embed", set()),
-            (
-                "baton",
-                {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40},
-                "embed",
-                MOVES - {"pause"},
-            ),
-            ("baton", {"headroom_steps": 1, "memory_threshold": 0.6}, "shape", MOVES - {"pause"}),
-        ],
-        keep=2,
-    ),
+    [
+        ("fcfs", {}, "embed", set()),
+        ("conservative", {"interval_steps": 3}, "embed", set()),
+        ("aggressive", {"watermark": 1.0}, "embed", {"evict"}),
+        ("aggressive", {"watermark": 1.0}, "shape", set()),
+        ("past-future", {}, "embed", set()),
+        ("mlfq", {"quantum_s": 3.0, "starvation_s": 60.0, "max_batch_size": 3}, "embed", MOVES),
+        ("mlfq", {"quantum_s": 2.0, "swap": "reactive"}, "embed", MOVES),
+        ("mlfq", {"quantum_s": 2.0}, "embed", MOVES),
+        ("mlfq", {"quantum_s": 2.0}, "shape", MOVES),
+        ("baton", {"max_batch_size": 4}, "embed", set()),
+        (
+            "baton",
+            {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40},
+            "embed",
+            MOVES - {"pause"},
+        ),
+        ("baton", {"headroom_steps": 1, "memory_threshold": 0.6}, "shape", MOVES - {"pause"}),
+    ],
 )
 def test_the_engine_does_what_the_simulated_worker_does(
     policy: str, parameters: dict[str, object], joining: Joining, expected_moves: set[str]

@@ -47,6 +47,7 @@ def test_a_block_that_grows_keeps_its_content() -> None:
         assert torch.equal(values[:, :GROWTH], old_values)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
     engine = rebatch_engine(kv_layout="rows", budget_mib=0.5)
     many = tuple(free_row(40, 30) for _ in range(64))

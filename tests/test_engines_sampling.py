@@ -35,6 +35,7 @@ def test_greedy_takes_the_largest() -> None:
     assert draw([row(), row(temperature=1e-6)]) == [0, 0]
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution() -> None:
     count = 20_000
     drawn = torch.tensor(draw([row(temperature=0.8, seed=seed) for seed in range(count)]))
@@ -44,6 +45,7 @@ def test_draws_follow_the_distribution() -> None:
     assert ((shares - expected).abs() < 4 * sigma).all()
 
 
+@pytest.mark.slow
 def test_draws_along_a_text_follow_the_distribution() -> None:
     count = 20_000
     drawn = torch.tensor(

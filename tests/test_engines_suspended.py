@@ -89,6 +89,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert record.getMessage().endswith("pinning is not permitted here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])
 def test_swapped_rows_get_their_own_tokens(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
             tokens = logits[0].argmax(dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_batch_may_be_wider_than_the_model_s_positions(kind: str) -> None:
     engine = engine_of(kind)

@@ -88,6 +88,7 @@ def test_fit_warns_of_rounds_that_no_law_explains(folder, capsys):
     assert "rounds: held-out median error" in captured.err
 
 
+@pytest.mark.slow
 def test_fit_names_the_points_that_a_law_misses(folder, capsys):
     def steps(size: int, length: int) -> float:  # no form of law
         return 0.01 * (1 + (7 * size + 3 * length // 16) % 5)
@@ -140,6 +141,7 @@ def test_fit_prints_one_json_object(folder, capsys):
     assert Fit.model_validate(json.loads(capsys.readouterr().out)) == read_file(Fit, "fit.json")
 
 
+@pytest.mark.slow
 def test_fit_exits_with_4_above_max_error(folder, capsys):
     assert run("fit", "profile.json", "--max-error", "50") == 0
     assert run("fit", "profile.json", "--max-error", "0.01") == 4

@@ -87,6 +87,7 @@ def launches(size: int, length: int) -> float:
     return max(0.014, 0.004 + 6e-8 * size * length)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_flat_and_then_linear_has_a_form():
     sizes = (1, 4, 16, 64, 128, 256)
     lengths = (128, 512, 1024, 2048, 4096)

@@ -122,6 +122,7 @@ def close(found: PipelineLaw, law: PipelineLaw, names: tuple[str, ...]) -> None:
 ALONE = ("decode_s", "row_s", "cached_s", "token_s", "attended_s", "beside_s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [LAW, DEFAULT])
 @pytest.mark.parametrize("cv", [0.0, 0.2])
 def test_launch_times_lead_to_the_law(law, cv):
@@ -135,6 +136,7 @@ def test_launch_times_lead_to_the_law(law, cv):
         close(found, law, ("floor_s", "piece_s"))
 
 
+@pytest.mark.slow
 def test_ends_alone_lead_to_the_law_where_launches_are_steady():
     fit = fit_steps(profile_of(LAW, grid(SIZES), stamps=False), 0)
     found = law_of_steps(fit)
@@ -143,12 +145,14 @@ def test_ends_alone_lead_to_the_law_where_launches_are_steady():
     assert fit.error.median_percent < 1.0
 
 
+@pytest.mark.slow
 def test_launches_of_other_processes_do_not_hold_tokens_back():
     fit = fit_steps(profile_of(APART, grid(SIZES), stamps=False), 0)
     assert fit.pipeline.apart
     close(law_of_steps(fit), APART, ("decode_s", "cached_s", "token_s", "beside_s"))
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_and_not_passes():
     measured = profile_of(LAW, grid(SIZES), stamps=True, cv=0.2)
     fit = fit_steps(measured, 0)
@@ -158,11 +162,13 @@ def test_runs_are_drawn_and_not_passes():
     assert 0.2 < spread / (fit.pipeline.deviation["eager_s"] / fit.pipeline.eager_s) < 5.0
 
 
+@pytest.mark.slow
 def test_launches_of_a_mode_that_never_ran_cost_nothing():
     found = law_of_steps(fit_steps(profile_of(LAW, grid(SIZES), stamps=True), 0))
     assert found.piece_s == 0.0
 
 
+@pytest.mark.slow
 def test_the_spread_of_launches_keeps_their_mean():
     fit = fit_steps(profile_of(LAW, grid(SIZES), stamps=True, cv=0.2), 0)
     assert np.mean(fit.pipeline.spread) == pytest.approx(1.0)
@@ -174,6 +180,7 @@ def test_the_spread_of_launches_keeps_their_mean():
     assert law.drawn_launch_s(graph, 3) == law.launch_s(graph)
 
 
+@pytest.mark.slow
 def test_without_launch_facts_the_law_is_of_ends():
     measured = profile_of(LAW, grid(SIZES), stamps=False)
     older = measured.model_copy(update={"graph_mode": "", "graph_sizes": []})

@@ -31,6 +31,7 @@ def slice_s(fit: Fit) -> float:
     return law.prefill_s(8, 100) + law.decode_s(8, 100, 31)
 
 
+@pytest.mark.slow
 def test_resampled_laws_lie_around_the_fitted_one():
     spread = []
     for noise in (0.02, 0.2):
@@ -97,6 +98,7 @@ def pass_s(fit: Fit) -> float:
     return law_of_steps(fit.steps).step_s(PASS)
 
 
+@pytest.mark.slow
 def test_passes_are_resampled_around_the_fitted_law() -> None:
     spread = []
     for noise in (0.02, 0.2):
@@ -111,6 +113,7 @@ def test_passes_are_resampled_around_the_fitted_law() -> None:
     assert 0 < 5 * spread[0] < spread[1]
 
 
+@pytest.mark.slow
 def test_passes_are_scaled_as_a_whole_by_their_held_out_error() -> None:
     fit = samples.paged_fit()  # the median error of its laws is 1 %
     drawn = scaled_fits(fit, 2000, 0)

@@ -258,6 +258,7 @@ def test_a_fleet_of_servers_is_predicted_with_all_laws(servers):
         assert means[1] > 1.5 * means[0]
 
 
+@pytest.mark.slow
 def test_a_simulated_fleet_of_servers_is_shown_by_kind(servers, monkeypatch, capsys):
     monkeypatch.chdir(servers.parent)
     words = ["simulate", "--fleet", "fleet.yaml", "--policy", "vllm"]

@@ -9,7 +9,6 @@ import pytest
 from around import Around
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import thinned
 from said import says
 from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
 from test_sim_prefix import LAW as PAGED_LAW
@@ -24,11 +23,11 @@ from toolkit.routing.routers import RoundRobinRouter, make_router
 from toolkit.routing.types import ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.pool import RETURN_S
-from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.queues import by_pace, requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Job, Request, Worker
+from toolkit.sched.view import LengthHistory, View
+from toolkit.sched.waiting import RETURN_S
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
@@ -68,7 +67,7 @@ def crowd(count: int = 120, longest: int = 60, seconds: float = 1.0) -> Trace:
     )
 
 
-@pytest.mark.parametrize("case", thinned(CASES))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("joining", [None, "embed"])
 def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
     name, parameters = CASES[case]
@@ -330,6 +329,7 @@ def test_a_fleet_of_servers_of_one_kind_is_its_replicas(name, shares):
     assert sum(len(part.served) for part in actual.kinds) == len(trace)
 
 
+@pytest.mark.slow
 def test_the_law_gives_the_slow_one_less_and_beats_turns():
     trace = made_up(2, 300, gap_s=0.006)
     unlike = servers((1, 1.0, 60), (1, 4.0, 60))

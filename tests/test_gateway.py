@@ -227,6 +227,7 @@ def test_whole_answers_models_and_pages():
     run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["round-robin", "least-requests", "prefix", "session-hash"])
 def test_every_choice_replays_from_the_log(router: str):
     events: list[BalancerEvent] = []
@@ -647,6 +648,7 @@ class SlowLaw:
         return 1e-3 + float(new_tokens)
 
 
+@pytest.mark.slow
 def test_what_would_miss_its_target_gets_503_and_when_to_come_back():
     async def test(front: Front, servers: list[StandIn]) -> None:
         first = asyncio.create_task(front.stream(asked(200)))
@@ -704,6 +706,7 @@ def test_the_law_of_the_plans_fit_routes():
     assert chosen == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
         kind = KindFacts("toy", "vllm", "cpu", 2)
@@ -769,6 +772,7 @@ def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[s
     return OwnReplicas(order, front.pool, front.shown.append)
 
 
+@pytest.mark.slow
 def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
     plan = fake_plan_of(samples.paged_fit())
     serve = plan.recipe.serve.model_copy(update={"hang_s": 0.3})
@@ -892,6 +896,7 @@ def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():
     run(test)
 
 
+@pytest.mark.slow
 def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
     broken, better = (
@@ -949,6 +954,7 @@ def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
     assert says(line, "replica 0", "the model does not fit")
 
 
+@pytest.mark.slow
 def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first():
     first = fake_plan_of(samples.paged_fit())
     second = first.recipe.model_copy(update={"name": "second"})
@@ -1007,6 +1013,7 @@ def caching(tokens: int) -> str:
     return f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{tokens // 16 + 1}"}} 1.0\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["by-law", "round-robin"])
 def test_each_replica_is_routed_to_as_its_kind(router: str):
     """One kind is named in the list, one read from its cache; the log replays with both laws."""

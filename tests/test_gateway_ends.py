@@ -16,21 +16,14 @@ from benchmarks.common.dialects import (
 from benchmarks.serving.replica_ends import cases, tried
 
 
-@pytest.mark.parametrize(
-    ("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each)
-)
-def test_an_answer_may_end_anywhere(dialect: Dialect, name: str):
-    found = asyncio.run(tried(dialect, name, every=211, first=len(name)))
-    assert found.positions > 2
-    assert found.differences == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each)
 )
-def test_an_answer_may_end_at_many_places(dialect: Dialect, name: str):
-    found = asyncio.run(tried(dialect, name, every=13))
+def test_an_answer_may_end_anywhere(dialect: Dialect, name: str):
+    """At some places; `benchmarks.serving.replica_ends` tries every one."""
+    found = asyncio.run(tried(dialect, name, every=97, first=len(name)))
+    assert found.positions > 2
     assert found.differences == []
 
 

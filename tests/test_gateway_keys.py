@@ -68,6 +68,7 @@ SHAPES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["ids", "no ids", "no usage", "no usage, no ids"])
 def test_no_shape_costs_a_key_less_than_it_used(server: str):
     async def test(front: Front, servers: list[StandIn]) -> None:

@@ -125,6 +125,7 @@ def test_a_prompt_of_spaces_changes_no_others_estimate():
     run(test, StandIn(), max_body_bytes=1 << 20)
 
 
+@pytest.mark.slow
 def test_long_pages_of_metrics_stop_nothing(monkeypatch: pytest.MonkeyPatch):
     """A page of 4 MB of lines that almost match: with a quadratic expression it takes minutes."""
     monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
@@ -406,6 +407,7 @@ def test_a_replica_that_gets_another_model_is_left_out(monkeypatch: pytest.Monke
     run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [404, 401, 500])
 def test_a_replica_that_refuses_at_once_takes_no_requests(status: int):
     async def test(front: Front, servers: list[StandIn]) -> None:
@@ -427,6 +429,7 @@ def test_a_replica_that_refuses_at_once_takes_no_requests(status: int):
     run(test, StandIn(status=status), StandIn())
 
 
+@pytest.mark.slow
 def test_a_clients_errors_take_no_replica_out():
     """Twenty requests at which every replica fails; each of them serves all others."""
 
@@ -446,6 +449,7 @@ def test_a_clients_errors_take_no_replica_out():
 RELAYED = [("/tokenize", {"prompt": "a"}), ("/v1/embeddings", {"model": MODEL, "input": "abc"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
 def test_a_relayed_request_ends_though_its_replica_hangs(path: str, body: dict[str, Any]):
     async def test(front: Front, servers: list[StandIn]) -> None:
@@ -506,6 +510,7 @@ def test_a_front_that_lists_itself_leaves_itself_out():
     run(test, StandIn())
 
 
+@pytest.mark.slow
 def test_the_words_of_a_replica_become_no_labels_and_no_lines():
     said: list[str] = []
     forged = "x\n2026 replica is up \x1b[2J\u202e"

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from lanes import thinned
 
 from benchmarks.common.golden import REQUESTS, VARIANT_REQUESTS, digest, matrix, variants
 
@@ -37,7 +36,8 @@ def test_every_case_has_a_digest_and_its_own_name(taken):
     assert set(names) == taken.keys()
 
 
-@pytest.mark.parametrize("part", thinned(range(PARTS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 def test_decisions_and_times_are_as_they_were(taken, part):
     differ = [case.name for case in all_cases()[part::PARTS] if digest(case) != taken[case.name]]
     assert not differ

@@ -17,6 +17,7 @@ from toolkit.__main__ import main as entry_point
 from toolkit.cli import main as command_line
 from toolkit.interrupts import EXIT_CODE, check, held
 from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import CHECK_EVERY
@@ -113,7 +114,7 @@ def test_another_thread_takes_no_signal_of_the_main_one() -> None:
     assert ended
 
 
-class PressingPolicy:
+class PressingPolicy(Policy):
     """A policy that runs batches as `sequence` does, and is interrupted at its third decision."""
 
     name = "pressing"

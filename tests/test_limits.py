@@ -69,6 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], which: str, *words: str) -> None
     assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     before = set(Path().iterdir())
@@ -79,6 +80,7 @@ def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]
     assert set(Path().iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
 def test_an_allowed_broken_limit_stays_in_the_plan(
@@ -105,6 +107,7 @@ def test_an_allowed_broken_limit_stays_in_the_plan(
     assert llmctl("render", "plan.json", "--target", "local", "--check", allowed) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_the_allowance_does_not_overwrite_edited_files() -> None:
     assert llmctl("render", *GIVEN, "--target", "compose", ALLOW_BROKEN) == 0
@@ -154,6 +157,7 @@ def test_files_of_a_plan_that_keeps_its_limits_have_no_allowance(
     assert "| ttft_p99_s | at most 2 s | 1 s | yes |" in files["EXPLAIN.md"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_serve_refuses_a_recipe_a_plan_and_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, "tuning.json", "serve", *GIVEN)
@@ -216,6 +220,7 @@ def test_the_status_page_shows_broken_limits(tmp_path: Path) -> None:
     assert facts_of(untuned, "toy").predicted == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_the_report_shows_broken_limits_and_recommends_nothing() -> None:
     write_file(
@@ -241,6 +246,7 @@ def test_without_a_tuning_nothing_is_refused() -> None:
     assert plan.explained["limits"].source == UNTUNED
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_settings_of_the_user_have_no_prediction() -> None:
     assert llmctl("render", *GIVEN, "--policy", "sequence") == 0
@@ -283,6 +289,7 @@ def test_a_tuning_of_an_older_llmctl_is_made_again(
     assert says(hint, "llmctl tune RECIPE --fit FIT --trace TRACE")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixture[str]) -> None:
     write_tuning(1.8)

@@ -157,6 +157,7 @@ def test_every_target_is_missed_if_no_request_is_served():
     )
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

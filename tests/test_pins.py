@@ -28,6 +28,7 @@ def test_a_shipped_recipe_names_the_commit_of_its_model(path: Path) -> None:
     assert model.source == "random" or model.revision
 
 
+@pytest.mark.slow
 def test_recipes_of_one_model_name_one_commit() -> None:
     models = [load_recipe(path).model for path in SHIPPED]
     named = {(model.source, model.revision) for model in models}

@@ -75,6 +75,7 @@ def test_the_efficiency_is_recovered_from_predicted_times():
     assert error < 0.1
 
 
+@pytest.mark.slow
 def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -180,6 +181,7 @@ def test_an_analytic_profile_for_vllm_has_passes():
     assert fitted.steps.valid.tokens_max > 4096
 
 
+@pytest.mark.slow
 def test_the_fit_has_the_error_of_the_method():
     made = analytic_profile(vllm_recipe(), HEAD)
     known = made.engine.analytic_error

@@ -52,6 +52,7 @@ def test_new_results_are_appended(path):
         assert journal.results == RESULTS | {"slice/8": RESULTS["slice/7"]}
 
 
+@pytest.mark.slow
 def test_a_torn_line_is_cut_off(path):
     whole = path.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])

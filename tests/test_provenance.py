@@ -107,6 +107,7 @@ QUICK = settings(
 )
 
 
+@pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())
@@ -120,6 +121,7 @@ def test_a_recipe_sets_what_it_names(policy: str, data: st.DataObject) -> None:
         assert value == own.get(name, defaults(KNOWN[policy])[name])
 
 
+@pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())
@@ -238,6 +240,7 @@ def test_another_policy_or_number_of_workers_has_no_prediction() -> None:
     assert override(plan, None, None, None) == plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "policy"), [(12, "sequence"), (16, "sequence")])
 def test_the_command_reports_what_was_set(
     value: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

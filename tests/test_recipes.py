@@ -42,6 +42,7 @@ PUBLISHED = {
 GPUS = {"A100-80GB": ("NVIDIA A100-SXM4-80GB", 79.1), "H200": ("NVIDIA H200", 139.8)}
 
 
+@pytest.mark.slow
 def test_every_model_has_a_recipe_for_every_gpu() -> None:
     found = {(recipe.model.source, recipe.hardware.name) for recipe in map(open_recipe, BY_HAND)}
     wanted = {(model, gpu) for model in PUBLISHED for gpu in GPUS}
@@ -64,6 +65,7 @@ def test_a_former_name_leads_to_the_new_one() -> None:
         assert says(caught.value.hint, "'qwen3-8b-h200'")
 
 
+@pytest.mark.slow
 def test_siblings_serve_the_same_model_on_the_same_gpu_with_another_engine() -> None:
     found = [
         path.stem

@@ -209,6 +209,7 @@ def test_the_attainment_is_a_limit_where_the_recipe_has_one(
     assert row[1:3] == ["at least 99 %", Judged(f"{surely} %", kept)]
 
 
+@pytest.mark.slow
 def test_measured_values_are_shown_and_judged(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "bench.json", 3.01, ttft_p99_s=1.6, e2e_p95_s=7.0, goodput_rps=2.9)
@@ -303,6 +304,7 @@ def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
     assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
 
 
+@pytest.mark.slow
 def test_other_settings_have_no_prediction_of_the_tuning(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     recipe = read_file(Plan, folder / "plan.json").recipe
@@ -329,6 +331,7 @@ def test_all_tables_but_that_of_the_verdict_are_folded(folder: Path):
     assert "<details open" not in page
 
 
+@pytest.mark.slow
 def test_points_and_bars_have_their_values_as_titles(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75})
     page = report(gather(str(folder / "plan.json")))

@@ -11,8 +11,8 @@ from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
-from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.types import Batch, Job, Request, Worker
+from toolkit.sched.view import LengthHistory, View
 
 # Fig. 11: these laws give both of its times.
 FIG_11 = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
@@ -65,6 +65,7 @@ def brute_force_s(lengths: list[int], max_batch: list[int], serve_s) -> float:
 coefficient = st.floats(0, 1e-2)
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=9).map(sorted),
     p=st.tuples(coefficient, coefficient, coefficient, coefficient),

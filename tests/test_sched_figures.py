@@ -17,6 +17,7 @@ def workers(count: int) -> list[Worker]:
     return [Worker(k, unit_step(), ZetaMemory(100)) for k in range(count)]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, 9))
 def test_the_least_figure_equals_that_of_computing_all(seed, count):
     rng = random.Random(seed)

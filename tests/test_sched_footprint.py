@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.footprint import footprint_of
 from toolkit.sched.kernels import peak_to_come
+from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker
 from toolkit.sim.api import requests_of, virtual_workers
@@ -40,7 +41,7 @@ def job(length, limit=50):
     return Job(Request("any", 0.0, length, limit), 0, length)
 
 
-class Audit:
+class Audit(Policy):
     """A policy that decides like another, and compares footprints with what the worker holds."""
 
     continuous = True
@@ -51,8 +52,7 @@ class Audit:
         self.audits = 0
         self.name = policy.name
         self.route = policy.route
-        if hasattr(policy, "standings"):
-            self.standings = policy.standings
+        self.ranking = policy.ranking
 
     def plan(self, view, now_s):
         for worker in view.free:
@@ -67,6 +67,7 @@ class Audit:
         return self._policy.plan(view, now_s)
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=30
@@ -132,9 +133,9 @@ def test_a_footprint_equals_the_plain_sum_over_rows(
     footprint = footprint_of(worker)
     held = held_by(residents) + back
     for one in back:
-        footprint.join(one)
+        footprint = footprint.joined(one)
     for one in entering:
-        footprint.enter(job(one))
+        footprint = footprint.entered(job(one))
     assert footprint.rows == len(held) + len(entering)
     if footprint.rows:
         assert footprint.needs == plainly(worker, held, entering, 1)
@@ -143,7 +144,7 @@ def test_a_footprint_equals_the_plain_sum_over_rows(
     joins = plainly(worker, [*held, length], entering, 1) <= CAPACITY
     assert footprint.fits(length, CAPACITY, enters=False) == joins
     assert (length + worker.emits + 1 <= footprint.widest(CAPACITY)) == fits
-    footprint.prefilled()
+    footprint = footprint.prefilled()
     if footprint.rows:
         room = footprint.room(CAPACITY)
         after = plainly(worker, held + [one + emits for one in entering], [], 0)
@@ -161,7 +162,7 @@ def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     footprint = footprint_of(worker)
     gone = data.draw(st.sets(st.integers(0, len(residents) - 1)))
     for k in gone:
-        footprint.leave(list(worker.residents.jobs)[k])
+        footprint = footprint.without(list(worker.residents.jobs)[k])
     stay = [k for k in range(len(residents)) if k not in gone]
     left = [held_by(residents)[k] for k in stay]
     assert footprint.rows == len(stay)

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.sched.kernels import admit_past_future, peak_to_come
-from toolkit.sched.policies.admission import Peak
-from toolkit.sched.protocols import LengthHistory
+from toolkit.sched.view import LengthHistory
 
 jobs = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=12)
 
@@ -25,10 +24,10 @@ def columns(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
 def admitted_of(
     table: np.ndarray, new: np.ndarray, past: np.ndarray, limit: float, samples: int, seed: int
 ) -> int:
-    """`admit_past_future` of residents and newcomers [3, n], at step 0."""
+    """`admit_past_future` of running requests and newcomers [3, n]."""
     rows = np.ascontiguousarray(table.T)
     waiting = np.ascontiguousarray(new.T)
-    return admit_past_future(rows, len(rows), 0, waiting, len(waiting), past, limit, samples, seed)
+    return admit_past_future(rows, waiting, past, limit, samples, seed)
 
 
 @pytest.mark.slow
@@ -43,13 +42,9 @@ def admitted_knowing(
     rows: list[tuple[int, int]], waiting: list[tuple[int, int]], limit: int
 ) -> int:
     """How many of `waiting` are admitted while the peak stays below the limit."""
-    peak = Peak(padded=False)
-    for used, remaining in rows:
-        peak.add(used, remaining)
-    peak.sort()
-    for k, (used, remaining) in enumerate(waiting):
-        peak.insert(used, remaining)
-        if peak.tokens() >= limit:
+    for k in range(len(waiting)):
+        used, remaining = zip(*rows, *waiting[: k + 1], strict=True)
+        if peak_to_come(used, remaining, False) >= limit:
             return k
     return len(waiting)
 
@@ -89,6 +84,7 @@ def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history
     assert admitted_of(table, new, past, 100 + 60 - generated + 61.0 + 60, 1, seed) == 1
 
 
+@pytest.mark.slow
 def test_sampled_lengths_follow_the_points():
     """Points 10, 20, 40, 60 after 10 generated tokens: uniform over the three stretches between."""
     table = columns([(0, 10, 60)], 3)
@@ -104,6 +100,7 @@ def test_sampled_lengths_follow_the_points():
     assert np.allclose(below, [1 / 3, 2 / 3, 1.0], atol=0.04)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(
     lengths=st.lists(st.integers(1, 20), max_size=40),

@@ -9,7 +9,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy, refuse_oracle
-from toolkit.sched.policies.feedback_queues import NEVER, FeedbackQueues
+from toolkit.sched.policies.mlfq import NEVER, FeedbackQueues
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 from toolkit.sim.api import simulate
@@ -185,6 +185,7 @@ def test_the_order_of_the_paper_holds_on_heavy_tails_without_starvation():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["reactive", "proactive"])
 @pytest.mark.parametrize("starvation_s", [1.0, 4.0])
 def test_no_job_waits_longer_than_the_limit_and_one_round(swap, starvation_s):

@@ -12,8 +12,9 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import SwapFit
 from toolkit.sched.eventlog import Moved, RecordingScheduler, from_lines, to_line
-from toolkit.sched.protocols import Decision
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
+from toolkit.sched.view import Decision
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
 
@@ -22,7 +23,7 @@ PROMPT = 10
 
 
 @dataclass
-class Script:
+class Script(Policy):
     """A policy that plans the next round as a test says, with jobs by name."""
 
     name: ClassVar[str] = "script"

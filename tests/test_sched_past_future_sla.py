@@ -5,10 +5,10 @@ import pytest
 from toolkit.errors import InputError
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.inbox import RECALL_COUNT, Inbox
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
+from toolkit.sched.waiting import RECALL_COUNT, WaitingJobs
 
 LAW = bilinear_law(
     p=(0.001, 0.0, 0.0, 0.0), d=(0.0, 0.01, 0.0, 0.0)
@@ -115,13 +115,13 @@ def test_a_cancelled_request_is_removed_from_the_deferred_jobs():
 
 
 def test_deferred_jobs_come_forward_in_groups_in_order_of_arrival():
-    inbox = Inbox()
+    inbox = WaitingJobs()
     jobs = [Job(Request(str(k), 0.0, 1, 1), k, 1) for k in range(RECALL_COUNT + 2)]
     for job in jobs:
         inbox.append(job)
     for job in reversed(jobs[:-1]):
         inbox.defer(job)
-    assert (list(inbox), inbox.waiting, inbox.tokens) == (
+    assert (list(inbox), inbox.count, inbox.tokens) == (
         jobs[-1:],
         RECALL_COUNT + 2,
         RECALL_COUNT + 2,
@@ -130,7 +130,7 @@ def test_deferred_jobs_come_forward_in_groups_in_order_of_arrival():
     assert list(inbox) == jobs[:RECALL_COUNT]
     assert list(inbox.behind) == jobs[RECALL_COUNT:-1]
     inbox.remove(jobs[RECALL_COUNT])
-    assert (inbox.waiting, inbox.tokens) == (RECALL_COUNT, RECALL_COUNT)
+    assert (inbox.count, inbox.tokens) == (RECALL_COUNT, RECALL_COUNT)
 
 
 def test_a_share_that_would_starve_is_refused():

@@ -1,27 +1,23 @@
-"""Planners of rounds: the scheduler that asks them decides as with a policy's `Decision`."""
+"""Policies of third parties: they override what they need, of the rounds and of the plan."""
 
 import gc
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from around import Around
 from synthetic_profiles import LAW
 
 from benchmarks.common.golden import rate_rps, trace_of, world_of
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import RecordingScheduler
-from toolkit.sched.policies import ORACLES, POLICIES, make_policy
+from toolkit.sched.memory import footprint_of
+from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.continuous_rounds import Bounds
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.protocols import PlansRounds
-from toolkit.sched.types import Worker
+from toolkit.sched.types import Job, Request, Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
-
-CONTINUOUS = sorted(name for name in POLICIES if POLICIES[name].continuous and name not in ORACLES)
 
 
 def events(policy, trace, world):
@@ -33,17 +29,6 @@ def events(policy, trace, world):
     run(scheduler, requests, virtual_workers(policy, world, ledger, requests))
     assert all(each.ok for each in ledger.outcomes)
     return found
-
-
-@pytest.mark.parametrize("joining", [None, "embed"])
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_rounds_are_the_same_one_by_one_and_as_a_decision(name, joining):
-    trace = trace_of(40, rate_rps(1.3, 3))
-    world = world_of(3, joining=joining)
-    policy = make_policy(name, {})
-    assert isinstance(policy, PlansRounds)
-    assert not isinstance(Around(policy), PlansRounds)
-    assert events(policy, trace, world) == events(Around(policy), trace, world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +43,15 @@ class ShortFirst(ContinuousPolicy):
     def most_rows(self):
         return self.rows
 
-    def bounds(self, worker):
-        return Bounds(promised=worker.capacity_tokens)
-
     def admissible(self, worker, job, footprint):
+        if footprint.promised_with(job.limit_tokens) > worker.capacity_tokens:
+            return False
         return job.prompt_tokens < 100 or not footprint.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Idle(ShortFirst):
-    """It overrides `plan`, so that the scheduler must call it."""
+    """It overrides `plan`."""
 
     name: ClassVar[str] = "idle"
 
@@ -92,13 +76,21 @@ def test_a_policy_of_a_third_party_overrides_what_it_needs():
     assert max(batch.steps for batch in started) <= 2
 
 
-@pytest.mark.parametrize(("capacity", "most"), [(20, 9), (21, 10), (0, -1)])
+@pytest.mark.parametrize(("capacity", "most"), [(20, 9), (21, 10), (2, 0)])
 def test_past_future_takes_less_than_its_share(capacity, most):
     worker = Worker(0, LAW, ZetaMemory(1))
     worker.capacity_tokens = capacity
-    assert make_policy("past-future", {"reserve": 0.5}).bounds(worker).taken == most
+    policy = make_policy("past-future", {"reserve": 0.5})
+
+    def may_join(tokens):
+        job = Job(Request("any", 0.0, tokens, 1), 0, tokens)
+        return policy.admissible(worker, job, footprint_of(worker))
+
+    assert may_join(most)
+    assert not may_join(most + 1)
 
 
+@pytest.mark.slow
 def test_a_simulation_makes_no_cycles_and_collects_none():
     trace = trace_of(60, rate_rps(1.3, 2))
     world = world_of(2)

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.inbox import Inbox
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Job, Request, RoundResult, Worker
+from toolkit.sched.waiting import WaitingJobs
 
 CONTINUOUS = {
     "conservative": {},
@@ -50,7 +50,7 @@ def ids(jobs) -> list[str]:
     )
 )
 def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]):
-    inbox = Inbox()
+    inbox = WaitingJobs()
     tokens = 0
     for ticket, (priority, step) in enumerate(steps):
         if step == "defer" and inbox:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.common.serving import LAW
 from toolkit.estimators.laws import WithOverhead
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.footprint import longest
+from toolkit.sched.memory import longest
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.slice import SlicePolicy, offload_max_min, share_out
 from toolkit.sched.scheduler import Scheduler
@@ -49,6 +50,7 @@ def waits_s(batches: Sequence[Batch]) -> float:
     return total
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(1, 700), max_size=30))
 @settings(deadline=None, max_examples=40)
 def test_every_job_is_in_one_batch_on_a_worker_that_holds_it(lengths: list[int]) -> None:
@@ -60,6 +62,7 @@ def test_every_job_is_in_one_batch_on_a_worker_that_holds_it(lengths: list[int])
     assert all(workers[batch.worker].holds(job) for batch in batches for job in batch.jobs)
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=30))
 @settings(deadline=None, max_examples=40)
 def test_no_kind_alone_would_give_a_shorter_total_wait(lengths: list[int]) -> None:

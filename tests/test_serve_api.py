@@ -37,6 +37,7 @@ def test_a_completion_returns_the_models_text():
     ask(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [
@@ -363,6 +364,7 @@ def test_metrics_can_be_opened():
     ask(test, api_key="secret", open_metrics=True)
 
 
+@pytest.mark.slow
 def test_greedy_text_does_not_depend_on_the_batch():
     async def test(http: httpx.AsyncClient) -> None:
         prompts = [f"request {index}" for index in range(40)]

@@ -636,6 +636,7 @@ def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard():
     serve(test, held_bytes=2 << 20, client_share=0.5)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_more_than_its_share_unread_is_reset_and_others_are_not():
     async def test(wire: Wire) -> None:
         other = await wire.open(LARGE, receive_buffer=4096, client=OTHER)

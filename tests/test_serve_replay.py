@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import tiny
-from lanes import thinned
 from live import ThreadWorkers
 
 from benchmarks.common.serving import LAW
@@ -32,7 +31,7 @@ from toolkit.sched.eventlog import (
     to_line,
 )
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import Policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.serve.driver import Driver
@@ -174,7 +173,8 @@ def test_every_policy_that_can_be_served_has_a_case() -> None:
     assert {policy for _, policy, _ in CASES.values()} == POLICIES.keys() - ORACLES
 
 
-@pytest.mark.parametrize("case", thinned(CASES, keep=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     kind, name, parameters = CASES[case]
     policy = make_policy(name, parameters)
@@ -206,6 +206,7 @@ def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 
 
+@pytest.mark.slow
 def test_a_replay_with_another_parameter_differs() -> None:
     lines: list[bytes] = []
     make = functools.partial(make_engine, tiny.model_spec(), tiny.engine_spec(), tiny.CPU)

@@ -124,6 +124,7 @@ async def counted(http: httpx.AsyncClient, secret: str, sample: str) -> dict[str
     }
 
 
+@pytest.mark.slow
 def test_keys_can_be_revoked_and_added_while_counts_continue():
     async def test() -> None:
         async with client(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN))) as http:

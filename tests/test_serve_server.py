@@ -57,6 +57,7 @@ def interrupt(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.slow
 def test_what_clients_were_refused_for_having_their_share_is_counted():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
@@ -69,6 +70,7 @@ def test_what_clients_were_refused_for_having_their_share_is_counted():
     run(test)
 
 
+@pytest.mark.slow
 def test_a_signal_lets_running_streams_finish_while_ready_says_no():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
@@ -93,6 +95,7 @@ def test_a_signal_lets_running_streams_finish_while_ready_says_no():
     assert announced.startswith("http://127.0.0.1:")
 
 
+@pytest.mark.slow
 def test_requests_are_accepted_during_the_notice():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
@@ -107,6 +110,7 @@ def test_requests_are_accepted_during_the_notice():
     run(test, Ending(notice_s=3600.0))
 
 
+@pytest.mark.slow
 def test_late_requests_get_a_final_error():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
@@ -120,6 +124,7 @@ def test_late_requests_get_a_final_error():
     run(test, Ending(timeout_s=0.01))
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
@@ -150,6 +155,7 @@ class SlowLoaders(HandWorkers):
         await super().start(on_event)
 
 
+@pytest.mark.slow
 def test_a_loading_server_answers_not_ready():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: SlowLoaders) -> None:
         ready = await http.get("/ready")
@@ -164,6 +170,7 @@ def test_a_loading_server_answers_not_ready():
     assert len(run(test, workers=SlowLoaders())) == 1
 
 
+@pytest.mark.slow
 def test_a_signal_while_workers_load_ends_it():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: SlowLoaders) -> None:
         await http.get("/ready")

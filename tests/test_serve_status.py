@@ -552,6 +552,7 @@ def test_charts_work_with_the_keyboard(browser):
             assert page.evaluate("document.activeElement.getAttribute('aria-label')") == now
 
 
+@pytest.mark.slow
 def test_an_hour_is_kept_and_the_memory_for_it_is_small():
     assert POINTS_MAX * SAMPLE_S == 3600
     stats = Stats()

@@ -1,5 +1,6 @@
 """Stop strings and token counts do not depend on how tokens are grouped."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ def test_shown_text_has_no_stop_string_and_nothing_missing(pieces: list[str], st
     assert stopped or shown == whole
 
 
+@pytest.mark.slow
 @given(PIECES, STOPS.filter(bool))
 def test_only_a_possible_start_of_a_stop_string_is_held_back(pieces: list[str], stops: list[str]):
     finder = StopFinder(stops)

@@ -121,6 +121,7 @@ def test_without_a_fit_here_the_shipped_one_is_taken(
     assert read_file(Plan, "plan.json", {"fit": fit_path("qwen3-8b-h200")}).fit.engine.analytic
 
 
+@pytest.mark.slow
 def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]) == 0

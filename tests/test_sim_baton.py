@@ -290,6 +290,7 @@ def test_every_prompt_is_in_one_group(lengths):
         assert high - low <= max(32, high / 4)
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first call compiles
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60)), min_size=1, max_size=12))
 def test_the_peak_to_come_is_that_of_a_slab_step_by_step(rows):

@@ -13,7 +13,6 @@ from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
-from toolkit.sched.protocols import Oracle
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Moves, Request, Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
@@ -336,7 +335,7 @@ def test_under_any_priorities_all_requests_end_and_a_log_replays_to_the_same_dec
     arrivals = [
         replace(one, priority=priorities[k % len(priorities)]) for k, one in enumerate(arrivals)
     ]
-    if isinstance(policy, Oracle):
+    if policy.knows_lengths:
         policy = policy.with_lengths(
             {request.request_id: k for request, k in zip(arrivals, outputs, strict=True)}
         )

@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-from lanes import thinned
 
 from benchmarks.common.golden import ROUTED, ROUTERS, rate_rps, trace_of, world_of
 from toolkit.compiled import running
@@ -62,7 +61,8 @@ def lines_per_request(policy: str, router: str, trace: Trace, workers: int) -> f
     return lines / len(requests)
 
 
-@pytest.mark.parametrize(("policy", "router"), thinned(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "router"), CASES)
 def test_a_request_costs_as_much_with_many_workers(policy, router):
     found = []
     for workers in (FEW, MANY):

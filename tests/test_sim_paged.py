@@ -90,6 +90,7 @@ def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     assert bench.passes_of_case(case) == theirs
 
 
+@pytest.mark.slow
 @given(rows=small, policy=flags, ahead=st.booleans())
 @settings(deadline=None)
 def test_budgets_hold_and_tokens_are_computed_once(rows, policy, ahead) -> None:

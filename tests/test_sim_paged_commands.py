@@ -40,6 +40,7 @@ def paged(tmp_path: Path) -> Path:
     return tmp_path / "fit.json"
 
 
+@pytest.mark.slow
 def test_simulate_has_its_flags_as_parameters(
     paged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

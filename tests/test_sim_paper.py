@@ -60,6 +60,7 @@ def test_throughput_rises_then_falls_with_the_slice_length():
     assert invalids == sorted(invalids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [HF.name, DS.name])
 def test_light_load_is_the_papers_exception_and_eager_mends_it(engine):
     sls, paper, eager = (

@@ -51,6 +51,7 @@ def same(one, other) -> None:
     assert one.counters == pytest.approx(other.counters, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
@@ -319,6 +320,7 @@ def test_the_law_finds_the_replica_with_the_prompt() -> None:
     assert 4 <= sum(law.asked for law in laws) <= 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])
 def test_refusing_by_forecast_raises_goodput_in_an_overload(name: str) -> None:
     sla = {"ttft_p99_s": 0.4}

@@ -16,9 +16,10 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Range
 from toolkit.files.io import write_file
 from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import knobs
-from toolkit.sched.protocols import Decision
 from toolkit.sched.types import Request
+from toolkit.sched.view import Decision
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.world import (
@@ -126,6 +127,7 @@ def test_a_capacity_set_over_a_fit_holds_for_policy_and_edge() -> None:
     assert world.runs_out(0, 2, 400, 100)
 
 
+@pytest.mark.slow
 def test_simulate_alone_gives_a_row_of_table_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,7 +262,7 @@ def test_a_capacity_below_the_longest_prompt_is_one_line(
 
 
 def test_a_stalled_simulation_names_its_state() -> None:
-    class Idle:
+    class Idle(Policy):
         name = "idle"
         continuous = False
 

@@ -391,6 +391,7 @@ def test_a_counter_for_a_trace_with_lengths_is_refused(capsys, tmp_path):
     assert code == 2
 
 
+@pytest.mark.slow
 def test_inspect_says_what_was_taken_as_what(capsys, tmp_path):
     path = written(tmp_path, OPENAI)
     code, out, _ = llmctl(capsys, "trace", "inspect", path, "--columns", "time=created:s")

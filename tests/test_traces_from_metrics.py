@@ -125,6 +125,7 @@ def traffic_with(
     return ScrapedTraffic(histogram_with(prompts), histogram_with(outputs), start_s, end_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 1999), min_size=1, max_size=60), st.integers(0, 9))
 def test_drawn_lengths_have_the_counts_of_buckets_and_the_sum(values, seed):

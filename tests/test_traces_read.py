@@ -187,6 +187,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(rows=ROWS, lenient=st.booleans())
 def test_a_trace_keeps_only_possible_rows(tmp_path_factory, rows, lenient):
     whole = [{"timestamp": 5, "input_length": 1, "output_length": 1}, *rows]

@@ -67,6 +67,7 @@ def common(trace, one, other) -> int:
     return min(run * trace.shared.block_tokens, *lengths)
 
 
+@pytest.mark.slow
 @given(made=prompts_of_blocks(), divisor=st.sampled_from([1.0, 1.5, 2.0, 3.7, 10.79, 16.0, 700.0]))
 def test_scaled_prompts_share_what_they_shared_and_nothing_new(made, divisor):
     trace = trace_of(*made)
@@ -205,6 +206,7 @@ def lru(trace: Trace, capacity: int) -> tuple[int, int]:
     return blocks, tokens
 
 
+@pytest.mark.slow
 @given(made=prompts_of_blocks(most=20))
 def test_the_curve_is_that_of_an_lru_cache_of_every_size(made):
     trace = trace_of(*made)

@@ -89,6 +89,7 @@ def test_windows_are_disjoint_and_as_many_as_given(search, held_out, seed, share
     assert len(requests) == len(set(requests))
 
 
+@pytest.mark.slow
 @given(
     rates=st.lists(st.sampled_from([1.0, 3.0, 9.0, 40.0]), min_size=12, max_size=40),
     search=st.integers(1, 4),
@@ -223,6 +224,7 @@ def test_requests_that_arrive_at_once_have_no_windows():
     assert "--draw-rate" in caught.value.hint
 
 
+@pytest.mark.slow
 @given(
     gaps=st.floats(2, 1e6),
     rate=st.floats(0.01, 1e4),

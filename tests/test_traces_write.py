@@ -27,6 +27,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(rows=ROWS)
 def test_a_written_trace_reads_back_to_the_microsecond(tmp_path_factory, rows):
     path = tmp_path_factory.getbasetemp() / "trace.jsonl"

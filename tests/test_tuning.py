@@ -94,16 +94,19 @@ def test_another_seed_gives_other_trials(tuned):
     ]
 
 
+@pytest.mark.slow
 def test_trial_0_is_the_recipes_policy(searched):
     assert searched.trials[0].outcome.policy == "slice"
     assert searched.trials[0].outcome.parameters == defaults(SlicePolicy) | {"slice_tokens": 128}
 
 
+@pytest.mark.slow
 def test_the_other_policies_defaults_come_next(searched):
     assert [trial.outcome.policy for trial in searched.trials[1:3]] == ["sequence", "past-future"]
     assert searched.trials[2].outcome.parameters == defaults(PastFuturePolicy)
 
 
+@pytest.mark.slow
 def test_every_policy_is_searched_and_judged_on_the_whole_trace(searched):
     assert [one.policy for one in searched.policies] == ["slice", "sequence", "past-future"]
     assert sum(one.trials for one in searched.policies) == len(searched.trials)
@@ -115,6 +118,7 @@ def test_every_policy_is_searched_and_judged_on_the_whole_trace(searched):
     assert searched.best in [one.outcome for one in searched.policies]
 
 
+@pytest.mark.slow
 def test_a_policy_that_the_engine_cannot_serve_is_searched_with_its_refusal(searched):
     refusals = {one.policy: one.refusal for one in searched.policies}
     assert refusals["slice"] is None
@@ -129,6 +133,7 @@ def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
     assert sum(result.policies[0].importance.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_no_trial_beats_a_trial_of_the_front(searched):
     points = {t.number: t.outcome.metrics for t in searched.trials}
     latency = searched.latency_metric
@@ -141,6 +146,7 @@ def test_no_trial_beats_a_trial_of_the_front(searched):
         )
 
 
+@pytest.mark.slow
 def test_the_best_is_feasible_if_any_trial_is_and_has_the_most_goodput(tuned):
     feasible = [t for t in tuned.trials if t.feasible] or tuned.trials
     best = [t for t in feasible if t.outcome.parameters == tuned.best.parameters]
@@ -149,12 +155,14 @@ def test_the_best_is_feasible_if_any_trial_is_and_has_the_most_goodput(tuned):
     )
 
 
+@pytest.mark.slow
 def test_windows_of_the_draws_are_not_search_windows(tuned):
     spans = sorted((w.start_s, w.end_s) for w in tuned.search_windows + tuned.held_out_windows)
     assert len(spans) == 8
     assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
+@pytest.mark.slow
 def test_gain_and_binding_target_follow_from_the_verdict(tuned):
     before, after = (o.metrics["goodput_rps"] for o in (tuned.defaults, tuned.best))
     assert tuned.gain_percent == pytest.approx(100 * (after / before - 1))
@@ -167,6 +175,7 @@ def test_gain_and_binding_target_follow_from_the_verdict(tuned):
         assert kept[key].predicted == pytest.approx(tuned.usage[key] * limit)
 
 
+@pytest.mark.slow
 def test_sensitivity_sweeps_every_searched_parameter(tuned):
     assert {one.parameter for one in tuned.sensitivity} == set(search_space("slice", {}, {}))
     assert [one.swing_percent for one in tuned.sensitivity] == sorted(
@@ -194,6 +203,7 @@ def test_other_limits_than_targets_have_a_used_share():
     assert not one.feasible(CandidateLimits(0.0))
 
 
+@pytest.mark.slow
 def test_an_interval_spans_its_median_and_holds_the_gain(tuned):
     drawn = tuned.uncertainty
     assert (drawn.method, drawn.draws) == ("held-out errors", 4)

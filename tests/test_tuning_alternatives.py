@@ -49,6 +49,7 @@ def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
     return result, result.alternatives
 
 
+@pytest.mark.slow
 def test_a_sibling_that_keeps_the_limits_is_named_before_fewer_requests_and_more_workers() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)))
     assert not found.feasible

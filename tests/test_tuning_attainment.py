@@ -30,6 +30,7 @@ def test_no_good_request_gives_a_bound_of_zero():
     assert lower_bound_percent([np.zeros(0, bool)]) == 0.0
 
 
+@pytest.mark.slow
 def test_it_covers_correlated_requests_where_a_bound_for_independent_ones_does_not():
     rng = np.random.default_rng(0)
     drawn = [[stretches(rng, 600, 20, 0.9) for _ in range(2)] for _ in range(400)]

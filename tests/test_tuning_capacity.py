@@ -39,6 +39,7 @@ def search(keeps, **options) -> LoadSearch:
     return LoadSearch(at, OWN, evaluate, **options)
 
 
+@pytest.mark.slow
 @given(guess=LOADS, edge=LOADS)
 def test_the_capacity_is_within_its_tolerance_of_the_edge(guess, edge):
     found = search(lambda load: load <= edge).found(guess)
@@ -51,6 +52,7 @@ def test_the_capacity_is_within_its_tolerance_of_the_edge(guess, edge):
     assert found.at_capacity.kept
 
 
+@pytest.mark.slow
 @given(guess=LOADS, edge=LOADS, holes=st.lists(st.tuples(LOADS, st.floats(1.0, 1.2)), max_size=3))
 def test_no_tried_load_below_the_capacity_is_broken(guess, edge, holes):
     """Although a simulation may keep a load and break a lower one."""

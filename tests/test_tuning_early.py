@@ -119,6 +119,7 @@ def test_refusals_count_where_the_front_refuses(refused: float, hopeless: bool) 
     assert not Task(where, "slice", stops_above=1.0).hopeless(results)
 
 
+@pytest.mark.slow
 def test_whatever_the_other_windows_give_a_hopeless_task_breaks_a_limit() -> None:
     rng = np.random.default_rng(0)
     limits = replace(LIMITS, max_evicted_percent=20.0, min_attainment_percent=90.0)

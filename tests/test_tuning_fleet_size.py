@@ -118,6 +118,7 @@ def every(mixes: Mixes) -> list[Counts]:
     return [counts for counts in product(*spans) if 0 < sum(counts) <= mixes.most]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(SMALL_RANGE, PRICE), min_size=1, max_size=4), st.integers(1, 9))
 def test_counts_come_by_cost_each_once(kinds: list[tuple[CountRange, Fraction]], most: int) -> None:
     ranges, prices = zip(*kinds, strict=True)
@@ -190,6 +191,7 @@ GRID = Mixes(
 WIDE = Mixes((CountRange(1, 20), CountRange(0, 20)), (Fraction(7, 2), Fraction(1)))
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(every(GRID))), st.sets(st.sampled_from(every(GRID))))
 def test_the_first_counts_are_the_cheapest_of_any_that_keep(
     good: set[Counts], excluded: set[Counts]
@@ -201,6 +203,7 @@ def test_the_first_counts_are_the_cheapest_of_any_that_keep(
     assert not sizes.rows.counts & excluded
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(every(WIDE)), max_size=40), st.integers(1, 20))
 @settings(max_examples=40)
 def test_in_a_wide_range_too_where_one_kind_alone_keeps(good: set[Counts], enough: int) -> None:
@@ -248,6 +251,7 @@ def busy_windows(draw: st.DrawFn) -> list[Trace]:
     return found
 
 
+@pytest.mark.slow
 @given(
     windows=busy_windows(),
     counts=st.tuples(st.integers(1, 3), st.integers(0, 3)),
@@ -282,6 +286,7 @@ def backlog() -> Trace:
     )
 
 
+@pytest.mark.slow
 def test_counts_that_cannot_do_the_work_are_excluded_close_to_where_they_begin_to_keep() -> None:
     kinds = [kind("fast", 1.0), kind("slow", 0.5)]
     sla = {"e2e_p90_s": 1.5}
@@ -371,6 +376,7 @@ def test_prices_decide_and_without_them_the_number_of_servers(priced: Tuning) ->
     assert "no fewer servers" in " ".join(verdict(free))
 
 
+@pytest.mark.slow
 def test_one_more_of_a_slow_kind_may_break_what_a_fast_one_keeps() -> None:
     """So nothing may be inferred from some counts for larger ones."""
     made = inputs((None, None))
@@ -411,6 +417,7 @@ def test_too_many_servers_at_least_are_refused() -> None:
         sized_by(made, ranges, InProcessRunner())
 
 
+@pytest.mark.slow
 def test_the_limit_that_no_counts_keep_is_named() -> None:
     with pytest.raises(LimitsBrokenError) as caught:
         size((None, None), most=2, sla={"ttft_p50_s": 1e-4})
@@ -444,6 +451,7 @@ def test_wrong_ranges_are_named(servers: Path, old: str, new: str, message: str)
     assert message in caught.value.message
 
 
+@pytest.mark.slow
 def test_a_range_is_the_files_and_members_of_one_kind_share_it(servers: Path) -> None:
     assert open_fleet(servers).ranges == [CountRange(1, 1024), CountRange(0, 1024)]
     text = servers.read_text().replace("workers: 1}", "workers: 1, max_workers: 4}")
@@ -485,6 +493,7 @@ def test_a_plan_has_the_counts_that_tune_found(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_kinds_of_which_none_is_needed_are_left_out_of_the_plan(servers: Path) -> None:
     fleet = open_fleet(servers)
     tuned = Tuning.model_construct(sizing=size_of({"fast": 3, "slow": 0}))

@@ -78,6 +78,7 @@ def tokens_of(evaluation: Evaluation) -> int:
     return int(evaluation.outcome.parameters["slice_tokens"])
 
 
+@pytest.mark.slow
 def test_where_the_best_keeps_the_limits_nothing_else_is_tried() -> None:
     runner = Made(whole=lambda tokens: 1.0)
     found, slices = judged(runner)
@@ -86,6 +87,7 @@ def test_where_the_best_keeps_the_limits_nothing_else_is_tried() -> None:
     assert found.further == []
 
 
+@pytest.mark.slow
 def test_where_the_defaults_keep_the_limits_nothing_else_is_tried() -> None:
     runner = Made(whole=lambda tokens: 0.5 if tokens == 128 else 1.5)
     found, slices = judged(runner)
@@ -94,6 +96,7 @@ def test_where_the_defaults_keep_the_limits_nothing_else_is_tried() -> None:
     assert not found.of_space["slice"].feasible(found.limits)
 
 
+@pytest.mark.slow
 def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
     _, slices = judged(Made(whole=lambda tokens: 1.0))
     third = slices[2]
@@ -105,6 +108,7 @@ def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
     assert (tokens_of(best), best.feasible(found.limits)) == (third, True)
 
 
+@pytest.mark.slow
 def test_where_no_trial_keeps_the_limits_the_search_goes_on_with_what_it_learned() -> None:
     _, slices = judged(Made(whole=lambda tokens: 1.0), trials=10)
     # a little too slow for all that were tried, by so much as they are from the good ones
@@ -119,6 +123,7 @@ def test_where_no_trial_keeps_the_limits_the_search_goes_on_with_what_it_learned
     assert tokens_of(found.of_space["slice"]) == max(set(others) & set(good))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("used", "again"), [(REACHABLE, AGAIN), (REACHABLE + 0.1, 0)])
 def test_the_search_goes_on_only_where_the_limits_are_in_reach(used: float, again: int) -> None:
     runner = Made(whole=lambda tokens: used)

@@ -95,6 +95,7 @@ def same_for_all(setup: EvaluationSetup) -> list[Evaluation]:
     return [task.run() for task in tasks]
 
 
+@pytest.mark.slow
 def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: Tuning) -> None:
     given = unlike()
     first, second = budgets(tuned.best)
@@ -108,6 +109,7 @@ def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: T
     assert best > 1.5 * max(before, *(each.goodput_rps for each in same))
 
 
+@pytest.mark.slow
 def test_the_first_trials_have_the_recipes_flags_and_then_the_same_for_all(tuned: Tuning) -> None:
     trials = [budgets(trial.outcome) for trial in tuned.trials]
     assert trials[0] == [512, 512]
@@ -139,6 +141,7 @@ def test_a_kind_has_the_ranges_of_its_own_recipe() -> None:
         with_kinds(own, [wrong], 2)
 
 
+@pytest.mark.slow
 def test_counts_are_tried_with_the_flags_of_each_kind(tuned: Tuning) -> None:
     evaluate = partial(collect, InProcessRunner())
     sizes = FleetCounts(unlike(), Mixes((), ()), evaluate, lambda more: None)
@@ -172,6 +175,7 @@ def of_plan(plan: Plan, flag: str = "max_num_batched_tokens") -> list[object]:
     return [plan.policy_of(number)[flag] for number in range(len(plan.kinds))]
 
 
+@pytest.mark.slow
 def test_a_plan_starts_each_kind_with_the_flags_that_were_found(
     servers: Path, tuned: Tuning
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_plan_starts_each_kind_with_the_flags_that_were_found(
     assert Plan.model_validate_json(file_text(plan)) == plan
 
 
+@pytest.mark.slow
 def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
     servers: Path, tuned: Tuning
 ) -> None:
@@ -206,6 +211,7 @@ def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
     assert plan.explained["short: max_num_batched_tokens"].source.endswith("; not tuned")
 
 
+@pytest.mark.slow
 def test_flags_are_set_for_all_kinds_or_for_one(servers: Path, tuned: Tuning) -> None:
     tokens = "max_num_batched_tokens"
     given = {tokens: 300, f"short.{tokens}": 80, "few.watermark": 0.1}
@@ -252,6 +258,7 @@ def test_a_simulation_takes_the_flags_of_one_kind(
     assert "shrt" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_kinds_flags_are_shown(
     tuned: Tuning, capsys: pytest.CaptureFixture[str], servers: Path
 ) -> None:
@@ -267,6 +274,7 @@ def test_every_kinds_flags_are_shown(
     assert f"max_num_batched_tokens {budgets(tuned.best)[1]}" in facts["Parameters of short"]
 
 
+@pytest.mark.slow
 def test_a_long_name_of_a_kind_is_readable_at_80_columns(
     tuned: Tuning, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import samples
 from commands import llmctl
-from said import says
 
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
@@ -127,9 +126,9 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     fit = ["--fit", "fit.json"]
     assert llmctl("tune", "recipe.yaml", *fit, "--trace", "trace.jsonl", "--jobs", "1") == 0
     out, err = capsys.readouterr()
-    assert says(err.splitlines()[0], "8.581")
+    assert "divided by 8.5" in err.splitlines()[0]
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
-    assert says(verdict, "8.581")
+    assert "divided by 8.5" in verdict
     cuts = (
         "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in "
         "the recipe"

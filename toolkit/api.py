@@ -13,7 +13,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import find_recipe, fit_path, read_file
 from toolkit.metrics import Floats, latencies
-from toolkit.sched.footprint import Footprint
+from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import Value, choice, knob
 from toolkit.sched.protocols import AnyPolicy

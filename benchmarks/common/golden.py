@@ -26,8 +26,8 @@ from toolkit.estimators.steps import StepLaw
 from toolkit.files.fit import Range
 from toolkit.sched.eventlog import Event, RecordingScheduler, to_line
 from toolkit.sched.policies import BUILT_IN, POLICIES, make_any, make_policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Value
-from toolkit.sched.protocols import Oracle, Policy
 from toolkit.sched.types import Batch, BatchResult, Joining, Request, RoundResult
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
@@ -237,7 +237,7 @@ def digest(case: Case) -> str:
         return found.hexdigest()[:16]
     requests, outputs = requests_of(case.trace, case.world.max_new_tokens)
     policy: Policy = make_policy(case.policy, case.parameters)
-    if isinstance(policy, Oracle):
+    if policy.knows_lengths:
         policy = policy.with_lengths(
             {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
         )

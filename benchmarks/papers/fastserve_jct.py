@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import Oracle, Policy, Ranks
+from toolkit.sched.policies.base import Policy, Ranking
+from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
@@ -77,19 +78,21 @@ COLUMNS = {
 }
 
 
-class Waits:
+class Waits(Policy):
     """A policy that decides like another one and records the longest wait of a job that does not
     run, and the longest round.
     """
 
+    name: ClassVar[str] = "waits"
+    continuous: ClassVar[bool] = True
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.name = policy.name
-        self.continuous = policy.continuous
-        if isinstance(policy, Ranks):
-            self.standings = policy.standings
         self.longest_s = self.round_s = 0.0
         self._started_s = -1.0
+
+    def ranking(self, law: SliceLaw) -> Ranking | None:
+        return self._policy.ranking(law)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         return self._policy.route(view, now_s)
@@ -116,11 +119,11 @@ def measured(
     name, parameters = METHODS[method]
     trace = generate(Arrivals(rate_rps), duration_s, PROMPTS, OUTPUTS, seed)
     policy = make_policy(name, parameters)
-    if isinstance(policy, Oracle):
+    if policy.knows_lengths:
         lengths = enumerate(trace.output_tokens.tolist())
         policy = policy.with_lengths({str(number): length for number, length in lengths})
     watched = Waits(policy)
-    metrics = simulate(trace, cast(Policy, watched), WORLD).metrics({})
+    metrics = simulate(trace, watched, WORLD).metrics({})
     return metrics | {"longest_wait_s": watched.longest_s, "longest_round_s": watched.round_s}
 
 

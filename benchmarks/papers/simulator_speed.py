@@ -102,13 +102,12 @@ def past_future_decision(rows: int) -> Callable[[], object]:
         worker.residents.join(Job(request, k, prompt + generated, generated))
     history = LengthHistory(1000, rng.geometric(1 / 250, 1000).tolist())
     view = View([], [worker], 0.0, history, rng)
-    admit = PastFuturePolicy().make_planner(view).admit
+    policy = PastFuturePolicy()
     waiting = [Job(Request("next", 0.0, 500, MAX_NEW_TOKENS), rows, 500)]
-    assert admit is not None
 
     def decide() -> int:
         history.add(200)
-        return admit(view, worker, waiting)
+        return policy.admit(view, worker, waiting)
 
     return decide
 

@@ -745,7 +745,7 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
 
 
 def flat_json(content: Any) -> str:
-    """JSON with lists of numbers, and of such lists, on one line each."""
+    """JSON with lists of numbers, and of such lists, on one line."""
     text = json.dumps(content, indent=1)
     flat = re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
     pairs = r"\[\s+((?:\[[^][{}]*\],?\s*)+)\]"

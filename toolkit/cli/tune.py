@@ -71,7 +71,7 @@ from toolkit.files.tuning import (
     breaks,
     share_used,
 )
-from toolkit.tuning.parallel import ONE_SIZE, SIZES, Machine, compared, on_gpus
+from toolkit.tuning.parallel import ONE_SIZE, SIZES, SizedRecipe, compared, on_gpus
 from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def _is_computed(recipe: Recipe, fit: Fit) -> bool:
     return bool(fit.engine.analytic) and is_computed(recipe)
 
 
-def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[int, str]]:
+def _machines(args: TuneOptions, opened: Opened) -> tuple[list[SizedRecipe], dict[int, str]]:
     """The machines to compare, and why other tensor parallelisms are not among them.
 
     Without a wish there is one, with the recipe's. A size that is named and cannot be raises
@@ -369,7 +369,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[in
     if not sizes:
         recipe = recipe.model_copy(update={"workers": workers or recipe.workers})
         siblings = () if opened.others else tuple(shipped_siblings(recipe))
-        return [Machine(recipe, opened.fit, siblings)], {}
+        return [SizedRecipe(recipe, opened.fit, siblings)], {}
     if args.workers is not None:
         refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
     gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
@@ -389,7 +389,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Machine], dict[in
             fit = opened.fit
             if opened.file is None:
                 fit = computed_fit(args.recipe, sized)
-            machines.append(Machine(sized, fit, tuple(shipped_siblings(sized))))
+            machines.append(SizedRecipe(sized, fit, tuple(shipped_siblings(sized))))
         except InputError as error:
             if args.tp is not None or recipe.tune.tensor_parallel_sizes or sizes == [own]:
                 raise
@@ -410,7 +410,7 @@ class Searches:
 
     args: TuneOptions
     opened: Opened
-    machines: list[Machine]
+    machines: list[SizedRecipe]
     workload: Workload
     made_from: EnvelopeFields
     traffic: str
@@ -428,7 +428,7 @@ class Searches:
         totals = [self._noted(inputs) for inputs in searches]
         self.stores = [self._store(inputs) for inputs in searches]
         tunings: list[Tuning] = []
-        able: list[Machine] = []
+        able: list[SizedRecipe] = []
         failed: LimitsBrokenError | None = None
         with _runner(self.args) as (runner, jobs), progress("tuning", sum(totals)) as advance:
             rememberings = [Remembering(runner, store) for store in self.stores]
@@ -466,7 +466,7 @@ class Searches:
             return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         return tune_to_size
 
-    def _inputs(self, machine: Machine) -> Inputs:
+    def _inputs(self, machine: SizedRecipe) -> Inputs:
         from toolkit.tuning.tune import Inputs
 
         others = tuple(self.opened.others)
@@ -483,8 +483,11 @@ class Searches:
         total = evaluations(settings, inputs.recipe.tune.draws, inputs.siblings)
         if len(self.machines) > 1:
             size = inputs.recipe.engine.tensor_parallel_size
-            workers = "the fewest" if self.args.workers == AUTO else inputs.recipe.workers
-            note(f"{workers} workers with tensor parallelism {size}:")
+            count = inputs.recipe.workers
+            workers = f"{count} worker{'s' * (count > 1)}"
+            if self.args.workers == AUTO:
+                workers = "the fewest workers"
+            note(f"{workers} with tensor parallelism {size}:")
         trace = self.workload.windows.trace
         _note_search(settings, total, trace, inputs.recipe.name, inputs.others)
         return total
@@ -742,8 +745,9 @@ def _show_parallel(result: Tuning) -> None:
         rate = "not searched" if one.outcome is None else "-"
         if one.capacity_rps is not None:
             rate = number(one.capacity_rps)
-        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, one.binding])
-    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">then breaks"]
+        latency_s = one.outcome.metrics.get("e2e_mean_s") if one.outcome else None
+        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, latency_s])
+    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">mean E2E, s"]
     table(columns, rows, title="the same GPUs, by tensor parallelism")
 
 

@@ -465,6 +465,11 @@ class TunedCapacity(Strict):
     binding: str | None = Field(description="the limit that breaks above the recommended rate")
     error_percent: float
 
+    @property
+    def most_rps(self) -> float | None:
+        """The higher of the two rates: settings for a low rate may serve less than others."""
+        return max(filter(None, (self.defaults_rps, self.recommended_rps)), default=None)
+
 
 class ParallelSize(Strict):
     """One of the tensor parallelisms that were compared on the same GPUs."""
@@ -473,8 +478,9 @@ class ParallelSize(Strict):
     workers: int | None = optional("None: it was not tried")
     outcome: Outcome | None = optional("the settings that its search recommends, whole trace")
     keeps_limits: bool | None = optional("whether these keep all limits")
-    capacity_rps: float | None = optional("the highest rate at which they do; None: not searched")
-    binding: str | None = optional("the limit that breaks above that rate")
+    capacity_rps: float | None = optional(
+        "the highest rate at which these or the recipe's settings keep them; None: not searched"
+    )
     usd_per_hour: float | None = optional("of all workers, where the recipe has a price")
     refused: str | None = optional("why it was not tried, or has no answer")
 

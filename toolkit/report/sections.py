@@ -298,12 +298,12 @@ def _parallel(tuning: Tuning) -> Table:
                 one.workers,
                 one.keeps_limits,
                 None if one.capacity_rps is None else number(one.capacity_rps),
-                metric_name(one.binding) if one.binding else None,
+                one.outcome.metrics.get("e2e_mean_s") if one.outcome else None,
                 one.refused or chosen,
             ]
         )
     columns = ["GPUs of a worker", "workers", "keeps the limits", "up to requests/s"]
-    return Table("Tensor parallelism", [*columns, "then breaks", ""], rows)
+    return Table("Tensor parallelism", [*columns, "mean E2E, s", ""], rows)
 
 
 def tuning_section(files: Material) -> Section:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import BEHIND, Interval, Sibling, Tuning, share_used
+from toolkit.files.tuning import BEHIND, Interval, ParallelSize, Sibling, Tuning, share_used
 from toolkit.sched.policies import BUILT_IN
 from toolkit.units import number, percent
 
@@ -108,16 +108,22 @@ def _parallel_lines(result: Tuning) -> list[str]:
     own = f"{_counted(result.workers)} with tensor parallelism {size}"
     if len(tried) == 1:
         return [f"{own}: no other was searched"]
-    others = []
-    for one in tried:
-        if one.tensor_parallel_size != size:
-            what = "breaks limits"
-            if one.keeps_limits:
-                what = "keeps them"
-            if one.capacity_rps:
-                what += f", up to {number(one.capacity_rps)} requests/s"
-            others.append(f"{one.workers} x {one.tensor_parallel_size} GPUs {what}")
-    return [f"the best of these GPUs: {own}; {'; '.join(others)}"]
+    others = [
+        f"{_counted(one.workers or 0)} with {one.tensor_parallel_size} {_kept(one)}"
+        for one in tried
+        if one.tensor_parallel_size != size
+    ]
+    chosen = next(one for one in tried if one.tensor_parallel_size == size)
+    return [f"the best of these GPUs: {own} {_kept(chosen)}; {'; '.join(others)}"]
+
+
+def _kept(one: ParallelSize) -> str:
+    """Whether settings keep the limits at the traffic's rate, and up to which."""
+    what = "keep all limits" if one.keeps_limits else "break limits"
+    if one.workers == 1:
+        what = "keeps all limits" if one.keeps_limits else "breaks limits"
+    up_to = f" (up to {number(one.capacity_rps)} requests/s)" if one.capacity_rps else ""
+    return f"{what}{up_to}"
 
 
 def _router_lines(result: Tuning) -> list[str]:

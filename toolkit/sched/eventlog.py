@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import msgspec
 
-from toolkit.sched.protocols import Policy
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import (
     Batch,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import ParamSpec, TypeVar
 
     P = ParamSpec("P")
@@ -98,30 +98,38 @@ def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.in
 
 
 @njit
-def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], padded: bool) -> int:
-    """The most tokens that rows will ever take together: M* of Past-Future, Eq. 2-4, or a slab's.
+def future_peak(keys: NDArray[np.int64], n: int, padded: bool) -> int:
+    """M*: the most tokens that rows will ever take together (Past-Future, Eq. 2-4); 0 of no rows.
 
-    Over the i rows with most remaining, in paged memory it is the maximum of sum(used) + i * (the
-    i-th most remaining), and in a slab that of i * (the longest used + the same); 0 if n is 0.
+    A row leaves when it has generated its remaining tokens, so the peak is at one of these moments:
+    when the i-th row from the last ends, i rows are there, and each has grown by that row's
+    remaining tokens. In paged memory they take sum(used) + i * remaining. In a slab, which is
+    beyond the paper, they take i * (the longest used + remaining).
 
     Args:
-        used: [n], the tokens that each row holds now.
-        remaining: [n], the tokens that each row will still generate.
+        keys: [>= n], remaining << 32 | used of each row, descending.
+        n: how many rows there are.
         padded: whether the rows are one slab.
     """
-    order = np.argsort(remaining)
     held = 0
     peak = 0
-    n = len(used)
     for i in range(n):
-        k = order[n - 1 - i]
+        used = keys[i] & 0xFFFFFFFF
+        remaining = keys[i] >> 32
         if padded:
-            held = max(held, used[k])
-            peak = max(peak, (i + 1) * (held + remaining[k]))
+            held = max(held, used)
+            peak = max(peak, (i + 1) * (held + remaining))
         else:
-            held += used[k]
-            peak = max(peak, held + (i + 1) * remaining[k])
+            held += used
+            peak = max(peak, held + (i + 1) * remaining)
     return peak
+
+
+def peak_to_come(used: Sequence[int], remaining: Sequence[int], padded: bool) -> int:
+    """`future_peak` of rows that hold `used` tokens each and will generate `remaining` more."""
+    keys = (np.array(remaining, dtype=np.int64) << 32) + np.array(used, dtype=np.int64)
+    keys.sort()
+    return int(future_peak(keys[::-1], len(keys), padded))
 
 
 @njit
@@ -164,35 +172,19 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
 
 @njit
 def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
-    """Insert `key` into the first n of `keys`, which descend, and return the peak of all n + 1.
-
-    A key is remaining << 32 | used. The peak is that of `peak_to_come`.
-    """
+    """Insert `key` into the first n of `keys`, which descend, and return the peak of all n + 1."""
     at = n
     while at > 0 and keys[at - 1] < key:
         keys[at] = keys[at - 1]
         at -= 1
     keys[at] = key
-    held = 0
-    peak = 0
-    if padded:
-        for i in range(n + 1):
-            held = max(held, keys[i] & 0xFFFFFFFF)
-            peak = max(peak, (i + 1) * (held + (keys[i] >> 32)))
-        return peak
-    for i in range(n + 1):
-        held += keys[i] & 0xFFFFFFFF
-        peak = max(peak, held + (i + 1) * (keys[i] >> 32))
-    return peak
+    return future_peak(keys, n + 1, padded)
 
 
 @njit
 def admit_past_future(
-    table: NDArray[np.int64],
-    rows: int,
-    steps: int,
+    running: NDArray[np.int64],
     waiting: NDArray[np.int64],
-    count: int,
     history: NDArray[np.int64],
     limit_tokens: float,
     samples: int,
@@ -204,27 +196,23 @@ def admit_past_future(
     Requests are admitted in order while the predicted peak stays below the limit.
 
     Args:
-        table: [>= rows, >= 3], the residents' lengths and generated tokens (both before `steps`
-            more), and limits.
-        rows: how many rows of `table` are residents.
-        steps: to add to the first two columns of `table`.
-        waiting: [>= count, 3], the same of the waiting requests, in order, with nothing to add.
-        count: how many rows of `waiting` are requests.
+        running: [n, 3], length, generated tokens and max_new_tokens of each running request.
+        waiting: [m, 3], the same of the waiting requests, in order.
         history: [w], output lengths of requests that ended, ascending.
         limit_tokens: the peak must stay below it.
         samples: sets of sampled lengths; the highest of their peaks counts.
         seed: of the samples.
         padded: whether memory is rows x the longest row.
     """
-    n = rows
-    m = count
+    n = len(running)
+    m = len(waiting)
     state = np.array([seed], dtype=np.uint64)
     keys = np.empty((samples, n + m), dtype=np.int64)
     for s in range(samples):
         for i in range(n):
-            generated = table[i, 1] + steps
-            final = _sampled_length(history, generated, table[i, 2], _uniform(state))
-            keys[s, i] = -(((final - generated) << 32) | (table[i, 0] + steps))
+            generated = running[i, 1]
+            final = _sampled_length(history, generated, running[i, 2], _uniform(state))
+            keys[s, i] = -(((final - generated) << 32) | running[i, 0])
         keys[s, :n].sort()
         for i in range(n):
             keys[s, i] = -keys[s, i]

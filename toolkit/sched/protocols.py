@@ -1,19 +1,14 @@
-"""The interfaces of the scheduler: laws of latency, memory and swaps, and policies.
-
-A policy has optional capabilities: `PlansRounds`, `UsesHistory`, `Reschedules`, `Ranks`,
-`Reorders`, `Oracle`. `toolkit.sched.view` has what passes between the scheduler and a policy.
-"""
+"""The laws of latency, memory and swaps that policies decide by, and policies of engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.types import Job
-from toolkit.sched.view import Decision, LengthHistory, RoundPlanner, View
+if TYPE_CHECKING:
+    from toolkit.sched.policies.base import Policy
 
 
 class SliceLaw(Protocol):
@@ -95,23 +90,6 @@ class SwapLaw(Protocol):
         """Seconds from host memory to the device."""
 
 
-class Policy(Protocol):
-    """A scheduling policy: a frozen object with its parameters as fields.
-
-    It keeps no state: everything that it may remember is in the `View`. So a decision depends only
-    on what the scheduler saw, and a log of the calls replays exactly.
-    """
-
-    name: ClassVar[str]
-    continuous: ClassVar[bool]  # whether its batches are rounds, which keep caches on the worker
-
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
-
-    def plan(self, view: View, now_s: float) -> Decision:
-        """What to run next. Called at every tick; an empty `Decision` starts nothing."""
-
-
 @runtime_checkable
 class BuiltIn(Protocol):
     """A scheduling policy of an engine: a frozen object with flags of that engine as fields.
@@ -125,63 +103,4 @@ class BuiltIn(Protocol):
     engine: ClassVar[str]  # `engine.name` of the recipes that have it
 
 
-AnyPolicy: TypeAlias = Policy | BuiltIn
-
-
-@runtime_checkable
-class PlansRounds(Protocol):
-    """A continuous policy with a planner, which the scheduler asks for each worker's rounds."""
-
-    def planner(self, view: View) -> RoundPlanner | None:
-        """The planner of one scheduler's workers; None: the scheduler calls `plan`."""
-
-
-@runtime_checkable
-class UsesHistory(Protocol):
-    """A policy that sets the size and the start of the history of output lengths."""
-
-    def first_history(self) -> LengthHistory:
-        """The history before the first request ends."""
-
-
-@runtime_checkable
-class Reschedules(Protocol):
-    """A policy that lets jobs leave their worker before they end and continue on another."""
-
-    def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents of idle workers that leave now: they lose their caches and keep their tokens.
-
-        Called at every tick before `route`, which gives each of them a worker. There they wait
-        behind the jobs that are already waiting.
-        """
-
-
-# Maps a job and its generated tokens to its standing; less is served first.
-Standing = Callable[["Job", int], float]
-
-
-@runtime_checkable
-class Ranks(Protocol):
-    """A policy that serves jobs in order of their standing: each worker gets a `RankedInbox`."""
-
-    def standings(self, law: SliceLaw) -> Standing:
-        """The standing of jobs under a worker's law. It must not change while a job waits."""
-
-
-@runtime_checkable
-class Reorders(Protocol):
-    """A policy that changes the order in which jobs wait."""
-
-    def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
-        """The jobs to defer behind all others at their worker, and the deferred jobs to advance.
-
-        Called at every tick before `plan`.
-        """
-
-
-@runtime_checkable
-class Oracle(Protocol):
-    """A policy that needs the true output lengths, which only a simulation knows."""
-
-    def with_lengths(self, output_tokens: Mapping[str, int]) -> Policy:
-        """The same policy, with the true output length of each request id."""
+AnyPolicy: TypeAlias = "Policy | BuiltIn"

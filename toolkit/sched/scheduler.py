@@ -1,10 +1,10 @@
 """The sans-IO scheduler: everything that all policies share.
 
 A driver reports events (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `worker_ready`) and
-asks what to run (`tick`); each call brings the time. The scheduler handles what no policy should
-have to: requests that can never fit, batches that ran out of memory or lost their worker, and
-cancellation. It keeps the state of waiting jobs in `pool`, of waiting batches in `queues`, and of
-rounds in `residents`. The policy makes the decisions.
+asks what to run (`tick`, the loop of the scheduler); each call brings the time. The policy makes
+the decisions. The scheduler handles what no policy should have to: requests that can never fit,
+batches that ran out of memory or lost their worker, and cancellation. It keeps the state of waiting
+jobs in `waiting`, of waiting batches in `queues`, and of rounds in `caches`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from operator import attrgetter
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.footprint import Footprint, longest
-from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.pool import RETURN_S, AcceptedJobs, WaitingPool, take_waiting
-from toolkit.sched.protocols import PlansRounds, Policy, Ranks, Reorders, Reschedules, UsesHistory
+from toolkit.sched.caches import WorkerRounds, holds
+from toolkit.sched.memory import longest
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.queues import BatchQueues
-from toolkit.sched.residents import WorkerRounds, holds
 from toolkit.sched.types import (
     Batch,
     BatchResult,
     Job,
-    Joining,
     Refusal,
     Request,
     RoundResult,
     Worker,
 )
-from toolkit.sched.view import NOTHING, LengthHistory, RoundPlanner, View
+from toolkit.sched.view import Decision, View
+from toolkit.sched.waiting import RETURN_S, RankedJobs, WaitingPool
 
 # A job that ran alone is given up at its second failure without a token in between, which is what
 # a request that breaks its worker does. One that makes progress goes on, but not for ever.
@@ -41,9 +39,6 @@ MAX_STRIKES_HERE = 2
 MAX_STRIKES = 5
 _FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
 _TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
-
-# Output lengths that are kept for a policy that does not set the size of the history itself.
-DEFAULT_HISTORY = 1000
 _index = attrgetter("index")
 
 
@@ -66,34 +61,96 @@ class Scheduler:
     ) -> None:
         self.policy = policy
         self.workers = list(workers)
-        history = policy.first_history() if isinstance(policy, UsesHistory) else None
-        self._finished = history or LengthHistory(DEFAULT_HISTORY)
+        self._finished = policy.first_history()
         for length in finished:
             self._finished.add(length)
         self._refused: list[Refusal] = []  # accepted requests that were given up
         self.interrupts: list[int] = []  # what `take_interrupts` will return; drivers may read it
         self._rounds = WorkerRounds()
-        self._reschedules = policy if isinstance(policy, Reschedules) else None
-        self._reorders = policy if isinstance(policy, Reorders) else None
-        layouts: dict[Joining | None, Footprint] = {}
         for worker in self.workers:
             worker.longest = longest(worker.memory, policy.continuous)
-            worker.scratch = layouts.setdefault(worker.joining, worker.scratch)
+            ranking = policy.ranking(worker.latency)
+            if ranking is not None:
+                worker.inbox = RankedJobs(ranking)
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
-        self._accepted = AcceptedJobs(self._pool, self.workers, named=policy.continuous)
-        # whether a job was ever in an inbox; a continuous policy evicts jobs into them
-        self._has_routed = policy.continuous
+        self._jobs: dict[str, Job] = {}  # those that have not ended, by request id
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
         self._queues = BatchQueues(self._view)
-        self._planner: RoundPlanner | None = (
-            policy.planner(self._view) if isinstance(policy, PlansRounds) else None
-        )
-        if isinstance(policy, Ranks):
-            for worker in self.workers:
-                worker.inbox = RankedInbox(policy.standings(worker.latency))
+
+    def tick(self, now_s: float) -> list[Batch]:
+        """The batches to start now, at most one per worker."""
+        view = self._view
+        view.now_s = now_s
+        self._refuse_stranded(now_s)
+        self._release(now_s)
+        self._route(now_s)
+        view.due.sort(key=_index)
+        self._reorder(now_s)
+        decision = self.policy.plan(view, now_s)
+        self._accept(decision)
+        return self._start_due(now_s)
+
+    def _release(self, now_s: float) -> None:
+        """Jobs that the policy takes off their worker go back to the pool."""
+        released = self.policy.release(self._view, now_s)
+        for job in released:
+            self._view.changed(job.home)
+            self._rounds.release(self.workers[job.home], job, now_s)
+        self._pool.add(released)
+
+    def _route(self, now_s: float) -> None:
+        """Pooled jobs go to the workers that the policy gives them."""
+        if not self._pool.jobs:
+            return
+        view = self._view
+        homes = self.policy.route(view, now_s)
+        if homes is None:
+            return
+        self._pool.route(homes)
+        for home in homes:
+            view.arrived[home] = view.arrived.get(home, 0) + 1
+            view.make_due(self.workers[home])
+            view.changed(home)
+
+    def _reorder(self, now_s: float) -> None:
+        """Jobs that wait at a worker change places, if the policy says so."""
+        behind, first = self.policy.reorder(self._view, now_s)
+        self._pool.reorder(behind, first)
+
+    def _accept(self, decision: Decision) -> None:
+        """Queue the batches of a decision at their workers, and interrupt rounds."""
+        view = self._view
+        view.arrived.clear()
+        if decision.wake_at_s is not None:
+            view.due_s = decision.wake_at_s
+        for index in decision.interrupt:
+            self._interrupt(index)
+        self._pool.take(decision.batches)
+        for batch in decision.batches:
+            self._queues.put(batch)
+            view.changed(batch.worker)
+
+    def _start_due(self, now_s: float) -> list[Batch]:
+        """Start the first queued batch of each due worker, by index; then no worker is due."""
+        view = self._view
+        view.due.sort(key=_index)
+        started: list[Batch] = []
+        for worker in view.due:
+            worker.is_due = False
+            if worker.queue:
+                batch = worker.queue.popleft()
+                if batch.keep_cache:
+                    self._rounds.begin(worker, batch, now_s)
+                batch.started_s = now_s
+                worker.running = batch
+                view.changed(worker.index)
+                del view.idle[bisect_left(view.idle, worker.index)]
+                started.append(batch)
+        view.due.clear()
+        return started
 
     @property
     def wake_at_s(self) -> float:
@@ -104,7 +161,7 @@ class Scheduler:
     @property
     def jobs(self) -> int:
         """Accepted requests that have not ended."""
-        return self._accepted.count
+        return len(self._jobs)
 
     @property
     def running_jobs(self) -> int:
@@ -120,116 +177,28 @@ class Scheduler:
         """Requests that wait to run: in the pool, at a worker, preempted, or in a queued batch."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
         preempted = sum(len(worker.held) + len(worker.swapped) for worker in self.workers)
-        return self._pool.waiting + queued + preempted
+        return self._pool.count + queued + preempted
 
     def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
         """A request arrives. Returns a `Refusal`, and keeps nothing of it, if it can never fit.
 
         `number` is for drivers that would rather look jobs up in a list than by id: `Job.number`.
-        Such a driver gives each id once. `ValueError`: a request with this id has not ended yet.
+        `ValueError`: a request with this id has not ended yet.
         """
         total = request.prompt_tokens + request.max_new_tokens
         most = self._longest
         if total > most:
             reason = f"prompt + max_tokens is {total} tokens; a worker's memory holds {most}"
             return Refusal(request.request_id, reason)
+        if request.request_id in self._jobs:
+            raise ValueError(f"request {request.request_id!r} was already submitted")
         job = Job(request, 0, request.prompt_tokens, 0, now_s)
         job.number = number
-        if not self._accepted.add(job):
-            raise ValueError(f"request {request.request_id!r} was already submitted")
+        self._jobs[request.request_id] = job
         if request.priority:
             self._view.prioritised = True
-        self._pool.add_one(job)
+        self._pool.add([job])
         return None
-
-    def tick(self, now_s: float) -> list[Batch]:
-        """The batches to start now, at most one per worker."""
-        view = self._view
-        pool = self._pool
-        view.now_s = now_s
-        if view.mixed:
-            self._refuse_stranded(now_s)
-        if self._reschedules is not None:  # released jobs are routed again
-            released = self._reschedules.release(view, now_s)
-            for job in released:
-                view.changed(job.home)
-                self._rounds.release(self.workers[job.home], job, now_s)
-            pool.add(released)
-        if pool.jobs:
-            self._route(now_s)
-        due = view.due
-        if len(due) > 1:
-            due.sort(key=_index)
-        if self._reorders is not None:
-            pool.reorder(*self._reorders.reorder(view, now_s))
-        planner = self._planner
-        if planner is not None:
-            if view.arrived:
-                for index in planner.interrupts():
-                    self._interrupt(index)
-                view.arrived.clear()
-            return self._start_rounds(planner, now_s) if due else []
-        decision = self.policy.plan(view, now_s)
-        if view.arrived:
-            view.arrived.clear()
-        if decision is NOTHING and not due:
-            return []
-        if decision.wake_at_s is not None:
-            view.due_s = decision.wake_at_s
-        for index in decision.interrupt:
-            self._interrupt(index)
-        batches = decision.batches
-        if batches:
-            pool.take(batches, has_routed=self._has_routed)
-            for batch in batches:
-                self._queues.put(batch)
-                if view.figures:
-                    view.changed(batch.worker)
-        return self._start_due(now_s) if due else []
-
-    def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
-        """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
-        due = self._view.due
-        queues = self._queues
-        started: list[Batch] = []
-        for worker in due:
-            worker.is_due = False
-            if planner.has_work(worker):
-                batch = planner.plan_round(worker, now_s)
-                batch.batch_id = queues.batches
-                queues.batches += 1
-                worker.assigned += 1
-                for job in batch.jobs:
-                    take_waiting(worker, job)
-                self._start(worker, batch, now_s)
-                started.append(batch)
-        due.clear()
-        return started
-
-    def _start_due(self, now_s: float) -> list[Batch]:
-        """Start the first queued batch of each due worker, by index; then no worker is due."""
-        due = self._view.due
-        idle = self._view.idle
-        if len(due) > 1:
-            due.sort(key=_index)
-        started: list[Batch] = []
-        for worker in due:
-            worker.is_due = False
-            if worker.queue:
-                batch = worker.queue.popleft()
-                self._start(worker, batch, now_s)
-                del idle[bisect_left(idle, worker.index)]
-                started.append(batch)
-        due.clear()
-        return started
-
-    def _start(self, worker: Worker, batch: Batch, now_s: float) -> None:
-        if batch.keep_cache:
-            self._rounds.begin(worker, batch, now_s)
-        batch.started_s = now_s
-        worker.running = batch
-        if self._view.figures:
-            self._view.changed(worker.index)
 
     def take_interrupts(self) -> list[int]:
         """Workers that should stop their round at its next allowed step, since the last call.
@@ -251,23 +220,20 @@ class Scheduler:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
         view = self._view
-        if view.figures:
-            view.changed(worker.index)
+        view.changed(worker.index)
         if worker.alive:
-            if self._planner is None:
-                insort(view.idle, worker.index)
+            insort(view.idle, worker.index)
             worker.is_due = True
             view.due.append(worker)
         if isinstance(result, RoundResult):
             if self.interrupts and worker.index in self.interrupts:  # not taken before it ended
                 self.interrupts.remove(worker.index)
-            jobs = self._accepted.by_id()
-            for job in self._rounds.finish(worker, batch, result, jobs, now_s):
+            for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
                 self._end([job])
             if result.failure:
                 if result.failure == "oom":
                     worker.oom_events += 1
-                    alone = self._rounds.run_out_of_memory(worker, result, jobs)
+                    alone = self._rounds.run_out_of_memory(worker, result, self._jobs)
                 else:
                     alone = self._rounds.crash(worker, now_s)
                 if alone is not None:
@@ -326,14 +292,14 @@ class Scheduler:
         The request counts as finished, and its length enters the history. A row that still runs is
         removed in the way of a cancelled one. Unknown or ended requests are ignored.
         """
-        job = self._accepted.by_id().get(request_id)
+        job = self._jobs.get(request_id)
         if job is not None and not job.cancelled:
             self._finished.add(generated)
             self._take_out(job)
 
     def cancel(self, request_id: str, now_s: float) -> None:
         """The client withdrew the request. Unknown or ended requests are ignored."""
-        job = self._accepted.by_id().get(request_id)
+        job = self._jobs.get(request_id)
         if job is not None and not job.cancelled:
             self._take_out(job)
 
@@ -390,6 +356,8 @@ class Scheduler:
 
     def _refuse_stranded(self, now_s: float) -> None:
         """Refuse the jobs that waited too long for a lost worker."""
+        if not self._view.mixed:
+            return
         for job in self._pool.given_up(now_s):
             job.cancelled = True  # keeps its length out of the history
             reason = (
@@ -399,33 +367,8 @@ class Scheduler:
             self._refused.append(Refusal(job.request_id, reason))
             self._end([job])
 
-    def _route(self, now_s: float) -> None:
-        view = self._view
-        planner = self._planner
-        if planner is None or planner.router is None:
-            homes = self.policy.route(view, now_s)
-        else:
-            homes = planner.router(view, planner.router_rows) if view.alive() else None
-        if homes is not None:
-            self._has_routed = True
-            pool = self._pool.jobs
-            arrived = view.arrived
-            if len(homes) != len(pool):
-                raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
-            for k, home in enumerate(homes):
-                job = pool[k]
-                job.home = home
-                worker = self.workers[home]
-                worker.inbox.append(job)
-                arrived[home] = arrived.get(home, 0) + 1
-                if worker.running is None:
-                    view.make_due(worker)
-                if view.figures:
-                    view.changed(home)
-            pool.clear()
-
     def _end(self, ended: list[Job]) -> None:
         for job in ended:
             if not job.cancelled:
                 self._finished.add(job.generated)
-        self._accepted.remove(ended)
+            del self._jobs[job.request_id]

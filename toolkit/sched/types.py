@@ -1,7 +1,7 @@
 """The data types of the scheduler: requests, jobs, batches, results and workers.
 
 Times are seconds on the driver's clock; lengths are tokens. Policies read these objects and never
-write to them: only the scheduler and its parts (`pool`, `queues`, `residents`) change a `Job` or a
+write to them: only the scheduler and its parts (`pool`, `queues`, `caches`) change a `Job` or a
 `Worker`. No type here knows how long an output will be.
 
 The types that a decision creates have constructors by hand: a generated one takes several times as
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.footprint import Footprint, footprint_of
-from toolkit.sched.inbox import Inbox
-from toolkit.sched.residents import ParkedCaches, Residents
+from toolkit.sched.memory import ParkedCaches, Residents
 from toolkit.sched.results import BatchResult as BatchResult
 from toolkit.sched.results import Failure as Failure
+from toolkit.sched.waiting import WaitingJobs
 
 if TYPE_CHECKING:
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
@@ -54,7 +53,7 @@ class Request:
 class Job:
     """A request inside the scheduler: the tokens generated so far and the history of its attempts.
 
-    While a job is resident on a worker (`toolkit.sched.residents`), `length` and `generated` have
+    While a job is resident on a worker (`toolkit.sched.memory`), `length` and `generated` have
     their values of the step at which it joined, not the current ones.
 
     Attributes:
@@ -76,7 +75,7 @@ class Job:
         evictions: how often its cache was dropped to make room.
         reroutes: how often it left its worker after a slice to be routed again.
         joined: the worker's count of decode steps when the job became resident.
-        slot: its row in `Residents.table`.
+        slot: its row in `Residents.table` while it is resident.
         promoted_at: tokens that it had generated when it was last promoted; -1: it never was.
     """
 
@@ -182,12 +181,10 @@ class Batch:
         evict: evicted or cancelled jobs: their caches are dropped before the round.
         release: jobs that left the worker and were routed again: their caches are dropped too.
         chunk_tokens: 0: whole prefills before the first step.
-        refused: memo of the policy: this job may not enter before the round ends.
     """
 
     started_s: float = -1.0
     interrupted: bool = False
-    refused: Job | None = None
 
     def __init__(
         self,
@@ -245,7 +242,6 @@ class Worker:
         stepped_s: when its last reported decode step ended.
         held, swapped: jobs that are paused, and jobs with caches in host memory.
         is_due: whether it is in `View.due`.
-        scratch: what `footprint` returns; a scheduler's workers of one layout share it.
         capacity_tokens: KV cache in tokens, from the memory law.
         emits: tokens that a prefill gives: 1 or 0.
         row_limit: the most residents: `slots`, and less after a failure, until a request that kills
@@ -279,7 +275,7 @@ class Worker:
         self.alive = True
         self.is_due = False
         self.running: Batch | None = None
-        self.inbox = Inbox()
+        self.inbox = WaitingJobs()
         self.residents = Residents()
         self.assigned = 0
         self.stepped_s = 0.0
@@ -287,7 +283,6 @@ class Worker:
         self.row_limit = slots
         self.capacity_tokens: int = memory.usable_tokens
         self.emits = int(latency.prefill_emits_token)
-        self.scratch: Footprint = footprint_of(self)
 
     @property
     def padded(self) -> bool:
@@ -295,9 +290,9 @@ class Worker:
         return self.joining is not None
 
     @property
-    def footprint(self) -> Footprint:
-        """Of its residents as they are now; valid until that of another worker is asked for."""
-        return self.scratch.of(self)
+    def has_jobs(self) -> bool:
+        """Whether a job waits or has a cache here."""
+        return bool(self.inbox.jobs or self.residents.jobs or self.held.jobs or self.swapped.jobs)
 
     def holds(self, job: Job) -> bool:
         """Whether the job fits the worker's memory alone, even if it generates all that it may."""

@@ -1,21 +1,16 @@
-"""Between the scheduler and a policy: the policy reads a `View` and returns a `Decision`.
-
-A policy of rounds has a `RoundPlanner` instead, which returns the rounds one by one.
-"""
+"""Between the scheduler and a policy: the policy reads a `View` and returns a `Decision`."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
-from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.types import Batch, Job, Worker
 
 
 class LengthHistory:
@@ -101,8 +96,6 @@ class View:
         self.kind_of: Numbers = np.zeros(0, dtype=np.int64)
         self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
-        self.planner: RoundPlanner | None = None
-        self.rules: Any = None  # what a policy keeps for this scheduler
         self._alive: list[Worker] = []
         # Indices of able workers, by the number of leading `kinds` that are too small for a job.
         self._able: dict[int, Numbers] = {}
@@ -193,74 +186,3 @@ class Decision:
 
 
 NOTHING = Decision()  # the decision of most ticks
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class RoundPlanner:
-    """Plans the rounds of continuous policies, for the workers in `view`, one worker at a time.
-
-    It belongs to one scheduler, and may keep what it worked out for a worker until its next round.
-    All of that follows from what the scheduler saw, so a log of the calls still replays exactly.
-    For a worker's round it reads only this worker's state, so one round can start before the next
-    one is planned.
-    """
-
-    def __init__(self, view: View, chunk_tokens: int) -> None:
-        self.view = view
-        self.chunk_tokens = chunk_tokens
-        # Gives each pooled job a worker, as `Policy.route`; None: the policy does.
-        self.router: Callable[[View, int], Sequence[int]] | None = None
-        self.router_rows = 0  # the most rows on a worker, for the router
-
-    def has_work(self, worker: Worker) -> bool:
-        """Whether a job waits or has a cache at a worker that runs nothing."""
-        return bool(
-            worker.inbox.jobs or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
-        )
-
-    def plan_round(self, worker: Worker, now_s: float) -> Batch:
-        """The next round of a worker that runs nothing and has work."""
-        raise NotImplementedError
-
-    def make_round(
-        self,
-        worker: Worker,
-        entering: list[Job],
-        steps: int,
-        evict: list[Job],
-        moves: Moves | None = None,
-        stop_every: int = 1,
-    ) -> Batch:
-        """A round as a `Batch`; engines that shape newcomers prefill without passes."""
-        longest = 0
-        for job in entering:
-            if job.length > longest:
-                longest = job.length
-        return Batch(
-            worker.index,
-            tuple(entering),
-            steps,
-            longest,
-            until="any",
-            keep_cache=True,
-            evict=tuple(evict),
-            stop_every=stop_every,
-            moves=moves,
-            chunk_tokens=0 if worker.joining == "shape" else self.chunk_tokens,
-        )
-
-    def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
-        """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
-        raise NotImplementedError
-
-    def interrupts(self) -> list[int]:
-        """The workers with a round that should stop early for the jobs that arrived there."""
-        indices: list[int] = []
-        for index, count in self.view.arrived.items():
-            worker = self.view.workers[index]
-            running = worker.running
-            if running is None or running.interrupted or not worker.inbox.jobs:
-                continue
-            if self.should_interrupt(worker, count):
-                indices.append(index)
-        return indices

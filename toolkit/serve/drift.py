@@ -28,7 +28,8 @@ from toolkit.errors import TargetMissedError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind, Plan
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw, Policy
+from toolkit.sched.policies.base import Policy
+from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Failure
 from toolkit.workers.protocol import (

@@ -34,7 +34,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import identity
 from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import ParameterValue
-from toolkit.sched.footprint import footprint_of
+from toolkit.sched.memory import footprint_of
 from toolkit.serve.driver import Driver
 from toolkit.serve.metrics import Gauges, WorkerGauges
 from toolkit.serve.stats import Histogram, Stats, quantile

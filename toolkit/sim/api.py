@@ -23,9 +23,10 @@ from toolkit.interrupts import check, held
 from toolkit.metrics import FRONT, Floats, Served, behind_percent, latencies, sla_ratios, summarize
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
+from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests
@@ -206,7 +207,7 @@ def _run(
     arrivals: DueRequests,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
-    if isinstance(policy, Oracle):
+    if policy.knows_lengths:
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)

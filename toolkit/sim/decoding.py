@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-import numpy as np
 from mypy_extensions import mypyc_attr
 
 from toolkit.estimators.laws import LawTimes, SegmentedLaw
@@ -345,5 +344,7 @@ class Decoding:
         """The peak in tokens of the rows and of those `coming`: (tokens, steps left) of each."""
         held = self._steps + self._emits
         rows = [(row.key + held, row.end - self._steps) for row in self._resident.values()]
-        used, remaining = np.array([*rows, *coming], dtype=np.int64).reshape(-1, 2).T.copy()
+        rows += coming
+        used = [tokens for tokens, _ in rows]
+        remaining = [left for _, left in rows]
         return peak_to_come(used, remaining, padded=self._in_slab)

@@ -22,7 +22,7 @@ ONE_SIZE = "laws for another tensor parallelism do not follow from laws that wer
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SizedRecipe:
     """A recipe with its number of workers and GPUs per worker, and the fit that holds for it."""
 
     recipe: Recipe
@@ -62,13 +62,13 @@ def better_of(tunings: Sequence[Tuning]) -> Tuning:
     """The tuning of the best machine.
 
     Machines that keep all limits come first; among those that a search sized, the fewest GPUs; then
-    the highest rate at which the recommended settings keep the limits, the goodput, the latency.
+    the highest rate at which known settings keep the limits, the goodput, the latency.
     """
 
     def rank(one: Tuning) -> tuple[bool, int, float, float, float]:
         metrics = one.recommended.metrics
         gpus = one.workers * (one.tensor_parallel_size or 1) if one.sizing else 0
-        most_rps = one.capacity and one.capacity.recommended_rps
+        most_rps = one.capacity and one.capacity.most_rps
         latency_s = metrics.get("e2e_mean_s", 0.0)
         return one.keeps_limits, -gpus, most_rps or 0.0, metrics["goodput_rps"], -latency_s
 
@@ -76,7 +76,7 @@ def better_of(tunings: Sequence[Tuning]) -> Tuning:
 
 
 def compared(
-    machines: Sequence[Machine], tunings: Sequence[Tuning], refused: Mapping[int, str]
+    machines: Sequence[SizedRecipe], tunings: Sequence[Tuning], refused: Mapping[int, str]
 ) -> Tuning:
     """The best of the tunings, with a row for each machine, and for each size that was not tried,
     with the reason.
@@ -88,14 +88,13 @@ def compared(
     return best.model_copy(update={"parallel": rows})
 
 
-def _row(machine: Machine, tuning: Tuning) -> ParallelSize:
+def _row(machine: SizedRecipe, tuning: Tuning) -> ParallelSize:
     usd = machine.recipe.hardware.usd_per_hour
     return ParallelSize(
         tensor_parallel_size=machine.size,
         workers=tuning.workers,
         outcome=tuning.recommended,
         keeps_limits=tuning.keeps_limits,
-        capacity_rps=tuning.capacity and tuning.capacity.recommended_rps,
-        binding=tuning.capacity and tuning.capacity.binding,
+        capacity_rps=tuning.capacity and tuning.capacity.most_rps,
         usd_per_hour=usd and usd * tuning.workers,
     )

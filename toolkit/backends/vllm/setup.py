@@ -31,9 +31,10 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_policy, refuse_oracle
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import from_words
 from toolkit.sched.policies.past_future import PastFuturePolicy
-from toolkit.sched.protocols import LatencyLaw, Policy
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 

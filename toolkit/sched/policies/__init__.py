@@ -1,5 +1,5 @@
-"""The registry of policies, and which engine can run which. To add a policy, write its frozen class
-and add it to the list below.
+"""The registry of policies, and which engine can run which. To add a policy, write its file and add
+its class to the list below.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from typing import TypeVar
 
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
-from toolkit.sched.policies.continuous import (
-    AggressivePolicy,
-    BatonPolicy,
-    ConservativePolicy,
-    FcfsPolicy,
-)
+from toolkit.sched.policies.base import Policy as Policy
+from toolkit.sched.policies.baton import BatonPolicy
+from toolkit.sched.policies.continuous import AggressivePolicy, ConservativePolicy, FcfsPolicy
+from toolkit.sched.policies.mlfq import MlfqPolicy
 from toolkit.sched.policies.parameters import Value, knobs
 from toolkit.sched.policies.past_future import (
     PastFutureOracle,
     PastFuturePolicy,
     PastFutureSlaPolicy,
 )
-from toolkit.sched.policies.preemptive import MlfqPolicy, SrptOracle
-from toolkit.sched.policies.slice import SequencePolicy, SliceContinuousPolicy, SlicePolicy
+from toolkit.sched.policies.preemptive import SrptOracle
+from toolkit.sched.policies.slice import SequencePolicy, SlicePolicy
+from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.protocols import AnyPolicy, BuiltIn, Policy
+from toolkit.sched.protocols import AnyPolicy, BuiltIn
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -47,7 +46,7 @@ POLICIES: dict[str, type[Policy]] = {
 BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
 # Policies that know the true output lengths, so they exist in simulations only.
-ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})
+ORACLES = frozenset(name for name, policy in POLICIES.items() if policy.knows_lengths)
 P = TypeVar("P", bound=AnyPolicy)
 
 

@@ -1,13 +1,9 @@
-"""The base of continuous policies, the three that decide by memory alone, and BATON.
-
-`RoundPolicy` is the base of all policies of rounds, `ContinuousPolicy` that of those which admit in
-order of arrival; `toolkit.sched.policies.continuous_rounds` plans their rounds.
+"""Continuous batching in order of arrival: the rounds, and three policies that admit by memory.
 
 A worker runs one round after the other. Every `interval_steps` decode steps, and whenever it is
 empty, waiting jobs may enter in order of arrival; the policy decides how many. Before a round, the
 last admitted jobs are evicted until one more step fits. They keep their tokens and wait before all
-others. A round ends before memory is exceeded, so the capacity holds at every step. The worker's
-footprint knows what rows take of it, paged or padded.
+others. A round ends before memory is exceeded, so the capacity holds at every step.
 
 If requests have priorities, urgent ones come first. The least urgent rows are evicted first. If the
 most urgent waiting job may not enter, the fewest less urgent rows that make room are evicted, or
@@ -16,92 +12,30 @@ none if that is not enough.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from toolkit.sched.footprint import Footprint
-from toolkit.sched.policies.continuous_rounds import BatonRounds, Bounds, ContinuousRounds
-from toolkit.sched.policies.parameters import (
-    choice,
+from toolkit.sched.memory import Footprint, footprint_of
+from toolkit.sched.policies.base import (
+    RoundPolicy,
     chunk_knob,
-    knob,
     prefill_knob,
+    router_choice,
     rows_knob,
-    validate,
 )
-from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.types import NO_LIMIT, Job, Worker
-from toolkit.sched.view import NOTHING, Decision, RoundPlanner, View
+from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.view import View
+from toolkit.sched.waiting import priority_of
 
 
-def router_choice() -> Any:
-    """The parameter `router`, which all continuous policies have."""
-    return choice(
-        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
-    )
-
-
-class RoundPolicy(ABC):
-    """Base of the policies of rounds: a planner decides, worker by worker.
-
-    A subclass that overrides `plan` decides by it alone.
-    """
-
-    __slots__ = ()
-    name: ClassVar[str]
-    continuous: ClassVar[bool] = True
-    router: str  # the name of a router, a parameter
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-    @abstractmethod
-    def make_planner(self, view: View) -> RoundPlanner:
-        """A planner with these parameters."""
-
-    @property
-    def most_rows(self) -> int:
-        """The most residents that the policy allows on any worker."""
-        return NO_LIMIT
-
-    def planner(self, view: View) -> RoundPlanner | None:
-        if type(self).plan is not RoundPolicy.plan:
-            return None
-        planner = self.make_planner(view)
-        if type(self).route is RoundPolicy.route:
-            planner.router = ROUTERS[self.router]
-            planner.router_rows = self.most_rows
-        return planner
-
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
-
-    def plan(self, view: View, now_s: float) -> Decision:
-        """The same rounds and interruptions as one `Decision`."""
-        if view.planner is None:
-            view.planner = self.make_planner(view)
-        planner = view.planner
-        batches = [
-            planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
-        ]
-        interrupts = planner.interrupts()
-        return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
-
-
-@dataclass(frozen=True, slots=True)
+@policy()
 class ContinuousPolicy(RoundPolicy):
     """Base of the continuous policies: subclasses decide which jobs may enter.
 
-    They do so with `bounds`, with `admissible` if a criterion is no bound on tokens, and with
-    `admit` if that is not enough. What a subclass does not override costs nothing. The default of
-    `interval_steps` is the 10 of Past-Future's Table 1, that of `max_prefill_tokens` its 32,768.
+    They do so with `admissible`, one job after the other, and with `admit` if they decide about
+    several at once. The default of `interval_steps` is the 10 of Past-Future's Table 1, that of
+    `max_prefill_tokens` its 32,768.
     """
-
-    # Whether another job than the first may be the next to enter, when the policy reorders.
-    any_may_come: ClassVar[bool] = False
 
     interval_steps: int = knob(
         10,
@@ -120,15 +54,8 @@ class ContinuousPolicy(RoundPolicy):
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
 
-    def bounds(self, worker: Worker) -> Bounds:
-        """The most tokens that the rows of this worker may take and be promised when a job enters.
-
-        They do not change while the worker runs.
-        """
-        return Bounds()
-
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        """Whether `job` may join the rows in `footprint` by a criterion that is no bound on tokens.
+        """Whether `job` may join the rows in `footprint`.
 
         `False` must hold until one of these rows ends, because it is not asked again before. This
         lets a round be long.
@@ -136,7 +63,7 @@ class ContinuousPolicy(RoundPolicy):
         return True
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        """How many of `candidates`, in order, may enter by the policy's own criterion.
+        """How many of `candidates`, in order, may enter together; at least one candidate.
 
         They fit the memory as it is now, and each is `admissible` if those before it enter. If the
         worker has no residents, the first candidate need not be: it is admitted whatever this
@@ -151,38 +78,127 @@ class ContinuousPolicy(RoundPolicy):
         """
         return NO_LIMIT
 
-    def make_planner(self, view: View) -> ContinuousRounds:
-        planner = ContinuousRounds(view, self)
-        kind = type(self)
-        if kind.admissible is not ContinuousPolicy.admissible:
-            planner.admissible = self.admissible
-        if kind.admit is not ContinuousPolicy.admit:
-            planner.admit = self.admit
-        if kind.longest_round is not ContinuousPolicy.longest_round:
-            planner.longest_round = self.longest_round
-        return planner
+    def may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        """Whether an attempt to admit `job` can succeed before a row ends.
+
+        Until then the memory and the rows that are free only shrink.
+        """
+        rows = footprint.rows
+        if not rows:
+            return True
+        if rows >= self.most_rows or rows >= worker.row_limit:
+            return False
+        if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
+            return False
+        return self.admissible(worker, job, footprint)
+
+    def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
+        """Whether the first waiting job may enter before a row ends."""
+        first = worker.inbox.jobs[0]
+        if self.may_enter(worker, first, footprint_of(worker)):
+            return True
+        return view.prioritised and bool(self._make_way(worker, first)[0])
+
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+        """Evict rows until a step fits; else, at an attempt to admit, let waiting jobs enter."""
+        residents = worker.residents
+        inbox = worker.inbox
+        capacity = worker.capacity_tokens
+        footprint = footprint_of(worker)
+        entering: list[Job] = []
+        evicted: list[Job] = []
+        if footprint.needs > capacity:
+            order = eviction_order(worker) if view.prioritised else reversed(residents.jobs)
+            for job in order:
+                evicted.append(job)
+                footprint = footprint.without(job)
+                if footprint.needs <= capacity:
+                    break
+        elif inbox.jobs and (not footprint.rows or residents.steps % self.interval_steps == 0):
+            entering = self._entering(view, worker, footprint)
+            if not entering and view.prioritised:
+                evicted, footprint = self._make_way(worker, inbox.jobs[0])
+                if evicted:
+                    entering = [inbox.jobs[0]]
+            if entering:
+                for job in entering:
+                    footprint = footprint.entered(job)
+                footprint = footprint.prefilled()
+        steps = min(footprint.room(capacity), self.longest_round(worker, len(entering)))
+        steps = max(steps, 1)
+        if evicted or inbox.count > len(entering):
+            others = inbox.count > len(entering) and (entering or not evicted)
+            first = inbox.after(len(entering)) if others else evicted[-1]
+            if self.may_enter(worker, first, footprint):
+                steps = min(steps, self.interval_steps - residents.steps % self.interval_steps)
+        return self.make_round(worker, entering, steps, evicted, stop_every=self.interval_steps)
+
+    def _entering(self, view: View, worker: Worker, footprint: Footprint) -> list[Job]:
+        """The waiting jobs that enter, in order."""
+        alone = not footprint.rows
+        first = worker.inbox.jobs[0]
+        if not self.may_enter(worker, first, footprint):
+            return []
+        free_rows = min(self.most_rows, worker.row_limit) - footprint.rows
+        prefill = worker.residents.prefill_tokens
+        candidates: list[Job] = []
+        for job in worker.inbox.jobs:
+            if prefill >= self.max_prefill_tokens or len(candidates) >= free_rows:
+                break
+            if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
+                break
+            if candidates and not self.admissible(worker, job, footprint):
+                break
+            candidates.append(job)
+            prefill += job.length
+            footprint = footprint.entered(job)
+        admitted = self.admit(view, worker, candidates) if candidates else 0
+        if alone and not admitted:
+            return [first]  # a lone row may fill the memory to its last token
+        return candidates[:admitted]
+
+    def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
+        """The fewest less urgent residents to evict to admit `job`, and the others' footprint.
+
+        The list is empty if even evicting all of them is not enough.
+        """
+        footprint = footprint_of(worker)
+        leaving: list[Job] = []
+        for other in eviction_order(worker):
+            if other.priority <= job.priority:
+                break
+            leaving.append(other)
+            footprint = footprint.without(other)
+            if footprint.fits(job.length, footprint.capacity) and self.may_enter(
+                worker, job, footprint
+            ):
+                return leaving, footprint
+        return [], footprint_of(worker)
 
 
-@dataclass(frozen=True, slots=True)
+def eviction_order(worker: Worker) -> list[Job]:
+    """Residents in order of eviction: the least urgent first, and of these the last admitted."""
+    return sorted(worker.residents.jobs, key=priority_of)[::-1]
+
+
+@policy("aggressive")
 class AggressivePolicy(ContinuousPolicy):
     """Admit while the tokens in use, newcomers' included, are within `watermark` of capacity.
 
     Eviction makes room later, as in vLLM (Past-Future, section 2.3; Table 1 has 0.90, 0.95, 0.99).
     """
 
-    name: ClassVar[str] = "aggressive"
-
     watermark: float = knob(
         0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled"
     )
 
-    def bounds(self, worker: Worker) -> Bounds:
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         # The artifact leaves out the generated tokens of evicted jobs.
-        taken = math.floor(self.watermark * worker.capacity_tokens)
-        return Bounds(taken=taken, prompts_only=self.overfill)
+        length = job.prompt_tokens if self.overfill else job.length
+        return footprint.taken_with(length) <= self.watermark * worker.capacity_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@policy("conservative")
 class ConservativePolicy(ContinuousPolicy):
     """Admit while the sum of prompt + max_new_tokens is within `overcommit` times the capacity.
 
@@ -192,24 +208,21 @@ class ConservativePolicy(ContinuousPolicy):
     Table 1 has 1, 1.25 and 1.5.
     """
 
-    name: ClassVar[str] = "conservative"
-
     overcommit: float = knob(
         1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity"
     )
 
-    def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(promised=math.floor(self.overcommit * worker.capacity_tokens))
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        promised = footprint.promised_with(job.limit_tokens)
+        return promised <= self.overcommit * worker.capacity_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@policy("fcfs")
 class FcfsPolicy(ContinuousPolicy):
     """FastServe's baseline: in order of arrival, each job to its end, and nothing is evicted.
 
     Jobs are admitted up to a number of rows, while memory holds all that they may generate.
     """
-
-    name: ClassVar[str] = "fcfs"
 
     max_batch_size: int = rows_knob(32)
 
@@ -217,53 +230,5 @@ class FcfsPolicy(ContinuousPolicy):
     def most_rows(self) -> int:
         return self.max_batch_size
 
-    def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(promised=worker.capacity_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class BatonPolicy(RoundPolicy):
-    """BATON: when a row ends, a waiting job takes its place, in order of arrival, up to a number of
-    rows and a share of memory.
-
-    *BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*, for an
-    unmodified padded engine. The running batch is one slab of KV cache: rows x the longest
-    resident, after the columns that are padding in every row were released. A longer newcomer makes
-    the slab wider for all rows. The worker decides how newcomers join: prefilled apart and embedded
-    (BATON-PD in the paper), or shaped into the batch at a cost to every row (vector shaping: the
-    paper's baseline, which it says has the throughput of Orca).
-
-    If memory would pass a threshold, the last rows that joined leave. They go to host memory and
-    come back without a prefill, before any other job enters. Without room in host memory they are
-    evicted and prefilled again. Not implemented: the paper prefills queries ahead of their turn and
-    keeps their caches aside until then. It uses batches of 2 to 10 rows and states no threshold.
-    """
-
-    name: ClassVar[str] = "baton"
-
-    max_batch_size: int = rows_knob(16)
-    memory_threshold: float = knob(
-        0.9,
-        low=0.01,
-        high=1,
-        search=(0.5, 1.0),
-        doc="share of the capacity above which rows leave, padding counted",
-    )
-    headroom_steps: int = knob(
-        16,
-        low=1,
-        high=10_000,
-        search=(1, 256),
-        log=True,
-        doc="decode steps that must have room before a row joins",
-    )
-    max_prefill_tokens: int = prefill_knob()
-    router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
-
-    @property
-    def most_rows(self) -> int:
-        return self.max_batch_size
-
-    def make_planner(self, view: View) -> RoundPlanner:
-        return BatonRounds(view, self)
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.promised_with(job.limit_tokens) <= worker.capacity_tokens

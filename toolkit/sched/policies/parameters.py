@@ -1,16 +1,38 @@
-"""Parameters of policies and routers: dataclass fields with bounds, meaning and search range."""
+"""Parameters of policies and routers: dataclass fields with bounds, meaning and search range.
+
+`@policy("name")` makes a class a policy, `knob` and `choice` declare its parameters.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, dataclass_transform
 
 from toolkit.errors import InputError
 
 Value = bool | int | float | str
 LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def policy(name: str = "", *, knows_lengths: bool = False) -> Callable[[type[T]], type[T]]:
+    """Make a class a policy: its instances are frozen, and its fields are its parameters.
+
+    `name` is what recipes and commands call it; the base of several policies has none.
+    `knows_lengths`: whether it needs the true output lengths, which only a simulation has.
+    """
+
+    def frozen(plain: type[T]) -> type[T]:
+        made = dataclass(frozen=True, slots=True)(plain)
+        if name:
+            made.name = name  # type: ignore[attr-defined]
+            made.knows_lengths = knows_lengths  # type: ignore[attr-defined]
+        return made
+
+    return frozen
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,28 +60,6 @@ def knob(
     return field(default=default, metadata={"knob": Knob(low, high, search, log, doc)})
 
 
-def chunk_knob() -> Any:
-    """The parameter `chunk_tokens`, which all continuous policies have."""
-    return knob(
-        0,
-        search=(32, 16_384),
-        log=True,
-        doc="tokens of a prefill pass while rows decode, with a step after each; "
-        "0: whole prefills before a round",
-    )
-
-
-def rows_knob(default: int) -> Any:
-    """The parameter `max_batch_size` of policies of rounds."""
-    doc = "the most rows that run at once on a worker"
-    return knob(default, low=1, search=(1, 256), log=True, doc=doc)
-
-
-def prefill_knob(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
-    """The parameter `max_prefill_tokens` of policies of rounds."""
-    return knob(32_768, low=1, search=(512, 65_536), log=True, doc=doc)
-
-
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
     """A parameter that is one of a few words."""
     return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})
@@ -67,17 +67,18 @@ def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
 
 def knobs(kind: Any) -> dict[str, Knob]:
     """The parameters of a class of policies or routers by name."""
-    return {f.name: f.metadata["knob"] for f in fields(kind)}
+    return {f.name: f.metadata["knob"] for f in fields(kind) if "knob" in f.metadata}
 
 
 def defaults(kind: Any) -> dict[str, Value]:
     """The defaults of a class's parameters by name."""
-    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    declared: dict[str, Any] = {f.name: f for f in fields(kind)}
+    return {name: declared[name].default for name in knobs(kind)}
 
 
 def parameters(policy: Any) -> dict[str, Value]:
     """The parameters of one policy or router."""
-    return {f.name: getattr(policy, f.name) for f in fields(policy)}
+    return {name: getattr(policy, name) for name in knobs(policy)}
 
 
 def validate(settings: Any, owner: str = "") -> None:
@@ -85,10 +86,10 @@ def validate(settings: Any, owner: str = "") -> None:
 
     `owner` names in words what has the parameters; empty: a policy.
     """
-    for f in fields(settings):
-        value = getattr(settings, f.name)
-        limits = f.metadata["knob"]
-        check(owner or f"policy '{settings.name}'", f.name, type(f.default), value, limits)
+    standard = defaults(settings)
+    for name, limits in knobs(settings).items():
+        kind = type(standard[name])
+        check(owner or f"policy '{settings.name}'", name, kind, getattr(settings, name), limits)
 
 
 def split(word: str, example: str) -> tuple[str, str]:

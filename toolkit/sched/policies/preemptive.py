@@ -17,32 +17,202 @@ the caches arrive that higher-ranked jobs wait for, every `interval_steps` while
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
 paused or swapped out, the round continues until a row ends.
 
-`toolkit.sched.policies.preemptive_rounds` plans the rounds, `toolkit.sched.policies.placement` has
-the ranked jobs, the newcomers and where caches go. The policies are those of Wu et al., *Fast
-Distributed Inference Serving for Large Language Models* (FastServe).
+`PreemptivePolicy` is the base: a subclass ranks jobs. `SrptOracle` ranks by the true lengths.
+FastServe's policy is `toolkit.sched.policies.mlfq`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from functools import partial
+from itertools import islice
+from operator import attrgetter
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.continuous import RoundPolicy, router_choice
-from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, rows_knob
-from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
-from toolkit.sched.protocols import SliceLaw, Standing
-from toolkit.sched.types import Job
-from toolkit.sched.view import RoundPlanner, View
+from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_rows
+from toolkit.sched.policies.base import (
+    Ranking,
+    RoundPolicy,
+    chunk_knob,
+    prefill_knob,
+    router_choice,
+    rows_knob,
+)
+from toolkit.sched.policies.parameters import choice, knob, policy
+from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.view import View
+from toolkit.sched.waiting import Aged, Ranked, RankedJobs
+
+# (rank of the policy, negative waiting time or 0, ticket): the least is served first.
+Rank = tuple[float, float, int]
+STARVES = float("-inf")  # the rank of a starving job
+RUNS = -1.0  # `RankedRow.waits_s` of a running job
+
+# Where a job's cache is.
+ON_DEVICE = 0
+IN_HOST = 1
+NOWHERE = 2  # it waits in the inbox
 
 
-@dataclass(frozen=True, slots=True)
+class RankedRow:
+    """A job at a scheduling point, with up-to-date counters.
+
+    Attributes:
+        location: where its cache is.
+        tokens: prompt + generated: the size of its cache, or of its prefill.
+        generated: its generated tokens.
+        needs: device tokens to run one step, including the token of its prefill.
+        waits_s: seconds since it last ran; RUNS if it runs.
+        rank: its place in the order in which jobs are served.
+    """
+
+    __slots__ = ("generated", "job", "location", "needs", "rank", "tokens", "waits_s")
+
+    def __init__(
+        self,
+        job: Job,
+        location: int,
+        tokens: int,
+        generated: int,
+        needs: int,
+        waits_s: float,
+        rank: Rank,
+    ) -> None:
+        self.job = job
+        self.location = location
+        self.tokens = tokens
+        self.generated = generated
+        self.needs = needs
+        self.waits_s = waits_s
+        self.rank = rank
+
+
+_rank = attrgetter("rank")
+
+
+class Newcomers:
+    """The waiting jobs without a cache, by rank. Jobs that no longer fit are skipped for good."""
+
+    def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
+        self._inbox = ranked(worker)
+        self._now_s = now_s
+        self._grows = 1 + worker.emits
+        self._patience_s = patience_s
+        self._starving: Iterator[Aged] | None = None  # made when they are first asked for
+        self._others: Iterator[Ranked] | None = None
+        self._open = True
+
+    def next(self, free: float, cache_room: float) -> RankedRow | None:
+        """The next job that needs at most `free` device tokens, and `cache_room` for its cache.
+
+        Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
+        other job may enter before it.
+        """
+        inbox = self._inbox
+        if not self.possible(cache_room) or inbox.shortest + self._grows > free:
+            return None
+        if self._starving is None:
+            self._starving = inbox.starving(self._now_s, self._patience_s)
+        for since_s, _, _, job in self._starving:
+            needs = job.length + self._grows
+            if needs > cache_room:
+                self._open = False
+                return None
+            if needs <= free:
+                waits_s = self._now_s - since_s
+                return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
+        if self._others is None:
+            self._others = inbox.others(self._now_s, self._patience_s)
+        room = min(free, cache_room)
+        for rank, _, job in self._others:
+            if job.length + self._grows <= room:
+                return self._row(job, self._now_s - job.waiting_since_s, (rank, 0.0, job.ticket))
+        return None
+
+    def possible(self, cache_room: float) -> bool:
+        """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
+        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
+
+    def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedRow:
+        needs = job.length + self._grows
+        return RankedRow(job, NOWHERE, job.length, job.generated, needs, waits_s, rank)
+
+
+def ranked(worker: Worker) -> RankedJobs:
+    """The waiting jobs of a worker, in order of their rank."""
+    assert isinstance(worker.inbox, RankedJobs)
+    return worker.inbox
+
+
+class Placement:
+    """What a round does with every cache; at first, the jobs that should run.
+
+    Attributes:
+        run: the jobs that run; `footprint` is their memory.
+        closed: no other waiting job without a cache could get one.
+        kept: the jobs that do not run and keep their caches on the device.
+        fetched: the jobs that do not run and may get their caches back.
+        swap_out, swap_in, evict: the jobs with caches that leave, come back, or are dropped.
+        overlap: whether transfers run beside the round's compute.
+        awaited: jobs that should run are in transfer, or wait for the room that transfers make.
+    """
+
+    def __init__(self, run: list[RankedRow], footprint: Footprint, closed: bool) -> None:
+        self.run = run
+        self.footprint = footprint
+        self.closed = closed
+        self.kept: list[RankedRow] = []
+        self.fetched: list[RankedRow] = []
+        self.swap_out: list[RankedRow] = []
+        self.swap_in: list[RankedRow] = []
+        self.evict: list[RankedRow] = []
+        self.overlap = False
+        self.awaited = False
+
+    def moves(self, promote: Sequence[Job]) -> Moves | None:
+        """The placement as `Moves`; None if nothing changes."""
+        pause = tuple([row.job for row in self.kept if row.waits_s == RUNS])
+        resume = tuple(
+            [row.job for row in self.run if row.location != NOWHERE and row.waits_s != RUNS]
+        )
+        swap_out = tuple([row.job for row in self.swap_out])
+        swap_in = tuple([row.job for row in self.swap_in])
+        if not (pause or resume or swap_out or swap_in or promote):
+            return None
+        overlap = self.overlap and bool(swap_out or swap_in)
+        return Moves(pause, resume, swap_out, swap_in, tuple(promote), overlap)
+
+    def room(self, worker: Worker) -> int:
+        """Decode steps until rows and caches exceed the device's capacity."""
+        aside = sum([row.tokens for row in self.kept])
+        if self.overlap:
+            aside += sum([row.tokens for row in self.swap_out])
+            aside += sum([row.tokens for row in self.swap_in])
+        return self.footprint.room(worker.capacity_tokens - aside)
+
+    def transfers_s(self, worker: Worker) -> float:
+        """Seconds of the round's transfers, by the worker's law."""
+        law = worker.swap
+        if law is None:
+            return 0.0
+        out_s = 0.0
+        for row in self.swap_out:
+            out_s += law.out_s(row.tokens)
+        in_s = 0.0
+        for row in self.swap_in:
+            in_s += law.in_s(row.tokens)
+        return out_s + in_s
+
+
+@policy()
 class PreemptivePolicy(RoundPolicy):
-    """Base of the preemptive policies: subclasses rank jobs, their planners say for how long."""
+    """Base of the preemptive policies: subclasses rank jobs with `ranking`.
+
+    They may also say when ranks change (`horizon`) and which caches can wait (`next_runs`).
+    """
 
     max_batch_size: int = rows_knob(32)
     interval_steps: int = knob(
@@ -72,96 +242,365 @@ class PreemptivePolicy(RoundPolicy):
         """A job that has waited for so many seconds goes first, and is promoted when it runs."""
         return math.inf
 
-    @abstractmethod
-    def standings(self, law: SliceLaw) -> Standing:
-        """See `Ranks`. Of jobs that do not starve, the one with the least standing goes first."""
-
     @property
     def most_rows(self) -> int:
         return self.max_batch_size
 
-    def make_planner(self, view: View) -> RoundPlanner:
-        return PreemptiveRounds(view, self)
+    def ranking(self, law: SliceLaw) -> Ranking:
+        """How jobs rank, running ones too: the least goes first, unless another starves."""
+        raise NotImplementedError
+
+    def next_runs(
+        self, worker: Worker, cached: Sequence[RankedRow], rows: Sequence[RankedRow], now_s: float
+    ) -> list[tuple[float, Rank]]:
+        """When each of `rows` will run next, in any unit, and its rank: the latest leave first.
+
+        `cached` are all jobs of the worker with a cache, in order of rank; `rows` are some of them,
+        in the same order.
+        """
+        return [(0.0, row.rank) for row in rows]
+
+    def horizon(self, worker: Worker, running: Sequence[RankedRow], steps: int) -> int:
+        """The steps, at most `steps`, after which ranks change by what `running` do."""
+        return steps
+
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+        """Rank all jobs, choose those that run, and place the caches of the others."""
+        cached = self._with_caches(worker, now_s)
+        chosen = self._choose(worker, cached, now_s)
+        others = _not_in(chosen.run, cached)
+        if others:
+            next_runs = self.next_runs(worker, cached, others, now_s)
+            others = [row for _, row in sorted(zip(next_runs, others, strict=True))]
+        placed = self._place(worker, others, chosen)
+        entering = [row for row in placed.run if row.location == NOWHERE]
+        idle = _not_in(placed.run, cached)
+        return self.make_round(
+            worker,
+            [row.job for row in entering],
+            self._steps(worker, placed, idle, entering, now_s),
+            [row.job for row in placed.evict],
+            placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s]),
+        )
+
+    def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
+        """Whether one of the last `newcomers` at the worker would run if its round stopped.
+
+        Residents are ranked as of the round's start: a change of ranks ends a round by itself.
+        """
+        running = worker.running
+        residents = worker.residents
+        inbox = ranked(worker)
+        assert running is not None
+        cache_room = free_cache_tokens(worker)
+        last = list(islice(reversed(inbox.jobs), newcomers))
+        if all(job.length >= cache_room for job in last):
+            return False
+        if running.steps > self.interval_steps and inbox.count > newcomers:
+            return True  # no job could enter when it began, so it does not end when ranks change
+        best = min([(inbox.rank(job, job.generated), job.ticket) for job in last])
+        for job in residents.jobs:
+            if job not in residents.prefilling:
+                generated = job.generated + residents.steps - job.joined
+                if best < (inbox.rank(job, generated), job.ticket):
+                    return True
+        if len(residents) >= self._rows_of(worker):
+            return False
+        return footprint_of(worker).fits(inbox[-1].length, worker.capacity_tokens)
+
+    def _rows_of(self, worker: Worker) -> int:
+        """The most rows on this worker."""
+        return min(self.max_batch_size, worker.row_limit)
+
+    def _spare(self, worker: Worker, rows: int) -> int:
+        """Tokens left free for the growth of so many rows in an interval; few in a small memory."""
+        return min(rows * self.interval_steps, worker.capacity_tokens // 16)
+
+    def _with_caches(self, worker: Worker, now_s: float) -> list[RankedRow]:
+        """The jobs with a cache at a worker between two rounds, in order of rank."""
+        residents = worker.residents
+        standing = ranked(worker).rank
+        rows: list[RankedRow] = []
+        for job in residents.jobs:
+            decoded = residents.steps - job.joined
+            generated = job.generated + decoded
+            needs = residents.holds(job) + 1
+            rank = standing(job, generated), 0.0, job.ticket
+            rows.append(
+                RankedRow(job, ON_DEVICE, job.length + decoded, generated, needs, RUNS, rank)
+            )
+        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
+            for job in parked.jobs:
+                waits_s = now_s - job.waiting_since_s
+                if waits_s >= self.patience_s:
+                    rank = STARVES, -waits_s, job.ticket
+                else:
+                    rank = standing(job, job.generated), 0.0, job.ticket
+                needs = job.length + 1
+                rows.append(
+                    RankedRow(job, location, job.length, job.generated, needs, waits_s, rank)
+                )
+        rows.sort(key=_rank)
+        return rows
+
+    def _choose(self, worker: Worker, cached: Sequence[RankedRow], now_s: float) -> Placement:
+        """The jobs that should run: those that fit, by rank; lower ranks fill what room is left.
+
+        A running job continues while one more step fits. A job that joins needs room for more
+        steps, otherwise every step would move a cache. No cache is dropped to compute another: a
+        newcomer needs room for the caches that it displaces. Half-made caches are not dropped
+        either: jobs that are being prefilled continue before all others.
+        """
+        prefilling = worker.residents.prefilling
+        capacity = worker.capacity_tokens
+        most = self._rows_of(worker)
+        footprint = no_rows(worker)
+        cache_room = float(free_cache_tokens(worker)) if cached else math.inf
+        newcomers = Newcomers(worker, now_s, self.patience_s)
+        chosen = [row for row in cached if row.job in prefilling]
+        prefill = 0
+        for row in chosen:
+            footprint = footprint.entered(row.job)
+            prefill += row.tokens
+        with_cache = iter([row for row in cached if row.job not in prefilling])
+        first = next(with_cache, None)
+        newcomer = None
+        if prefill < self.max_prefill_tokens:
+            newcomer = newcomers.next(math.inf, cache_room - self._spare(worker, 1))
+        while len(chosen) < most and (first is not None or newcomer is not None):
+            spare = self._spare(worker, len(chosen) + 1)
+            if newcomer is None or (first is not None and first.rank < newcomer.rank):
+                assert first is not None
+                limit = capacity - (0 if first.waits_s == RUNS else spare)
+                if not chosen or footprint.fits(first.tokens, limit, enters=False):
+                    chosen.append(first)
+                    footprint = footprint.joined(first.tokens)
+                first = next(with_cache, None)
+                continue
+            if not chosen or (
+                newcomer.needs + spare <= cache_room
+                and footprint.fits(newcomer.tokens, capacity - spare)
+            ):
+                chosen.append(newcomer)
+                footprint = footprint.entered(newcomer.job)
+                cache_room -= newcomer.needs
+                prefill += newcomer.tokens
+            newcomer = None
+            if prefill < self.max_prefill_tokens:
+                spare = self._spare(worker, len(chosen) + 1)
+                free = footprint.widest(capacity - spare)
+                newcomer = newcomers.next(free, cache_room - spare)
+        spare = self._spare(worker, len(chosen) + 1)
+        return Placement(chosen, footprint, not newcomers.possible(cache_room - spare))
+
+    def _place(self, worker: Worker, others: Sequence[RankedRow], chosen: Placement) -> Placement:
+        """Where the caches go, if `others` do not run: they are ordered by when they will."""
+        if self.swap == "proactive":
+            placed = self._beside_transfers(worker, others, chosen)
+            if placed is not None:
+                return placed
+        placed = self._keep(worker, others, chosen, fetch=False)
+        placed.swap_in = [row for row in chosen.run if row.location == IN_HOST]
+        return placed
+
+    def _keep(
+        self, worker: Worker, others: Sequence[RankedRow], chosen: Placement, *, fetch: bool
+    ) -> Placement:
+        """Decide which caches of `others` stay on the device, leave it, or (with `fetch`) come.
+
+        Tokens are left free for the growth of the rows, and a share for newcomers if swapping is
+        proactive.
+        """
+        spare = self._spare(worker, len(chosen.run))
+        share = 0
+        if self.swap == "proactive":
+            share = int(self.free_share * worker.capacity_tokens)
+        free = worker.capacity_tokens - chosen.footprint.needs - spare - share
+        placed = Placement(list(chosen.run), chosen.footprint, chosen.closed)
+        leaving: list[RankedRow] = []
+        for row in others:
+            if row.location == ON_DEVICE:
+                if row.tokens <= free:
+                    free -= row.tokens
+                    placed.kept.append(row)
+                else:
+                    leaving.append(row)
+        for row in others if fetch else ():
+            # With less room it would soon leave again.
+            if row.location == IN_HOST and row.tokens <= free - share:
+                free -= row.tokens
+                placed.fetched.append(row)
+        room = worker.host_tokens - worker.swapped.tokens
+        stuck: list[RankedRow] = []
+        for row in reversed(leaving):
+            if row.tokens <= room:
+                room -= row.tokens
+                placed.swap_out.append(row)
+            else:
+                stuck.append(row)
+        free += share + spare  # avoiding a prefill is worth more than keeping this free
+        for row in reversed(stuck):
+            if row.tokens <= free:
+                free -= row.tokens
+                placed.kept.append(row)
+            else:
+                placed.evict.append(row)
+        return placed
+
+    def _beside_transfers(
+        self, worker: Worker, others: Sequence[RankedRow], chosen: Placement
+    ) -> Placement | None:
+        """The round runs beside its transfers: the jobs of `chosen` that can, and others in the
+        rows that stay free. None if the round should wait for its transfers instead.
+
+        A job that has waited for `patience_s` waits for no transfer.
+        """
+        placed = self._keep(worker, others, chosen, fetch=True)
+        placed.overlap = True
+        placed.run = []
+        residents = worker.residents
+        dropped = sum([row.tokens for row in placed.evict])
+        # The caches of rows count as beside the rows until the rows run.
+        rows = no_rows(worker).beside(residents.used + worker.held.tokens - dropped)
+        for row in chosen.run:
+            if (
+                row.location == IN_HOST
+                and row.tokens <= rows.capacity - rows.needs
+                and row.waits_s < self.patience_s
+            ):
+                placed.swap_in.append(row)
+                placed.awaited = True
+                rows = rows.beside(row.tokens)
+            elif row.location == ON_DEVICE:
+                placed.run.append(row)
+                rows = rows.beside(1 - row.needs)
+                if row.job in residents.prefilling:
+                    rows = rows.entered(row.job)
+                else:
+                    rows = rows.joined(row.tokens)
+            elif row.location == NOWHERE and rows.fits(row.tokens, rows.capacity):
+                placed.run.append(row)
+                rows = rows.entered(row.job)
+            elif row.waits_s >= self.patience_s:
+                return None
+            else:
+                placed.awaited = True
+        kept: list[RankedRow] = []
+        for row in sorted(placed.kept, key=_rank):
+            with_row = rows.beside(-row.tokens)
+            if len(placed.run) < self._rows_of(worker) and with_row.fits(
+                row.tokens, with_row.capacity, enters=False
+            ):
+                placed.run.append(row)
+                rows = with_row.joined(row.tokens)
+            else:
+                kept.append(row)
+        placed.kept = [row for row in placed.kept if row in kept]
+        if rows.needs > rows.capacity or not placed.run:
+            return None
+        placed.footprint = rows
+        for row in placed.fetched:
+            if row.tokens <= rows.capacity - rows.needs:
+                placed.swap_in.append(row)
+                rows = rows.beside(row.tokens)
+        return placed
+
+    def _steps(
+        self,
+        worker: Worker,
+        placed: Placement,
+        idle: Sequence[RankedRow],
+        entering: Sequence[RankedRow],
+        now_s: float,
+    ) -> int:
+        """Steps until a new decision is needed, by the worker's laws.
+
+        `idle` are the jobs that have a cache and do not run.
+        """
+        law = worker.latency
+        run = placed.run
+        waiting = len(worker.inbox) - len(entering)
+        steps = max(placed.room(worker), 1)
+        if placed.closed and not idle and waiting > 0:
+            return steps  # no job can enter before a row ends, whatever the ranks
+        if idle or waiting > 0:
+            steps = min(steps, self.interval_steps)
+        steps = self.horizon(worker, run, steps)
+        starving_s = self._starving_in_s(worker, idle, entering, now_s)
+        if starving_s == math.inf and not placed.awaited:
+            return steps
+        lengths = [row.needs - 1 - worker.emits for row in run]
+        length = max(lengths) if law.padded else sum(lengths) / len(run)
+        prefilling = worker.residents.prefilling
+        inputs = [row.tokens for row in entering]
+        inputs += [row.tokens for row in run if row.job in prefilling]
+        begins_s = 0.0
+        if inputs:
+            size = max(inputs) if law.padded else sum(inputs) / len(inputs)
+            begins_s = law.prefill_s(len(inputs), size)
+        transfers_s = placed.transfers_s(worker)
+        if not placed.overlap:
+            begins_s += transfers_s
+        elif placed.awaited and transfers_s:
+            steps = steps_until(law, len(run), length, transfers_s - begins_s, steps)
+        return steps_until(law, len(run), length, starving_s - begins_s, steps)
+
+    def _starving_in_s(
+        self, worker: Worker, idle: Sequence[RankedRow], entering: Sequence[RankedRow], now_s: float
+    ) -> float:
+        """Seconds until the next waiting job starves; infinity if none will."""
+        if self.patience_s == math.inf:
+            return math.inf
+        waits_s = [max(row.waits_s, 0.0) for row in idle if row.waits_s < self.patience_s]
+        longest_s = ranked(worker).next_wait_s(
+            now_s, self.patience_s, {row.job for row in entering}
+        )
+        if longest_s >= 0.0:
+            waits_s.append(longest_s)
+        return self.patience_s - max(waits_s) if waits_s else math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class MlfqPolicy(PreemptivePolicy):
-    """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
-
-    So short jobs go first, although no length is known. Queues are served in order, and each queue
-    in order of arrival; `FeedbackQueues` says how jobs move through them. A job that has waited for
-    `starvation_s` starves: it runs before all that do not, and is promoted to the first queue with
-    a new quantum. Caches are swapped in the order ENST. Each priority has its own queues: all
-    queues of a more urgent one come first.
-    """
-
-    name: ClassVar[str] = "mlfq"
-
-    quantum_s: float = knob(
-        0.1, low=1e-9, high=1e9, search=(0.01, 2.0), log=True, doc="service in the first queue, s"
-    )
-    growth: float = knob(
-        2.0,
-        low=1.0,
-        high=1e3,
-        search=(1.5, 4.0),
-        doc="a queue's quantum over that of the one before",
-    )
-    queues: int = knob(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
-    starvation_s: float = knob(
-        30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion"
-    )
-    skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
-
-    @property
-    def patience_s(self) -> float:
-        return self.starvation_s
-
-    def standings(self, law: SliceLaw) -> Standing:
-        return self._queues(law).standing
-
-    def make_planner(self, view: View) -> RoundPlanner:
-        queues = [self._queues(worker.latency) for worker in view.workers]
-        return FeedbackRounds(view, self, queues)
-
-    def _queues(self, law: SliceLaw) -> FeedbackQueues:
-        return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
+def _not_in(run: Sequence[RankedRow], cached: Sequence[RankedRow]) -> list[RankedRow]:
+    """The rows `cached` that are not in `run`."""
+    running = {row.job for row in run}
+    return [row for row in cached if row.job not in running]
 
 
-@dataclass(frozen=True, slots=True)
+def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: int) -> int:
+    """The fewest decode steps, from 1 to `most`, that take at least `seconds`; else `most`."""
+    low = 1
+    high = most
+    if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
+        return most
+    while low < high:
+        middle = (low + high) // 2
+        if law.decode_s(rows, length, middle) >= seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@policy("srpt-oracle", knows_lengths=True)
 class SrptOracle(PreemptivePolicy):
     """Shortest remaining time first by the true lengths, of a job alone under the law."""
 
-    name: ClassVar[str] = "srpt-oracle"
+    output_tokens: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
-        """The same policy, with the true output length of each request id."""
-        return _SrptWithLengths(self, output_tokens)
+        return replace(self, output_tokens=output_tokens)
 
-    def standings(self, law: SliceLaw) -> Standing:
-        raise InputError(
-            f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
-        )
+    def ranking(self, law: SliceLaw) -> Ranking:
+        if not self.output_tokens:
+            raise InputError(
+                f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
+            )
 
+        return partial(self._remaining_s, law)
 
-class _SrptWithLengths(SrptOracle):
-    """The oracle that knows."""
-
-    __slots__ = ("_output_tokens",)
-    _output_tokens: Mapping[str, int]
-
-    def __init__(self, policy: SrptOracle, output_tokens: Mapping[str, int]) -> None:
-        super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
-        object.__setattr__(self, "_output_tokens", output_tokens)
-
-    def standings(self, law: SliceLaw) -> Standing:
-        output_tokens = self._output_tokens
-
-        def remaining_s(job: Job, generated: int) -> float:
-            remaining = output_tokens[job.request_id] - generated
-            seconds = law.decode_s(1, job.prompt_tokens + generated, remaining)
-            if not generated:
-                seconds += law.prefill_s(1, job.prompt_tokens)
-            return seconds
-
-        return remaining_s
+    def _remaining_s(self, law: SliceLaw, job: Job, generated: int) -> float:
+        remaining = self.output_tokens[job.request_id] - generated
+        seconds = law.decode_s(1, job.prompt_tokens + generated, remaining)
+        if not generated:
+            seconds += law.prefill_s(1, job.prompt_tokens)
+        return seconds

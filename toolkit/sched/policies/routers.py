@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from toolkit.sched.figures import Numbers, WorkerFigure
 from toolkit.sched.queues import by_pace, tokens_per_s
-from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import View
 
@@ -118,14 +117,13 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     residents = worker.residents
     inbox = worker.inbox
     tokens = 0
-    rows = inbox.waiting
-    if residents.jobs:
-        rows += len(residents.jobs)
-        generated = residents.table()[: len(residents.jobs), GENERATED]
-        to_come = (expected - residents.steps) - generated
-        tokens += residents.used + int(np.maximum(to_come, 1).sum())
+    rows = inbox.count
+    rows += len(residents.jobs)
+    tokens += residents.used
+    for job in residents.jobs:
+        tokens += max(expected - job.generated - (residents.steps - job.joined), 1)
     returned = inbox.returned
-    tokens += inbox.tokens + (inbox.waiting - len(returned)) * max(expected, 1)
+    tokens += inbox.tokens + (inbox.count - len(returned)) * max(expected, 1)
     for job in returned:
         tokens += max(expected - job.generated, 1)
     for parked in (worker.held, worker.swapped):
@@ -172,7 +170,7 @@ def _lowest_peak(
 def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> tuple[int, int]:
     """The peak of a worker with `newcomers` and a new job of no input, and the number of jobs."""
     aside = len(worker.held.jobs) + len(worker.swapped.jobs)
-    rows = len(worker.residents.jobs) + worker.inbox.waiting + aside + len(newcomers) + 1
+    rows = len(worker.residents.jobs) + worker.inbox.count + aside + len(newcomers) + 1
     return _peak(worker, newcomers, expected, empty=1), rows
 
 
@@ -194,15 +192,11 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
         *worker.swapped.jobs,
         *[job for job in newcomers if job.generated],
     ]
-    count = inbox.waiting - len(returned) + len(new) + empty
+    count = inbox.count - len(returned) + len(new) + empty
     held = inbox.tokens - sum([job.length for job in returned]) + sum(new)
-    used = np.array([job.length for job in jobs], dtype=np.int64)
-    generated = np.array([job.generated for job in jobs], dtype=np.int64)
-    if residents.jobs:
-        table = residents.table()[: len(residents.jobs)]
-        steps = residents.steps
-        used = np.concatenate([table[:, LENGTH] + steps, used])
-        generated = np.concatenate([table[:, GENERATED] + steps, generated])
+    table = residents.table()
+    used = np.append(table[:, 0], [job.length for job in jobs])
+    generated = np.append(table[:, 1], [job.generated for job in jobs])
     if not len(used) and not worker.padded:
         return held + count * fresh
     remaining = np.maximum(expected - generated, 1)
@@ -211,7 +205,7 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     remaining = remaining[order]
     rows = np.arange(count + 1, count + 1 + len(used))
     if worker.padded:
-        longest = max([inbox.longest_new if inbox.waiting else 0, *new])
+        longest = max([inbox.longest_new if inbox.count else 0, *new])
         first = count * (longest + fresh) if count else 0
         peaks = rows * (np.maximum(np.maximum.accumulate(used), longest) + remaining)
     else:

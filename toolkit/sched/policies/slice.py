@@ -1,4 +1,4 @@
-"""Slice-level scheduling (SCLS): its policy, its baseline, and its continuous variant.
+"""Slice-level scheduling (SCLS) in static batches, and its baseline.
 
 Cheng et al., *Slice-Level Scheduling for High Throughput and Load Balanced LLM Serving*, sections
 4.4 to 4.6. `SlicePolicy`: every T seconds all pooled requests are batched so that the total serving
@@ -6,6 +6,7 @@ time is least (Algorithm 1), and the batches go to the least loaded workers, lon
 T adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to
 the pool with their generated tokens as part of the input. Workers of several kinds are beyond the
 paper: `share_out` divides the pool among the kinds, and each kind then proceeds as in the paper.
+`toolkit.sched.kernels.split_by_serving_time` is Algorithm 1.
 """
 
 from __future__ import annotations
@@ -13,20 +14,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
-from typing import ClassVar
 
 import numpy as np
 
-from toolkit.sched.figures import WorkerFigure
 from toolkit.sched.kernels import split_by_serving_time
-from toolkit.sched.policies.admission import SliceEnds
-from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
-from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.routers import ROUTERS, round_robin, soonest
+from toolkit.sched.policies.base import Policy
+from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import Decision, View
@@ -101,17 +97,14 @@ def share_out(
     return best(jobs, 0)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SlicePolicy:
+@policy("slice")
+class SlicePolicy(Policy):
     """SCLS. The paper: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed), zeta 0.9.
 
     `eager` avoids the paper's wait for Gamma under light load: while a worker is idle, no request
     waits. The paper's ablations: LB is interval_factor 0, AB also max_min false, and PM also a
     max_batch_size.
     """
-
-    name: ClassVar[str] = "slice"
-    continuous: ClassVar[bool] = False
 
     slice_tokens: int = knob(128, low=1, search=(4, 512), log=True, doc="S: tokens per slice")
     interval_factor: float = knob(
@@ -131,12 +124,6 @@ class SlicePolicy:
         True, doc="longest batch to the least loaded worker; false: batches in turn"
     )
     eager: bool = knob(True, doc="batch at once while a worker is idle")
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return None
 
     def plan(self, view: View, now_s: float) -> Decision:
         if not view.pool:
@@ -261,8 +248,8 @@ def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
     return min(loads.values())
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePolicy:
+@policy("sequence")
+class SequencePolicy(Policy):
     """Sequence-level scheduling (SLS), the baseline of SCLS: fixed batches in turn (section 5.1).
 
     A worker takes a number of requests, first come first served, and runs the batch until its
@@ -271,16 +258,10 @@ class SequencePolicy:
     With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
     """
 
-    name: ClassVar[str] = "sequence"
-    continuous: ClassVar[bool] = False
-
     batch_size: int = knob(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
     slice_tokens: int = knob(
         0, doc="tokens per slice, after which a request is routed again; 0: to its end"
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
@@ -310,83 +291,3 @@ class SequencePolicy:
         """The longest input, and the steps of a batch."""
         longest = max(job.remaining_limit for job in jobs)
         return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
-
-
-SLICES = "slices"
-
-
-@dataclass(frozen=True, slots=True)
-class SliceContinuousPolicy(ContinuousPolicy):
-    """SCLS with caches that stay: section 7 of the paper, which it leaves as future work.
-
-    A request generates at most one slice per schedule, so the memory that residents need is known
-    up to the slice's end, and newcomers are admitted against that. Slices end at attempts to admit:
-    rounded up to `interval_steps`. When a slice ends while other requests queue behind it, the
-    request moves to a worker with clearly more free memory, or makes way for the waiting ones.
-    Otherwise it stays and keeps its cache.
-
-    A worker has promised the sum of L + S over its residents and waiting jobs (Eq. 5, in tokens).
-    Requests are routed to the worker that promised the least, the longest first (Eq. 11 with memory
-    as the load). If workers are of several kinds, they go to the worker that needs the least time
-    for what it promised.
-    """
-
-    name: ClassVar[str] = "slice-continuous"
-
-    slice_tokens: int = knob(128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice")
-    reserve: float = knob(
-        0.0, high=0.99, search=(0.0, 0.3), doc="share of the capacity that slices must leave free"
-    )
-    margin: float = knob(
-        0.1,
-        high=1,
-        search=(0.02, 0.5),
-        log=True,
-        doc="free memory that makes moving worthwhile, as a share of the capacity",
-    )
-    router: str = choice(
-        SLICES,
-        (SLICES, *ROUTERS),
-        doc="how requests are assigned to workers: least promised, or others",
-    )
-
-    def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents at a slice's end that leave, for their own sake or that of waiting jobs."""
-        return self._rules(view).release(view, self._promised(view)) if view.due else ()
-
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        if self.router != SLICES or not view.alive():
-            return ContinuousPolicy.route(self, view, now_s)
-        promised = self._promised(view)
-        homes = [-1] * len(view.pool)
-        expected = view.finished.mean()
-        period = self._rules(view).period
-        for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
-            job = view.pool[k]
-            job_tokens = job.length + period
-            if view.mixed:
-                homes[k] = soonest(
-                    view, promised, job_tokens, job, expected, self.most_rows, depends=False
-                )
-            else:
-                homes[k] = promised.least(view.able, 0)
-            promised.add(homes[k], job_tokens)
-        return homes
-
-    def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(taken=SliceEnds(self).limit(worker) - 1)
-
-    def make_planner(self, view: View) -> ContinuousRounds:
-        planner = ContinuousPolicy.make_planner(self, view)
-        rules = self._rules(view)
-        planner.admit = rules.admit
-        planner.longest_round = rules.longest_round
-        return planner
-
-    def _promised(self, view: View) -> WorkerFigure:
-        return view.figures.get(SLICES) or view.figure(SLICES, self._rules(view).promise)
-
-    def _rules(self, view: View) -> SliceEnds:
-        rules: SliceEnds = view.rules or SliceEnds(self)
-        view.rules = rules
-        return rules

@@ -1,0 +1,165 @@
+"""What a policy is: a frozen object that reads a `View` and returns a `Decision`.
+
+`Policy` is the base of all policies, `RoundPolicy` that of the policies of rounds, which keep
+caches on their worker. A policy overrides what it needs. It keeps no state: everything that it may
+remember is in the `View`. So a decision depends only on what the scheduler saw, and a log of the
+calls replays exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
+from toolkit.sched.view import NOTHING, Decision, LengthHistory, View
+
+# Output lengths that are kept for a policy that does not set the size of the history itself.
+DEFAULT_HISTORY = 1000
+# Maps a job and its generated tokens to its rank: a job of a lower rank is served first.
+Ranking = Callable[[Job, int], float]
+
+
+class Policy:
+    """A scheduling policy: a frozen object with its parameters as fields (`parameters.policy`).
+
+    A policy of static batches overrides `plan`, and `route` if it queues jobs at workers.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str] = ""
+    continuous: ClassVar[bool] = False  # whether its batches are rounds, which keep caches
+    knows_lengths: ClassVar[bool] = False  # whether it needs the true output lengths: an oracle
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
+        return None
+
+    def plan(self, view: View, now_s: float) -> Decision:
+        """What to run next. Called at every tick; an empty `Decision` starts nothing."""
+        raise NotImplementedError
+
+    def first_history(self) -> LengthHistory:
+        """The history of output lengths before the first request ends."""
+        return LengthHistory(DEFAULT_HISTORY)
+
+    def ranking(self, law: SliceLaw) -> Ranking | None:
+        """How waiting jobs rank under a worker's law; None: they are served by arrival.
+
+        The rank of a job must not change while it waits.
+        """
+        return None
+
+    def release(self, view: View, now_s: float) -> Sequence[Job]:
+        """The jobs that leave their worker, which runs nothing, to be routed again.
+
+        They lose their caches and keep their tokens. Called at every tick before `route`.
+        """
+        return ()
+
+    def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
+        """The jobs to defer behind all others at their worker, and the deferred jobs to advance.
+
+        Called at every tick before `plan`.
+        """
+        return (), ()
+
+    def with_lengths(self, output_tokens: Mapping[str, int]) -> Policy:
+        """The same policy, with the true output length of each request id, if it is an oracle."""
+        return self
+
+
+class RoundPolicy(Policy):
+    """Base of the policies of rounds: they decide worker by worker, with `plan_round`."""
+
+    __slots__ = ()
+    continuous: ClassVar[bool] = True
+    # Parameters of most policies of rounds (`router_choice`, `chunk_knob`).
+    router: str = "round-robin"
+    chunk_tokens: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """The most jobs that the policy runs at once on any worker."""
+        return NO_LIMIT
+
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+        """The next round of a worker that runs nothing and has jobs."""
+        raise NotImplementedError
+
+    def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
+        """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
+        raise NotImplementedError
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
+
+    def plan(self, view: View, now_s: float) -> Decision:
+        rounds = [self.plan_round(view, worker, now_s) for worker in view.due if worker.has_jobs]
+        interrupts = []
+        for index, newcomers in view.arrived.items():
+            worker = view.workers[index]
+            running = worker.running
+            if running is None or running.interrupted or not worker.inbox.jobs:
+                continue
+            if self.should_interrupt(view, worker, newcomers):
+                interrupts.append(index)
+        return Decision(rounds, interrupt=interrupts) if rounds or interrupts else NOTHING
+
+    def make_round(
+        self,
+        worker: Worker,
+        entering: Sequence[Job],
+        steps: int,
+        evict: Sequence[Job] = (),
+        moves: Moves | None = None,
+        stop_every: int = 1,
+    ) -> Batch:
+        """A round as a `Batch`; engines that shape newcomers prefill without passes."""
+        return Batch(
+            worker.index,
+            tuple(entering),
+            steps,
+            max([job.length for job in entering], default=0),
+            until="any",
+            keep_cache=True,
+            evict=tuple(evict),
+            stop_every=stop_every,
+            moves=moves,
+            chunk_tokens=0 if worker.joining == "shape" else self.chunk_tokens,
+        )
+
+
+def router_choice() -> Any:
+    """The parameter `router` of policies of rounds."""
+    return choice(
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
+    )
+
+
+def chunk_knob() -> Any:
+    """The parameter `chunk_tokens` of policies of rounds."""
+    return knob(
+        0,
+        search=(32, 16_384),
+        log=True,
+        doc="tokens of a prefill pass while rows decode, with a step after each; "
+        "0: whole prefills before a round",
+    )
+
+
+def rows_knob(default: int) -> Any:
+    """The parameter `max_batch_size` of policies of rounds."""
+    doc = "the most rows that run at once on a worker"
+    return knob(default, low=1, search=(1, 256), log=True, doc=doc)
+
+
+def prefill_knob(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
+    """The parameter `max_prefill_tokens` of policies of rounds."""
+    return knob(32_768, low=1, search=(512, 65_536), log=True, doc=doc)

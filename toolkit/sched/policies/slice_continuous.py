@@ -1,0 +1,216 @@
+"""SCLS with caches that stay: continuous batching in slices.
+
+Cheng et al., *Slice-Level Scheduling for High Throughput and Load Balanced LLM Serving*, section 7,
+which the paper leaves as future work. A request generates at most one slice per schedule, so the
+memory that running requests need is known up to their slices' ends: newcomers are admitted against
+the peak until then. Slices end at attempts to admit: rounded up to `interval_steps`. After a slice,
+the first rule that applies decides:
+
+1. If no other job waits and another slice fits, the request stays and keeps its cache.
+2. If another worker would have `margin` * capacity more free memory even with it, it moves there.
+3. If another slice fits, it stays; else, if other jobs wait, it returns to the pool.
+
+A worker has promised the sum of L + S over its running and waiting jobs (Eq. 5, in tokens).
+Requests are routed to the worker that promised the least, the longest first (Eq. 11 with memory as
+the load). If workers are of several kinds, they go to the worker that needs the least time for what
+it promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from toolkit.sched.figures import Numbers, WorkerFigure
+from toolkit.sched.kernels import peak_to_come
+from toolkit.sched.memory import Footprint
+from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.policies.parameters import choice, knob, policy
+from toolkit.sched.policies.routers import ROUTERS, soonest
+from toolkit.sched.types import NO_LIMIT, Job, Worker
+from toolkit.sched.view import View
+
+SLICES = "slices"
+NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other has
+
+
+def _longest_first(entry: tuple[int, Job]) -> int:
+    return -entry[1].length
+
+
+@policy("slice-continuous")
+class SliceContinuousPolicy(ContinuousPolicy):
+    """SCLS on a running batch: slices bound the memory that is needed, and caches stay."""
+
+    slice_tokens: int = knob(128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice")
+    reserve: float = knob(
+        0.0, high=0.99, search=(0.0, 0.3), doc="share of the capacity that slices must leave free"
+    )
+    margin: float = knob(
+        0.1,
+        high=1,
+        search=(0.02, 0.5),
+        log=True,
+        doc="free memory that makes moving worthwhile, as a share of the capacity",
+    )
+    router: str = choice(
+        SLICES,
+        (SLICES, *ROUTERS),
+        doc="how requests are assigned to workers: least promised, or others",
+    )
+
+    @property
+    def period(self) -> int:
+        """Steps of a slice that begins at an attempt to admit."""
+        return -(-self.slice_tokens // self.interval_steps) * self.interval_steps
+
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.taken_with(job.length) < self._limit(worker)
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        """Candidates enter while the peak until all slices' ends fits."""
+        steps = worker.residents.steps
+        used: list[int] = []
+        to_add: list[int] = []
+        for job in worker.residents.jobs:
+            used.append(job.length + steps - job.joined)
+            to_add.append(self._to_add(worker, job))
+        first = self._first_end(worker, steps) - steps
+        for k, job in enumerate(candidates):
+            used.append(job.length + worker.emits)
+            to_add.append(min(first, job.max_new_tokens - job.generated - worker.emits))
+            if peak_to_come(used, to_add, worker.padded) > self._limit(worker):
+                return k
+        return len(candidates)
+
+    def longest_round(self, worker: Worker, entering: int) -> int:
+        """Until the next slice ends."""
+        residents = worker.residents
+        nearest = NO_LIMIT
+        for job in residents.jobs:
+            nearest = min(nearest, self._left(worker, job))
+        if entering or not residents.jobs:
+            first = self._first_end(worker, residents.steps) - residents.steps
+            nearest = min(nearest, first)
+        return nearest
+
+    def release(self, view: View, now_s: float) -> Sequence[Job]:
+        """The running jobs that leave at their slice's end, by the rules of this module."""
+        leaving: list[Job] = []
+        free: Numbers | None = None
+        for worker in view.due:
+            steps = worker.residents.steps
+            if steps % self.interval_steps or not worker.residents.jobs:
+                continue
+            over: list[Job] = []  # with a slice that ends just now, in order of admission
+            for job in worker.residents.jobs:
+                end = self._first_end(worker, job.joined)
+                if steps >= end and (steps - end) % self.period == 0:
+                    over.append(job)
+            if over:
+                if free is None:
+                    free = self._free(view)
+                leaving += self._leaving(view, worker, over, free)
+        return leaving
+
+    def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
+        """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
+        steps = worker.residents.steps
+        source = worker.index
+        target = source
+        if len(view.able) > 1:
+            others = free.copy()
+            others[source] = NO_FREE_TOKENS
+            target = int(others.argmax())
+        used: list[int] = []
+        to_add: list[int] = []
+        for job in worker.residents.jobs:
+            if job not in over:
+                used.append(job.length + steps - job.joined)
+                to_add.append(self._to_add(worker, job))
+        crowded = bool(worker.inbox.jobs)
+        leaving: list[Job] = []
+        for job in over:
+            length = job.length + steps - job.joined
+            used.append(length)
+            to_add.append(self._to_add(worker, job))
+            fits = peak_to_come(used, to_add, worker.padded) <= self._limit(worker)
+            if not crowded and (fits or len(used) == 1):
+                continue
+            needs = length + self.period
+            gains = int(free[target]) - needs - self.margin * worker.capacity_tokens
+            moves = (
+                target != source and gains >= int(free[source]) and view.workers[target].holds(job)
+            )
+            if not moves and (fits or not crowded):
+                continue
+            leaving.append(job)
+            used.pop()
+            to_add.pop()
+            free[source] += needs
+            if moves:
+                free[target] -= needs
+        return leaving
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        if self.router != SLICES or not view.alive():
+            return ContinuousPolicy.route(self, view, now_s)
+        promised = self._promises(view)
+        homes = [-1] * len(view.pool)
+        expected = view.finished.mean()
+        for k, job in sorted(enumerate(view.pool), key=_longest_first):
+            job_tokens = job.length + self.period
+            if view.mixed:
+                homes[k] = soonest(
+                    view, promised, job_tokens, job, expected, self.most_rows, depends=False
+                )
+            else:
+                homes[k] = promised.least(view.able, 0)
+            promised.add(homes[k], job_tokens)
+        return homes
+
+    def _promises(self, view: View) -> WorkerFigure:
+        """What each worker promised."""
+        return view.figure(SLICES, self._promised)
+
+    def _promised(self, worker: Worker, _expected: int) -> tuple[int, int]:
+        """The tokens that a worker promised, whatever the progress of the running round."""
+        inbox = worker.inbox
+        residents = worker.residents
+        promised = inbox.tokens + len(inbox.jobs) * self.period
+        if residents.jobs:
+            promised += residents.used
+            for job in residents.jobs:
+                promised += self._left(worker, job)
+            if worker.running is not None:  # prefills' tokens, counted when the round ends
+                promised += len(worker.running.jobs) * worker.emits
+        return promised, 0
+
+    def _free(self, view: View) -> Numbers:
+        """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
+        promised = self._promises(view).bounds()
+        free = np.full(len(view.workers), NO_FREE_TOKENS)
+        for worker in view.alive():
+            free[worker.index] = worker.capacity_tokens - promised[worker.index]
+        return free
+
+    def _limit(self, worker: Worker) -> int:
+        """Tokens that slices may fill."""
+        return int((1.0 - self.reserve) * worker.capacity_tokens)
+
+    def _first_end(self, worker: Worker, joined: int) -> int:
+        """The worker's step at which the first slice of a job that joined at step `joined` ends."""
+        first = max(self.slice_tokens - worker.emits, 1)
+        return -(-(joined + first) // self.interval_steps) * self.interval_steps
+
+    def _left(self, worker: Worker, job: Job) -> int:
+        """Steps until a resident's slice ends; a whole slice if it ends just now."""
+        steps = worker.residents.steps
+        end = self._first_end(worker, job.joined)
+        return end - steps if steps < end else self.period - (steps - end) % self.period
+
+    def _to_add(self, worker: Worker, job: Job) -> int:
+        """Tokens that a resident can add until its slice ends."""
+        decoded = worker.residents.steps - job.joined
+        return min(self._left(worker, job), job.max_new_tokens - job.generated - decoded)
