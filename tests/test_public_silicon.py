@@ -130,7 +130,7 @@ def test_lengths_are_those_that_the_source_draws() -> None:
 
 
 def test_a_server_is_predicted_and_a_full_cache_makes_requests_wait() -> None:
-    constants = replace(silicon.shipped_constants()["hopper"], front_s=0.0, front_row_s=0.0)
+    constants = replace(silicon.shipped_constants()["h200"], front_s=0.0, front_row_s=0.0)
     row = replace(ROW, concurrency=32)
     roomy = silicon.Server(row, silicon.protocol_of(row), LLAMA)
     found = silicon.predict(roomy, constants)
@@ -144,7 +144,7 @@ def test_a_server_is_predicted_and_a_full_cache_makes_requests_wait() -> None:
 
 
 def test_weights_that_leave_no_cache_are_refused() -> None:
-    constants = silicon.shipped_constants()["hopper"]
+    constants = silicon.shipped_constants()["h200"]
     small = replace(silicon.protocol_of(ROW), share=0.1)
     with pytest.raises(silicon.InputError, match="no KV cache"):
         silicon.predict(silicon.Server(ROW, small, LLAMA), constants)
@@ -164,7 +164,7 @@ def test_errors_do_not_get_worse_unseen() -> None:
         row = Row(**dict(zip(extract["columns"], values, strict=True)))
         protocol = silicon.protocol_of(row)
         server = silicon.server_of(shapes[f"{row.model} {row.precision}"], row, protocol)
-        ours = silicon.predict(server, constants[silicon.generation_of(row.gpu)])
+        ours = silicon.predict(server, constants[silicon.family_of(row.gpu)])
         found.append(silicon.Compared(row, ours, ""))
     assert len(found) == 80
     assert silicon.median_error(found, 0) <= extract["tpot_percent"] + 0.2

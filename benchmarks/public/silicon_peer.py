@@ -25,7 +25,7 @@ from typing import Any
 
 SAMPLE = "aic-core/src/aiconfigurator_core/systems/silicon_sample.csv"
 RANKS = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
-NO_TABLES = ("Failed to load perf database", "version")
+NO_TABLES = ("Failed to load perf database", "rows loaded", "version")
 SHIPPED = {
     "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
     "nvidia/Llama-3.1-8B-Instruct-FP8": "meta-llama/Meta-Llama-3.1-8B",
@@ -50,7 +50,7 @@ def estimate(row: dict[str, str]) -> tuple[float, float]:
     arguments |= {name: int(row[name]) for name in ("batch_size", *RANKS) if row[name]}
     try:
         found = cli_estimate(**arguments)
-    except ValueError as error:
+    except Exception as error:
         known = any(words in str(error) for words in NO_TABLES)
         if arguments["backend_version"] is None or not known:
             raise

@@ -472,7 +472,7 @@ def measured_operators(name: str) -> GpuOperators:
         chunk=ChunkAttention(**one["chunk"]),
         experts={key: Experts(**value) for key, value in one["experts"].items()},
         all_reduce={int(key): AllReduce(**value) for key, value in one["all_reduce"].items()},
-        engine=engine_constants(generation_of(name)),
+        engine=engine_constants(family_of(name)),
         source=f"operators measured on {name}, {one['source']}",
     )
 
@@ -480,16 +480,19 @@ def measured_operators(name: str) -> GpuOperators:
 BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")
 
 
-def generation_of(gpu: str) -> str:
-    """Which constants of an engine a measured GPU has: "blackwell" or "hopper", which older ones
-    share. An engine launches other kernels on each.
+def family_of(gpu: str) -> str:
+    """Which constants of an engine a measured GPU has: those of "h200", of "blackwell", or of
+    "h100", which older ones share. An engine launches other kernels on each generation; H100 and
+    H200 are of one, but their kernels were measured at other clocks.
     """
-    return "blackwell" if gpu in BLACKWELL else "hopper"
+    if gpu in BLACKWELL:
+        return "blackwell"
+    return "h200" if gpu == "h200_sxm" else "h100"
 
 
-def engine_constants(generation: str) -> EngineConstants:
-    """The constants of an engine on GPUs of this generation."""
-    return EngineConstants(**_table()["engine"]["constants"][generation])
+def engine_constants(family: str) -> EngineConstants:
+    """The constants of an engine on GPUs of this family (`family_of`)."""
+    return EngineConstants(**_table()["engine"]["constants"][family])
 
 
 def _gemm_of(value: Mapping[str, Any]) -> Gemm:

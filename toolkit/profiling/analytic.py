@@ -36,6 +36,7 @@ from toolkit.files.profile import (
     AnalyticError,
     DecodePoint,
     EngineFacts,
+    FrontPoint,
     MemoryPoint,
     PrefillPoint,
     Profile,
@@ -65,6 +66,7 @@ NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they t
     "--data-parallel-size": "engines that wait for one another",
 }
 EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
+FRONT_ROWS = (1, 16, 64)  # at which the front is written down
 PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
 
 
@@ -95,11 +97,15 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
 
 @dataclass(slots=True, frozen=True)
 class ComputedPasses:
-    """Seconds [n] of passes [n], where they come from, and how far off they are known to be."""
+    """Seconds [n] of passes [n], where they come from, how far off they are known to be, and what
+    clients wait beside them, constant and for each running row.
+    """
 
     seconds: Callable[[Sequence[StepShape]], Floats]
     source: str
     error: AnalyticError | None = None
+    front_s: float = 0.0
+    front_row_s: float = 0.0
 
     def prefill_s(self, batch_size: int, input_length: int) -> float:
         """Seconds of a pass over [N, L] tokens."""
@@ -167,7 +173,8 @@ def _operator_times(recipe: Recipe) -> ComputedPasses:
     def seconds(shapes: Sequence[StepShape]) -> Floats:
         return np.maximum(operators.pass_seconds(model, shapes, ranks), launch_s)
 
-    return ComputedPasses(seconds, source, error)
+    engine = operators.engine
+    return ComputedPasses(seconds, source, error, engine.front_s, engine.front_row_s)
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
@@ -349,7 +356,8 @@ def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFa
 def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsProfile:
     """Passes of a paged engine over the recipe's grid: decoding rows, prompts, and both together.
 
-    A pass includes the gap between two passes. A client's further waiting is unknown: 0.
+    A pass includes the gap between two passes. A client's further waiting is known of vLLM on a
+    GPU, and elsewhere taken as 0.
     """
     spec = recipe.profile
     vllm = recipe.engine.vllm
@@ -386,7 +394,10 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
         experts=experts,
         experts_per_token=per_token,
         points=points,
-        front=[],
+        front=[
+            FrontPoint(rows=rows, prompt_tokens=0, seconds=times.front_s + times.front_row_s * rows)
+            for rows in (FRONT_ROWS if times.front_s else ())
+        ],
     )
 
 
