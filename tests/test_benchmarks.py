@@ -29,7 +29,9 @@ def test_every_benchmark_has_a_help(
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert ended.value.code == 0
-    assert f"-m {module}" in capsys.readouterr().out
+    file = module.replace(".", "/") + ".py"  # one that runs in an environment without llmctl
+    out = capsys.readouterr().out
+    assert f"-m {module}" in out or file in out
 
 
 class AcceptedError(Exception):
