@@ -1,7 +1,7 @@
 """Two real vLLM servers behind the front, here or in actors of Ray: one is killed in the middle of
-a stream.
+a stream; and they make responses.
 
-The test needs vLLM, or VLLM_PYTHON as the Python of an environment that has it.
+The tests need vLLM, or VLLM_PYTHON as the Python of an environment that has it.
 """
 
 import json
@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +63,41 @@ def kill_the_busy(url: str) -> None:
             (parent if in_actor else process).kill()
 
 
-@pytest.mark.parametrize("where", [[], ["--ray", "local"]], ids=["here", "on Ray"])
-def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path, where: list[str]):
+@contextmanager
+def two_servers(folder: Path, *words: str, args: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a front before two servers with further `args`, which ends well."""
+    served = recipe()
+    vllm = served.engine.vllm.model_copy(update={"args": list(args)})
+    served = served.model_copy(update={"engine": served.engine.model_copy(update={"vllm": vllm})})
     chosen = PlannedPolicy(name="vllm", parameters=parameters(make_any("vllm", {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     fit = samples.fit(workers=1)
     here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
     fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
     plan = Plan(
-        **envelope, recipe=recipe(), fit=fit, workers=2, policy=chosen, predicted={}, limits=[],
+        **envelope, recipe=served, fit=fit, workers=2, policy=chosen, predicted={}, limits=[],
         explained={},
     )  # fmt: skip
-    write_file(plan, tmp_path / "plan.json")
-    words = ["serve", str(tmp_path / "plan.json"), "--port", "0", "--json", *where]
+    write_file(plan, folder / "plan.json")
+    command = ["serve", str(folder / "plan.json"), "--port", "0", "--json", *words]
     with (
-        (tmp_path / "log").open("w") as log,
+        (folder / "log").open("w") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "toolkit", *words], stdout=subprocess.PIPE, stderr=log
+            [sys.executable, "-m", "toolkit", *command], stdout=subprocess.PIPE, stderr=log
         ) as server,
     ):
         assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+        try:
+            yield json.loads(server.stdout.readline())["url"]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(120)
+    assert server.returncode == 0, (folder / "log").read_text()[-2000:]
+
+
+@pytest.mark.parametrize("where", [[], ["--ray", "local"]], ids=["here", "on Ray"])
+def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path, where: list[str]):
+    with two_servers(tmp_path, *where) as url:
         body = {"prompt": "Once upon", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
         calm = stream(url, body)
         assert calm[1]["completion_tokens"] == 150
@@ -94,7 +110,35 @@ def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path, where: li
                 break
             time.sleep(0.5)
         assert [each["state"] for each in shown] == ["up", "up"]
-        server.send_signal(signal.SIGTERM)
-        server.wait(120)
     assert 'llmctl_continued_total{by="ids"' in told
-    assert server.returncode == 0, (tmp_path / "log").read_text()[-2000:]
+
+
+def test_responses_pass_and_are_found_where_they_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+    body = {"input": "Once", "max_output_tokens": 12, "temperature": 0, "ignore_eos": True}
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}{{ each.role }}: {{ each.content }}{% endfor %}")
+    with two_servers(tmp_path, args=["--chat-template", str(template)]) as url:
+        route = f"{url}/v1/responses"
+        answers = [httpx.post(route, json=body, timeout=120) for _ in range(4)]
+        assert [each.status_code for each in answers] == [200] * 4, answers[0].text
+        made = [each.json() for each in answers]
+        for one in made:
+            assert one["usage"]["output_tokens"] == 12
+            assert httpx.get(f"{route}/{one['id']}").json()["output"] == one["output"]
+            more = body | {"previous_response_id": one["id"]}
+            after = httpx.post(route, json=more, timeout=120).json()
+            assert after["usage"]["input_tokens"] > one["usage"]["input_tokens"]
+            assert httpx.post(f"{route}/{one['id']}/cancel").status_code == 400
+        answer = httpx.post(route, json=body | {"stream": True}, timeout=120).text
+        assert answer.startswith("event: response.created\ndata: ")
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: ")]
+        assert events[-1]["type"] in ("response.completed", "response.incomplete")
+        assert events[-1]["response"]["usage"] == made[0]["usage"]
+        requests = [each["requests"] for each in httpx.get(f"{url}/replicas").json()["replicas"]]
+        assert min(requests) > 0
+        told = httpx.get(f"{url}/metrics").text
+        assert 'llmctl_requests_total{finish_reason="length"' in told
+        assert httpx.get(f"{route}/resp_other").status_code == 404

@@ -173,6 +173,7 @@ class Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         self._uncount()
+        del self._parser  # its callbacks are ours: a cycle, which only a collection would free
         self._complete |= self._has_head and self._ends_with_connection and exc is None
         self._event.set()
 

@@ -314,6 +314,7 @@ class PassedRequest:
                 task.cancel()
                 await asyncio.wait({task})
             self._task = None
+            del task  # its exception knows this frame: a cycle, which only a collection would free
             replica.odd_usages += self._passing.odd_usages - odd_before
             gateway.balancer.ended(self._id, generated)
             gateway.pool.ended(replica, self)
