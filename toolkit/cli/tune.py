@@ -24,6 +24,7 @@ from toolkit.cli.arguments import (
     RecipeArgument,
     as_typed,
     command_of,
+    keep_inputs,
     limit_workers,
     open_recipe,
     option,
@@ -238,6 +239,7 @@ def command(args: TuneOptions) -> None:
     from toolkit.tuning.workload import make_workload
 
     opened = _open(args)
+    keep_inputs({**opened.inputs, "out": args.out})  # also a fit that was found here
     recipe = opened.recipe
     trace, file = read_lengths(
         args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=BY_NUMBERS

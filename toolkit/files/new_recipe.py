@@ -272,6 +272,8 @@ def _notes(
         )
     elif reasons := not_computed(facts.special, scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
+    elif traits_of(wish.engine).timed_by_pass:
+        notes.append("next: llmctl capacity or llmctl tune, with recipe.yaml --trace TRACE")
     if gpu.note:
         notes.append(f"{gpu.name}: {gpu.note}")
     return notes
