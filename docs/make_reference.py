@@ -28,7 +28,7 @@ from toolkit.extras import install
 from toolkit.files.recipe import SLA_KEYS, Recipe
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
-from toolkit.sched.policies.parameters import Knob, defaults, knobs
+from toolkit.sched.policies.parameters import Parameter, declared, defaults
 from toolkit.serve.metrics import Exposition, Gauges, WorkerGauges
 from toolkit.serve.stats import Stats
 
@@ -235,10 +235,10 @@ def recipe() -> str:
 # Policies
 
 
-def limits(knob: Knob) -> str:
-    if knob.choices:
-        return ", ".join(map(code, knob.choices))
-    low, high = f"{knob.low:g}", f"{knob.high:g}"
+def limits(parameter: Parameter) -> str:
+    if parameter.choices:
+        return ", ".join(map(code, parameter.choices))
+    low, high = f"{parameter.low:g}", f"{parameter.high:g}"
     return f">= {low}" if high == "inf" else f"{low} .. {high}"
 
 
@@ -254,14 +254,14 @@ def policies() -> str:
     for name in ABOUT:
         of_policy = KNOWN[name]
         found: list[tuple[str, ...]] = []
-        for key, knob in knobs(of_policy).items():
+        for key, parameter in declared(of_policy).items():
             value = defaults(of_policy).get(key, "")
             boolean = isinstance(value, bool)
             shown = f"{value:g}" if type(value) in (int, float) else str(value).lower()
-            searched = "{:g} .. {:g}".format(*knob.search) if knob.search else ""
-            searched += ", log" if knob.search and knob.log else ""
-            allowed = "`true`, `false`" if boolean else limits(knob)
-            found.append((code(key), shown, allowed, searched, knob.doc))
+            searched = "{:g} .. {:g}".format(*parameter.search) if parameter.search else ""
+            searched += ", log" if parameter.search and parameter.log else ""
+            allowed = "`true`, `false`" if boolean else limits(parameter)
+            found.append((code(key), shown, allowed, searched, parameter.doc))
         parts += [f"## {name}", table(head, found) if found else "It has no parameters."]
     return joined(parts)
 

@@ -1,8 +1,8 @@
 """Least attained service first: the jobs with the fewest tokens run, the others are paused."""
 
 from toolkit.sched.memory import no_rows
-from toolkit.sched.policies.base import RoundPolicy, rows_knob
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.base import RoundPolicy, rows_parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 
@@ -13,16 +13,16 @@ class LeastServedPolicy(RoundPolicy):
     until one job fits.
     """
 
-    max_batch_size: int = rows_knob(4)
-    quantum: int = knob(8, low=1, doc="decode steps after which jobs are ranked again")
+    max_batch_size: int = rows_parameter(4)
+    quantum: int = parameter(8, low=1, doc="decode steps after which jobs are ranked again")
 
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         return False  # a round is short
 
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
-        running = worker.residents
+        running = worker.running
         served = {job: job.generated + running.steps - job.joined for job in running.jobs}
-        served |= {job: job.generated for job in worker.held.jobs}
+        served |= {job: job.generated for job in worker.paused.jobs}
         caches = sorted(served, key=lambda job: (served[job], job.ticket))
         evict: list[Job] = []
         while True:
@@ -31,7 +31,7 @@ class LeastServedPolicy(RoundPolicy):
                 break
             evict.append(caches.pop())
         pause = [job for job in caches if job in running.jobs and job not in chosen]
-        resume = [job for job in chosen if job in worker.held.jobs]
+        resume = [job for job in chosen if job in worker.paused.jobs]
         moves = Moves(pause=tuple(pause), resume=tuple(resume)) if pause or resume else None
         entering = [job for job in chosen if job not in served]
         return self.make_round(worker, entering, steps, evict, moves)
@@ -43,7 +43,7 @@ class LeastServedPolicy(RoundPolicy):
         tokens = {job: job.length + served[job] - job.generated for job in caches}
         rows = no_rows(worker).beside(sum(tokens.values()))  # all are paused until they run
         chosen: list[Job] = []
-        jobs = [*caches, *worker.inbox.jobs]
+        jobs = [*caches, *worker.waiting.jobs]
         for job in sorted(jobs, key=lambda job: (served.get(job, job.generated), job.ticket)):
             if len(chosen) >= min(self.max_batch_size, worker.row_limit):
                 break

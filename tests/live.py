@@ -90,7 +90,7 @@ class ThreadWorkers(HandWorkers):
         assert self.scheduler is not None
         kept = self.scheduler.workers[worker]
         output = None
-        with Trouble(self, worker, len(kept.residents) + len(kept.held)):
+        with Trouble(self, worker, len(kept.running) + len(kept.paused)):
             output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
         await asyncio.sleep(0)
         failure = self.after(worker) or ("oom" if output.is_short else "")

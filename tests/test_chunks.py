@@ -136,7 +136,7 @@ class Both:
         """The step at which each job joined; if a result names none, all waiting jobs joined at
         once.
         """
-        prefilling = self.scheduler.workers[0].residents.prefilling
+        prefilling = self.scheduler.workers[0].running.prefilling
         return set(
             result.joined
             if result.joined is not None
@@ -145,7 +145,7 @@ class Both:
 
     def check_counts(self) -> None:
         """What the scheduler takes residents to have is what they have."""
-        residents = self.scheduler.workers[0].residents
+        residents = self.scheduler.workers[0].running
         for job in residents.jobs:
             generated = job.generated + residents.steps - job.joined
             assert generated == len(self.lives[job.request_id].tokens)
@@ -272,7 +272,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
     }
     kept = ResidentRows()
     running = LawfulEngine(Clock())
-    jobs = scheduler._accepted.by_id()
+    jobs = scheduler._jobs
 
     def submit(some):
         for name in some:
@@ -337,7 +337,7 @@ def test_a_copy_is_advanced_alone():
 )
 def test_a_row_in_prefill_counts_with_its_first_token(policy, others):
     scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
-    residents = scheduler.workers[0].residents
+    residents = scheduler.workers[0].running
     for name, prompt in (("a", 3), ("b", 100)):
         scheduler.submit(Request(name, 0.0, prompt, LIMIT), 0.0)
         (batch,) = scheduler.tick(0.0)

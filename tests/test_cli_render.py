@@ -286,4 +286,4 @@ def test_a_recipe_may_be_json_too(files: Path, capsys: pytest.CaptureFixture[str
     write_file(samples.recipe(), "recipe.json")
     with pytest.raises(SystemExit):
         main.run(["render", "recipe.json"])
-    assert "needs its fit" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: fit.json is stale")  # it is of recipe.yaml

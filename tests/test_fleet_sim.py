@@ -199,7 +199,7 @@ SHORT = Request("short", 0.0, 30, 20)
 
 def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
     """What a driver says of a worker that died."""
-    batch = of.workers[worker].running
+    batch = of.workers[worker].batch
     if batch is not None:
         nothing = [0] * batch.size
         of.complete(
@@ -210,7 +210,7 @@ def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
 
 def running(of: Scheduler) -> dict[str, int]:
     """The worker of each running request."""
-    return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
+    return {job.request_id: w.index for w in of.workers if w.batch for job in w.batch.jobs}
 
 
 def test_other_kinds_take_over_what_they_can_hold():
@@ -251,16 +251,16 @@ def test_rounds_of_a_lost_kind_continue_elsewhere_or_wait():
         tested.submit(request, 0.0)
     tested.tick(0.0)
     lost = 0
-    crash_round = [job.request_id for job in tested.workers[lost].residents.jobs]
+    crash_round = [job.request_id for job in tested.workers[lost].running.jobs]
     tested.worker_lost(lost, 1.0)
-    tested.workers[lost].running = None
+    tested.workers[lost].batch = None
     tested.tick(1.0)
     assert "long" in crash_round
-    assert {job.request_id for job in tested.workers[1].residents.jobs} == {"also short"}
+    assert {job.request_id for job in tested.workers[1].running.jobs} == {"also short"}
     assert tested.waiting_jobs == 1
     tested.worker_ready(lost, 2.0)
     tested.tick(2.0)
-    assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
+    assert {job.request_id for job in tested.workers[lost].running.jobs} == {"long"}
 
 
 def test_a_request_cancelled_without_its_kind_is_removed():
@@ -291,7 +291,7 @@ def test_an_idle_slow_worker_waits_if_a_fast_one_is_sooner():
     for k in range(4):
         tested.submit(Request(str(k), 0.0, 20, 20), 0.0)
         tested.tick(0.0)
-    assert workers[1].running is None
+    assert workers[1].batch is None
 
 
 def servers(*kinds: tuple[int, float, int], flags: tuple[int, ...] = (), **more) -> World:

@@ -87,7 +87,7 @@ def test_every_request_gets_every_token_once(make, policy, ahead):
 @every_policy
 def test_the_scheduler_counts_the_tokens_that_vllm_holds(make, policy, ahead):
     scheduler = make(policy, ahead=bool(ahead))
-    residents = scheduler.steps.scheduler.workers[0].residents
+    residents = scheduler.steps.scheduler.workers[0].running
     requests = several()
     by_id = {request.request_id: request for request in requests}
 
@@ -268,7 +268,7 @@ def test_the_policy_counts_the_tokens_that_vllm_holds(make, ahead):
 
     def counted():
         output = schedule()
-        residents = worker.residents
+        residents = worker.running
         rows = {job.request_id for job in residents.jobs}
         assert rows == {request.request_id for request in scheduler.running}
         prompts = scheduler.held([(scheduler.requests[name], 32) for name in rows])

@@ -21,7 +21,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Environment
 from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.sched.policies import KNOWN, ORACLES
-from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs
+from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults
 from toolkit.sched.policies.vllm import VllmPolicy
 
 SERVED = [name for name in KNOWN if name not in ORACLES]
@@ -37,24 +37,24 @@ def engine_of(policy: str) -> str:
     return "vllm" if policy == VllmPolicy.name else "fake"
 
 
-def values(knob: Knob, default: Value) -> st.SearchStrategy[Value]:
+def values(limits: Parameter, default: Value) -> st.SearchStrategy[Value]:
     """Values of a parameter, its default among them."""
-    if knob.choices:
-        return st.sampled_from(list(knob.choices))
+    if limits.choices:
+        return st.sampled_from(list(limits.choices))
     if isinstance(default, bool):
         return st.booleans()
-    low = knob.low
-    high = min(knob.high, knob.low + 64)
+    low = limits.low
+    high = min(limits.high, limits.low + 64)
     drawn = st.integers(int(low), int(high)) if isinstance(default, int) else st.floats(low, high)
     return st.just(default) | drawn
 
 
 def some(policy: str) -> st.SearchStrategy[dict[str, Value]]:
     """Values for some of the parameters of `policy`."""
-    known = knobs(KNOWN[policy])
+    known = declared(KNOWN[policy])
     of_code = defaults(KNOWN[policy])
     drawn = st.fixed_dictionaries(
-        {}, optional={name: values(knob, of_code[name]) for name, knob in known.items()}
+        {}, optional={name: values(limits, of_code[name]) for name, limits in known.items()}
     )
     return drawn.map(lambda given: within(policy, given))
 

@@ -11,7 +11,7 @@ from toolkit.routing.balancer import Balancer, BalancerEvent, Routed, read_route
 from toolkit.routing.replicas import PrefixIndex
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
-from toolkit.sched.policies.parameters import knobs
+from toolkit.sched.policies.parameters import declared
 
 
 class Law:
@@ -256,7 +256,7 @@ def test_a_log_replays_and_counts_return_to_nothing(name):
 
 def test_every_parameter_has_a_search_range_that_is_valid():
     for name, router in ROUTERS.items():
-        for parameter, limits in knobs(router).items():
+        for parameter, limits in declared(router).items():
             if parameter in TARGETS.values():  # the recipe's targets are not searched
                 continue
             assert limits.search is not None

@@ -176,7 +176,7 @@ def test_eager_avoids_the_wait_of_an_idle_worker():
 
 def test_a_busy_worker_waits_for_the_interval():
     busy = worker()
-    busy.running = batch(1.0)
+    busy.batch = batch(1.0)
     early = view([busy], [job(10)], due_s=5.0)
     assert not SlicePolicy(eager=True).plan(early, now_s=1.0).batches
     assert len(SlicePolicy(eager=True).plan(early, now_s=5.0).batches) == 1

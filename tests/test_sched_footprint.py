@@ -59,7 +59,7 @@ class Audit(Policy):
             simulated = self.workers[worker.index]
             store = self.workers[worker.index]._swap_store
             assert footprint_of(worker).taken == simulated.used
-            assert (worker.held.tokens, worker.swapped.tokens) == (
+            assert (worker.paused.tokens, worker.swapped.tokens) == (
                 store.device_tokens,
                 store.host_tokens,
             )
@@ -98,8 +98,8 @@ def test_the_scheduler_counts_what_the_simulated_worker_holds(
 def worker_with(residents, joining, emits, steps=3):
     worker = Worker(0, law(emits), ZetaMemory(CAPACITY), joining=joining)
     for length in residents:
-        worker.residents.join(job(length))
-        worker.residents.steps += steps
+        worker.running.join(job(length))
+        worker.running.steps += steps
     return worker
 
 
@@ -162,7 +162,7 @@ def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     footprint = footprint_of(worker)
     gone = data.draw(st.sets(st.integers(0, len(residents) - 1)))
     for k in gone:
-        footprint = footprint.without(list(worker.residents.jobs)[k])
+        footprint = footprint.without(list(worker.running.jobs)[k])
     stay = [k for k in range(len(residents)) if k not in gone]
     left = [held_by(residents)[k] for k in stay]
     assert footprint.rows == len(stay)
@@ -180,7 +180,7 @@ def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     )
 )
 def test_the_longest_resident_is_right_after_any_joins_and_leaves(moves):
-    residents = Worker(0, law(True), ZetaMemory(CAPACITY)).residents
+    residents = Worker(0, law(True), ZetaMemory(CAPACITY)).running
     jobs = []
     for move, number in moves:
         if move == "join":

@@ -86,8 +86,8 @@ class Bench:
 
     def where(self):
         places = {
-            "on": self.worker.residents,
-            "held": self.worker.held,
+            "on": self.worker.running,
+            "held": self.worker.paused,
             "host": self.worker.swapped,
         }
         return {
@@ -103,9 +103,9 @@ def test_a_paused_job_keeps_its_cache_and_resumes_without_a_prefill():
     bench.round(pause="b", steps=3)
     (b,) = bench.of("b")
     assert bench.where() == {"on": "a", "held": "b"}
-    assert (b.generated, bench.worker.held.tokens, b.waiting_since_s) == (4, PROMPT + 4, 4.0)
+    assert (b.generated, bench.worker.paused.tokens, b.waiting_since_s) == (4, PROMPT + 4, 4.0)
     bench.round(resume="b", steps=2)
-    assert (bench.where(), bench.worker.residents.used) == ({"on": "ab"}, 2 * PROMPT + 9 + 6)
+    assert (bench.where(), bench.worker.running.used) == ({"on": "ab"}, 2 * PROMPT + 9 + 6)
     bench.round(steps=9)
     bench.round(steps=9)
     outcomes = bench.ledger.outcomes
@@ -128,7 +128,7 @@ def test_a_round_waits_for_transfers_that_do_not_overlap():
         32,
     )
     assert (bench.ledger.swap_wait_s, bench.ledger.peak_host_tokens) == (4.0, 16)
-    assert bench.engine.used == bench.worker.residents.used
+    assert bench.engine.used == bench.worker.running.used
 
 
 def test_transfers_that_overlap_hold_device_memory_and_bound_the_round_from_below():
@@ -184,7 +184,7 @@ def test_a_job_that_memory_has_no_room_for_waits_and_the_other_moves_still_happe
         RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s
     )
     assert bench.where() == {"on": "a", "held": "c", "host": "d"}
-    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("b", 2)]
+    assert [(job.request_id, job.generated) for job in bench.worker.waiting] == [("b", 2)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -196,7 +196,7 @@ def test_a_job_that_did_not_reach_host_memory_before_memory_ran_out_waits(overla
         RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s
     )
     assert bench.where() == {"on": "a", "host": "b"}
-    assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("c", 2)]
+    assert [(job.request_id, job.generated) for job in bench.worker.waiting] == [("c", 2)]
 
 
 def test_a_lost_worker_takes_its_host_memory_with_it():
@@ -205,7 +205,7 @@ def test_a_lost_worker_takes_its_host_memory_with_it():
     bench.round(swap_out="b", pause="c")
     bench.scheduler.worker_lost(0, 9.0)
     bench.scheduler.tick(9.0)
-    inbox = bench.scheduler.workers[1].inbox
+    inbox = bench.scheduler.workers[1].waiting
     assert (bench.where(), [job.request_id for job in inbox]) == ({}, ["a", "c", "b"])
     assert [job.waiting_since_s for job in inbox] == [9.0, 1.0, 1.0]
 

@@ -92,7 +92,7 @@ def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
 def test_late_jobs_wait_behind_jobs_in_time():
     scheduler, first = late_and_in_time(6.0, late_share=0.01)
     assert first == ["c"]
-    assert [job.request_id for job in scheduler.workers[0].inbox.all_jobs()] == ["a", "b"]
+    assert [job.request_id for job in scheduler.workers[0].waiting.all_jobs()] == ["a", "b"]
 
 
 def test_no_job_is_deferred_in_the_attempts_for_late_jobs():

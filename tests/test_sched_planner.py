@@ -13,7 +13,7 @@ from toolkit.sched.eventlog import RecordingScheduler
 from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import knob
+from toolkit.sched.policies.parameters import parameter
 from toolkit.sched.types import Job, Request, Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
@@ -37,7 +37,7 @@ class ShortFirst(ContinuousPolicy):
 
     name: ClassVar[str] = "short-first"
 
-    rows: int = knob(3, low=1, doc="the most rows")
+    rows: int = parameter(3, low=1, doc="the most rows")
 
     @property
     def most_rows(self):

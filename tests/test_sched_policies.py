@@ -4,23 +4,23 @@ import pytest
 
 from toolkit.errors import InputError
 from toolkit.sched.policies import POLICIES, make_policy
-from toolkit.sched.policies.parameters import defaults, knobs, parameters
+from toolkit.sched.policies.parameters import declared, defaults, parameters
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_defaults_are_valid_and_documented(name):
     policy = make_policy(name, {})
     assert parameters(policy) == defaults(POLICIES[name])
-    assert all(knob.doc for knob in knobs(POLICIES[name]).values())
+    assert all(parameter.doc for parameter in declared(POLICIES[name]).values())
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_search_ranges_are_within_the_limits(name):
-    for parameter, knob in knobs(POLICIES[name]).items():
-        if knob.search:
-            for value in knob.search:
-                kind = type(defaults(POLICIES[name])[parameter])
-                make_policy(name, {parameter: kind(value)})
+    for key, parameter in declared(POLICIES[name]).items():
+        if parameter.search:
+            for value in parameter.search:
+                kind = type(defaults(POLICIES[name])[key])
+                make_policy(name, {key: kind(value)})
 
 
 @pytest.mark.parametrize(

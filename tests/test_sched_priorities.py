@@ -91,7 +91,7 @@ def test_the_least_urgent_and_last_admitted_row_is_evicted_for_a_more_urgent_job
     finish(scheduler, first, 4, 4.0)
     second = start(scheduler, 4.0)
     assert (ids(second.evict)[:1], ids(second.jobs)) == (["c"], ["urgent"])
-    residents = scheduler.workers[0].residents
+    residents = scheduler.workers[0].running
     assert ids(residents.jobs)[0] == "a"
     assert residents.used + len(residents) <= 3 * 41
 

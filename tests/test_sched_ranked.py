@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
+from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
-from toolkit.sched.waiting import RankedJobs
 
 NOW_S = 10.0
 PATIENCE_S = 4.0

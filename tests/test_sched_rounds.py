@@ -36,7 +36,7 @@ def test_a_resident_continues_while_another_job_enters():
     assert scheduler.take_interrupts() == [0]
     scheduler.complete(RoundResult(first.batch_id, 0, 3), 3.0)
     (second,) = scheduler.tick(3.0)
-    residents = scheduler.workers[0].residents
+    residents = scheduler.workers[0].running
     assert (ids(second.jobs), ids(residents.jobs), residents.used) == (["b"], ["a", "b"], 13 + 10)
     scheduler.complete(RoundResult(second.batch_id, 0, 2, ("a",)), 5.0)
     assert (ids(residents.jobs), residents.used, residents.committed) == (["b"], 12, 110)
@@ -77,7 +77,7 @@ def test_after_a_failure_half_as_many_enter_until_the_failing_job_runs_alone():
     entered = []
     for now_s in range(40):
         for batch in scheduler.tick(float(now_s)):
-            names = ids(scheduler.workers[0].residents.jobs)
+            names = ids(scheduler.workers[0].running.jobs)
             entered.append(len(names))
             failure = "crashed" if "killer" in names else ""
             ended = () if failure else tuple(names)
@@ -98,7 +98,7 @@ def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
     assert scheduler.take_interrupts() == [0]
     scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
     (second,) = scheduler.tick(10.0)
-    assert (ids(second.evict), ids(scheduler.workers[0].residents.jobs), scheduler.jobs) == (
+    assert (ids(second.evict), ids(scheduler.workers[0].running.jobs), scheduler.jobs) == (
         ["a"],
         ["b"],
         1,
@@ -122,7 +122,7 @@ def test_a_router_sends_the_next_request_where_less_is_outstanding(router):
     scheduler.tick(0.0)
     submit(scheduler, "b", "c")
     scheduler.tick(0.0)
-    assert [ids(worker.residents.jobs) for worker in scheduler.workers] == [["long"], ["b", "c"]]
+    assert [ids(worker.running.jobs) for worker in scheduler.workers] == [["long"], ["b", "c"]]
 
 
 def test_an_unknown_router_is_named():
@@ -191,17 +191,17 @@ def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_besi
     submit(scheduler, "a", "b")
     for _ in range(3):
         (batch,) = scheduler.tick(0.0)
-        dropped = ("b",) if "b" in ids(scheduler.workers[0].residents.jobs) else ()
+        dropped = ("b",) if "b" in ids(scheduler.workers[0].running.jobs) else ()
         scheduler.complete(
             RoundResult(batch.batch_id, 0, 1, failure="oom" if dropped else "", dropped=dropped),
             1.0,
         )
-        assert ids(scheduler.workers[0].residents.jobs) == ["a"]
+        assert ids(scheduler.workers[0].running.jobs) == ["a"]
     scheduler.end("a", 5, 1.0)
     refusals = []
     for _ in range(4):
         (batch,) = scheduler.tick(2.0)
-        dropped = tuple(ids(scheduler.workers[0].residents.jobs))
+        dropped = tuple(ids(scheduler.workers[0].running.jobs))
         scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=dropped), 2.0)
         refusals = scheduler.take_refusals()
         if refusals:
@@ -217,7 +217,7 @@ def test_a_resident_gets_no_tokens_for_steps_that_it_missed():
     submit(scheduler, "a", "b")
     (batch,) = scheduler.tick(0.0)
     scheduler.complete(RoundResult(batch.batch_id, 0, 5, missed=(("b", 2),)), 5.0)
-    a, b = scheduler.workers[0].residents.jobs
+    a, b = scheduler.workers[0].running.jobs
     (batch,) = scheduler.tick(5.0)
     scheduler.complete(RoundResult(batch.batch_id, 0, 1, ("a", "b")), 6.0)
     assert (a.generated, b.generated) == (6, 4)
@@ -231,5 +231,5 @@ def test_a_job_that_an_engine_dropped_waits_before_all_others_with_its_tokens():
         RoundResult(batch.batch_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0
     )
     worker = scheduler.workers[0]
-    assert (ids(worker.residents.jobs), ids(worker.inbox)) == (["a"], ["b", "c"])
-    assert [(job.generated, job.evictions) for job in worker.inbox] == [(3, 1), (4, 1)]
+    assert (ids(worker.running.jobs), ids(worker.waiting)) == (["a"], ["b", "c"])
+    assert [(job.generated, job.evictions) for job in worker.waiting] == [(3, 1), (4, 1)]

@@ -116,7 +116,7 @@ def test_a_crash_moves_batch_and_queue_to_another_worker_with_tokens_kept():
     for name in "ab":
         scheduler.submit(request(name, prompt=10), 0.0)
         scheduler.tick(0.0)
-    first, second = (worker.running for worker in scheduler.workers)
+    first, second = (worker.batch for worker in scheduler.workers)
     scheduler.submit(request("queued"), 0.0)
     scheduler.tick(100.0)  # past the interval: a batch in a queue
     scheduler.complete(done(first, 5, finished=False, failure="crashed"), 101.0)

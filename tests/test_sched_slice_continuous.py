@@ -26,7 +26,7 @@ def done(scheduler: Scheduler, batch: Batch, now_s: float, *ended: str) -> None:
 
 
 def residents(scheduler: Scheduler) -> list[list[str]]:
-    return [[job.request_id for job in worker.residents.jobs] for worker in scheduler.workers]
+    return [[job.request_id for job in worker.running.jobs] for worker in scheduler.workers]
 
 
 def test_admission_counts_a_slice_and_not_the_clients_limit():
@@ -113,7 +113,7 @@ def test_when_requests_queue_a_job_moves_to_the_worker_with_more_free_memory():
         50,
         100,
     ]  # what it generated is prefilled with its prompt
-    (moved,) = scheduler.workers[1].residents.jobs
+    (moved,) = scheduler.workers[1].running.jobs
     assert (moved.reroutes, moved.evictions, moved.generated) == (1, 0, 20)
 
 
@@ -123,7 +123,7 @@ def test_a_job_makes_way_if_no_worker_has_more_room():
     (batch,) = scheduler.tick(20.0)
     assert residents(scheduler) == [["a", "c"]]
     assert [job.request_id for job in batch.release] == ["b"]
-    assert [job.request_id for job in scheduler.workers[0].inbox] == ["b"]
+    assert [job.request_id for job in scheduler.workers[0].waiting] == ["b"]
 
 
 @pytest.mark.parametrize(("margin", "moved"), [(0.95, "a"), (0.96, "b")])

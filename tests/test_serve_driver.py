@@ -224,7 +224,7 @@ def test_the_scheduler_never_sees_the_length_of_a_replayed_request():
     async def test(driver: Driver, hands: HandWorkers) -> None:
         live, reply = submit(driver, ask(limit=100, end_after=6))
         await turns()
-        (batch,) = [worker.running for worker in driver.scheduler.workers]
+        (batch,) = [worker.batch for worker in driver.scheduler.workers]
         (job,) = batch.jobs
         assert (job.prompt_tokens, job.max_new_tokens, job.priority) == (5, 100, 0)
         assert 6 not in [getattr(job, name) for name in Job.__slots__]

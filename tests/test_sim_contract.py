@@ -150,15 +150,15 @@ class Watch(Around):
         assert len(set(leaving)) == len(leaving)
         for job in leaving:
             worker = view.workers[job.home]
-            assert worker.running is None
-            assert job in worker.residents.jobs, "a job leaves that is not there"
+            assert worker.batch is None
+            assert job in worker.running.jobs, "a job leaves that is not there"
         return leaving
 
     def plan(self, view, now_s):
         decision = super().plan(view, now_s)
         jobs = [job for batch in decision.batches for job in batch.jobs]
         assert len({id(job) for job in jobs}) == len(jobs), "a job in two batches"
-        busy = {id(job) for w in view.workers for b in [w.running, *w.queue] if b for job in b.jobs}
+        busy = {id(job) for w in view.workers for b in [w.batch, *w.queue] if b for job in b.jobs}
         assert not busy & {id(job) for job in jobs}, "a job that already runs"
         for batch in decision.batches:
             assert batch.steps >= 1
@@ -174,9 +174,9 @@ class Watch(Around):
 
 
 def check_round(batch, worker, overfill, preempts):
-    residents = worker.residents
-    assert worker.running is None
-    there = residents.jobs | worker.held.jobs | worker.swapped.jobs
+    residents = worker.running
+    assert worker.batch is None
+    there = residents.jobs | worker.paused.jobs | worker.swapped.jobs
     assert not there.keys() & set(batch.jobs), "a job enters that is there"
     assert set(batch.evict) <= there.keys(), "a job is evicted that is not there"
     moves = batch.moves or Moves()
@@ -192,7 +192,7 @@ def check_round(batch, worker, overfill, preempts):
     assert running or batch.jobs
     arrived = 0 if moves.overlap else len(set(moves.swap_in) - set(moves.resume))
     assert not arrived, "a job waited for and not run"
-    aside = {*worker.held.jobs, *moves.pause, *moves.swap_out, *moves.swap_in} - {
+    aside = {*worker.paused.jobs, *moves.pause, *moves.swap_out, *moves.swap_in} - {
         *moves.resume,
         *batch.evict,
     }
@@ -230,21 +230,21 @@ def check_slab(batch, worker, running, aside):
 
 def held(job, worker):
     """Tokens of the job's cache before the round, with the token that its prefill will give."""
-    return worker.residents.holds(job) if job in worker.residents.jobs else job.length
+    return worker.running.holds(job) if job in worker.running.jobs else job.length
 
 
 def check_moves(moves, evict, worker):
-    device = worker.residents.jobs | worker.held.jobs
+    device = worker.running.jobs | worker.paused.jobs
     leave = [*evict, *moves.pause, *moves.swap_out]
-    assert not worker.residents.prefilling.keys() & {*moves.pause, *moves.swap_out}, (
+    assert not worker.running.prefilling.keys() & {*moves.pause, *moves.swap_out}, (
         "a half-done prefill is moved"
     )
     assert len(set(leave)) == len(leave), "a job leaves twice"
-    assert set(moves.pause) <= worker.residents.jobs.keys()
+    assert set(moves.pause) <= worker.running.jobs.keys()
     assert set(moves.swap_out) <= device.keys()
     assert set(moves.swap_in) <= worker.swapped.jobs.keys()
     came = set() if moves.overlap else set(moves.swap_in)
-    assert set(moves.resume) <= worker.held.jobs.keys() | came
+    assert set(moves.resume) <= worker.paused.jobs.keys() | came
     assert not set(moves.resume) & set(leave)
     host = worker.swapped.tokens + sum(held(job, worker) for job in moves.swap_out)
     assert host <= worker.host_tokens, "host memory is passed"

@@ -17,7 +17,7 @@ from toolkit.files.fit import Range
 from toolkit.files.io import write_file
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.policies.parameters import knobs
+from toolkit.sched.policies.parameters import declared
 from toolkit.sched.types import Request
 from toolkit.sched.view import Decision
 from toolkit.sim.api import simulate
@@ -53,7 +53,7 @@ def fit_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_has_a_parameter_named_like_the_worlds(policy: str) -> None:
-    assert not {f.name for f in fields(WorldSettings)} & knobs(POLICIES[policy]).keys()
+    assert not {f.name for f in fields(WorldSettings)} & declared(POLICIES[policy]).keys()
 
 
 def test_settings_and_parameters_are_separated() -> None:

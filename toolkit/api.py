@@ -15,7 +15,7 @@ from toolkit.files.io import find_recipe, fit_path, read_file
 from toolkit.metrics import Floats, latencies
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import Value, choice, knob
+from toolkit.sched.policies.parameters import Value, choice, parameter, policy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import Decision, View
@@ -36,9 +36,10 @@ __all__ = [
     "View",
     "Worker",
     "choice",
-    "knob",
     "latencies_of",
     "open_experiment",
+    "parameter",
+    "policy",
 ]
 
 

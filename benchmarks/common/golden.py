@@ -357,7 +357,7 @@ class Storm:
 
     def _round(self, batch: Batch, chance: float) -> RoundResult:
         worker = self._scheduler.workers[batch.worker]
-        rows = [job.request_id for job in worker.residents.jobs]
+        rows = [job.request_id for job in worker.running.jobs]
         if chance < 0.05:
             return RoundResult(batch.batch_id, batch.worker, 0, failure="crashed")
         if chance < 0.1:

@@ -307,7 +307,7 @@ class Driven:
         held = set()
         counted = 0
         size = self.case["block_tokens"]
-        for job in scheduler.steps.scheduler.workers[0].residents.jobs:
+        for job in scheduler.steps.scheduler.workers[0].running.jobs:
             request = self.requests[job.request_id]
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)
             held.update(blocks[: request.num_prompt_tokens // size])

@@ -99,15 +99,15 @@ class Waits(Policy):
 
     def plan(self, view: View, now_s: float) -> Decision:
         (worker,) = view.workers
-        if worker.running is None:
+        if worker.batch is None:
             if self._started_s >= 0.0:
                 self.round_s = max(self.round_s, now_s - self._started_s)
-            for job in (*worker.inbox, *worker.held.jobs, *worker.swapped.jobs):
+            for job in (*worker.waiting, *worker.paused.jobs, *worker.swapped.jobs):
                 self.longest_s = max(self.longest_s, now_s - job.waiting_since_s)
         decision = self._policy.plan(view, now_s)
         if decision.batches:
             self._started_s = now_s
-        elif worker.running is None:
+        elif worker.batch is None:
             self._started_s = -1.0
         return decision
 

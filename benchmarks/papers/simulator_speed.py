@@ -99,7 +99,7 @@ def past_future_decision(rows: int) -> Callable[[], object]:
         prompt = int(rng.integers(10, 2000))
         generated = int(rng.integers(0, 200))
         request = Request(str(k), 0.0, prompt, MAX_NEW_TOKENS)
-        worker.residents.join(Job(request, k, prompt + generated, generated))
+        worker.running.join(Job(request, k, prompt + generated, generated))
     history = LengthHistory(1000, rng.geometric(1 / 250, 1000).tolist())
     view = View([], [worker], 0.0, history, rng)
     policy = PastFuturePolicy()

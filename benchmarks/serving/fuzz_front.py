@@ -47,6 +47,7 @@ from toolkit.serve.server import listen, url
 
 HUGE = 10**400
 HEALTH_EVERY_S = 0.02
+BEAT_S = 0.002
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -184,6 +185,7 @@ class Found:
     statuses: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
     memory_mib: int = 0  # of the front's process, at the end
 
     def complain(self, text: str) -> None:
@@ -194,9 +196,10 @@ class Found:
 class Front:
     """A front in a process of its own, and a client of it."""
 
-    def __init__(self, http: httpx.AsyncClient, pid: int) -> None:
+    def __init__(self, http: httpx.AsyncClient, pid: int, pipe: Connection) -> None:
         self.http = http
         self.process = psutil.Process(pid)
+        self.pipe = pipe
 
     async def until_up(self, count: int) -> None:
         """Wait until so many replicas are up."""
@@ -217,15 +220,28 @@ def start(work: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Con
     return process, ours
 
 
-async def serve_front(urls: list[str], parent: Connection, *, asks_often: bool) -> None:
+async def beat(busy_s: list[float]) -> None:
+    """Note the processor time that the loop's thread uses between two beats, until cancelled: what
+    it holds up others by itself, however busy the machine is.
+    """
+    before_s = time.thread_time()
+    while True:
+        await asyncio.sleep(BEAT_S)
+        now_s = time.thread_time()
+        busy_s.append(now_s - before_s)
+        before_s = now_s
+
+
+async def serve_front(
+    urls: list[str], parent: Connection, *, deadline_s: float, asks_often: bool
+) -> None:
     """Serve a front before these replicas, until the parent closes its end."""
     if asks_often:
         replicas.PROBE_UP_S = replicas.IDENTIFY_EVERY_S = 0.02
     balancer = Balancer(make_router("vllm-dp", {}), [], block_tokens=64, index_limit=1000)
     kinds = [LiveKind(ReplicaTraits(100_000))]
     pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=2.0)
-    # A replica that begins no answer may have a long queue: only a deadline ends such a request.
-    settings = GatewaySettings(wait_up_s=20.0, request_timeout_s=30.0)
+    settings = GatewaySettings(wait_up_s=20.0, request_timeout_s=deadline_s)
     gateway = Gateway(pool, settings, Keyring())
     server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
     pool.background.start("silent replicas", pool.sweep)
@@ -236,29 +252,36 @@ async def serve_front(urls: list[str], parent: Connection, *, asks_often: bool) 
         await server.start(listener)
         pool.renew(urls)
         parent.send(url(listener))
+        busy_s: list[float] = []
+        beating = asyncio.create_task(beat(busy_s))
         with suppress(EOFError):
-            await asyncio.to_thread(parent.recv)
+            while await asyncio.to_thread(parent.recv):
+                parent.send(busy_s)
+        beating.cancel()
         await pool.stop()
         await server.stop(1)
 
 
-def front_process(urls: list[str], asks_often: bool, parent: Connection) -> None:
+def front_process(urls: list[str], deadline_s: float, asks_often: bool, parent: Connection) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_front(urls, parent, asks_often=asks_often))
+        runner.run(serve_front(urls, parent, deadline_s=deadline_s, asks_often=asks_often))
 
 
 @asynccontextmanager
-async def front_before(*servers: StandIn, asks_often: bool = False) -> AsyncIterator[Front]:
+async def front_before(
+    *servers: StandIn, deadline_s: float = 600.0, asks_often: bool = False
+) -> AsyncIterator[Front]:
     """A front before these replicas, which run in this process."""
     for server in servers:
         await server.start()
-    process, ours = start(front_process, [server.url for server in servers], asks_often)
+    urls = [server.url for server in servers]
+    process, ours = start(front_process, urls, deadline_s, asks_often)
     base_url = await asyncio.to_thread(ours.recv)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=base_url, timeout=60, limits=limits, trust_env=False
     ) as http:
-        front = Front(http, process.pid or 0)
+        front = Front(http, process.pid or 0, ours)
         await front.until_up(1)
         yield front
     ours.close()
@@ -315,6 +338,8 @@ async def check_tasks(front: Front, found: Found) -> None:
         found.complain(f"tasks: {up}")
     if not all(line.endswith(" 0.0") for line in failed):
         found.complain(f"failures of tasks: {failed}")
+    front.pipe.send("busy")
+    found.busy_s = await asyncio.to_thread(front.pipe.recv)
     found.memory_mib = front.process.memory_info().rss >> 20
 
 
@@ -349,7 +374,8 @@ async def hostile_replicas(count: int, seed: int) -> Found:
     rogue = StandIn()
     good = StandIn()
     wanted = answer_of(good_body(COMPLETIONS))
-    async with front_before(rogue, good, asks_often=True) as front:
+    # A replica that begins no answer may have a long queue: only a deadline ends such a request.
+    async with front_before(rogue, good, deadline_s=30.0, asks_often=True) as front:
         http = front.http
         rogue.script = lambda *_: hostile(rng) if rng.random() < 0.7 else None
 
@@ -383,11 +409,13 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
     """End and start replicas again under streams."""
     found = Found()
     rng = random.Random(seed)
+    begun = asyncio.Event()
     ended = asyncio.Event()
     # Clients and servers share one process: 200 streams of 10 tokens a second.
     servers = [StandIn(token_s=0.1 if streams > 50 else 0.01) for _ in range(4)]
 
     async def flap() -> None:
+        await begun.wait()
         for _ in range(count):
             one = rng.choice(servers[1:])
             rng.choice((one.kill, one.kill, one.abort_requests))()
@@ -401,19 +429,21 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
         http = front.http
 
         async def ask(number: int) -> None:
+            begun.set()
             while not ended.is_set():
                 body = good_body(COMPLETIONS) | {"max_tokens": 60, "prompt": f"Once {number}"}
-                text = ""
+                text = error = ""
                 done = False
                 async with http.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
                     found.statuses[str(answer.status_code)] += 1
                     async for line in answer.aiter_lines():
                         done |= line == "data: [DONE]"
                         if line.startswith("data: {"):
-                            choices = json.loads(line[6:]).get("choices") or [{}]
-                            text += choices[0].get("text", "")
-                if answer.status_code == 200 and (text != answer_of(body) or not done):
-                    found.complain(f"another stream: {text!r} of {answer_of(body)!r}, done {done}")
+                            event = json.loads(line[6:])
+                            text += (event.get("choices") or [{}])[0].get("text", "")
+                            error = str(event.get("error", error))
+                if answer.status_code == 200 and (text != answer_of(body) or not done or error):
+                    found.complain(f"another stream: {text!r} of {answer_of(body)!r}, {error}")
 
         flapping = asyncio.create_task(flap())
         await in_parallel(streams, streams, ask, found, front)
@@ -421,6 +451,13 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
         await front.until_up(len(servers))
         await check_tasks(front, found)
     return found
+
+
+def quantiles(times_s: list[float]) -> str:
+    """The median, the 99th percentile and the largest, in words."""
+    ordered = sorted(times_s)
+    shares = [ordered[min(int(len(ordered) * one), len(ordered) - 1)] for one in (0.5, 0.99, 1)]
+    return ", ".join(f"{1000 * each:.0f}" for each in shares) + " ms"
 
 
 def main() -> None:
@@ -432,8 +469,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     wrong = 0
-    print("| part | answers | statuses | /health p50, p99, max | memory | complaints |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    head = (
+        "part | answers | statuses | /health p50, p99, max | the loop's turns in CPU time | memory"
+    )
+    print(f"| {head} | complaints |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     seed = options.seed
     parts = (
         (f"{options.bodies:,} odd bodies", odd_bodies(options.bodies, seed)),
@@ -445,13 +485,12 @@ def main() -> None:
             found = runner.run(work)
         wrong += len(found.complaints)
         statuses = ", ".join(f"{key}: {n:,}" for key, n in sorted(found.statuses.items()))
-        times = sorted(found.health_s)
-        shares = [times[min(int(len(times) * share), len(times) - 1)] for share in (0.5, 0.99, 1)]
-        health = ", ".join(f"{1000 * each:.0f} ms" for each in shares)
+        health = quantiles(found.health_s)
+        busy = quantiles(found.busy_s)
         memory = f"{found.memory_mib} MiB"
         total = found.statuses.total()
-        row = f"| {name} | {total:,} | {statuses} | {health} | {memory} | {len(found.complaints)} |"
-        print(row, flush=True)
+        row = f"| {name} | {total:,} | {statuses} | {health} | {busy} | {memory} "
+        print(f"{row}| {len(found.complaints)} |", flush=True)
         for line in found.complaints[:5]:
             print(f"  {line}")
     if wrong:

@@ -123,7 +123,6 @@ def _fit_here(recipe: Recipe) -> Path | None:
     if other != recipe.name:
         note(f"fit.json of this folder is of recipe '{other}', and is not used")
         return None
-    note(f"{recipe.name}: by fit.json of this folder")
     return here
 
 

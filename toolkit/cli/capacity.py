@@ -267,7 +267,10 @@ def _recipes(args: CapacityOptions) -> list[Rated]:
         path = by_name.get(recipe.name)
         if path is None and len(files) == 1 and given:
             path = given[0]
-        found.append(Rated(file, recipe, find_fit(file, recipe, path, force=args.force)))
+        fit = find_fit(file, recipe, path, force=args.force)
+        if path is None and fit.file == Path("fit.json"):
+            note(f"{recipe.name}: by fit.json of this folder")
+        found.append(Rated(file, recipe, fit))
     return _of_parallelism(found, _names(args.tp), args.workers)
 
 

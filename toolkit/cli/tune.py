@@ -71,7 +71,7 @@ from toolkit.files.tuning import (
     breaks,
     share_used,
 )
-from toolkit.tuning.parallel import ONE_SIZE, SIZES, SizedRecipe, compared, on_gpus
+from toolkit.tuning.parallel import ONE_SIZE, SIZES, Arrangement, compared, on_gpus
 from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
@@ -234,6 +234,7 @@ def command(args: TuneOptions) -> None:
     --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
     limit; the result is written and printed nevertheless.
     """
+    from toolkit.tuning.tune import settings_of
     from toolkit.tuning.workload import make_workload
 
     opened = _open(args)
@@ -246,6 +247,8 @@ def command(args: TuneOptions) -> None:
         Traffic(trace).refuse_longer(opened.fit.engine.max_model_len)
     # a load is a share of what the recipe's own number of workers serves
     workload = make_workload(recipe, opened.fit, trace, opened.others, is_exact=file is None)
+    for machine in machines:
+        settings_of(machine.recipe, machine.fit, opened.others)  # refuses what cannot be searched
     note_trace(workload.windows.trace)
     check_writable(args.out)
     made_from = head(opened.inputs | ({"trace": file} if file else {}))
@@ -356,7 +359,7 @@ def _is_computed(recipe: Recipe, fit: Fit) -> bool:
     return bool(fit.engine.analytic) and is_computed(recipe)
 
 
-def _machines(args: TuneOptions, opened: Opened) -> tuple[list[SizedRecipe], dict[int, str]]:
+def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dict[int, str]]:
     """The machines to compare, and why other tensor parallelisms are not among them.
 
     Without a wish there is one, with the recipe's. A size that is named and cannot be raises
@@ -369,7 +372,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[SizedRecipe], dic
     if not sizes:
         recipe = recipe.model_copy(update={"workers": workers or recipe.workers})
         siblings = () if opened.others else tuple(shipped_siblings(recipe))
-        return [SizedRecipe(recipe, opened.fit, siblings)], {}
+        return [Arrangement(recipe, opened.fit, siblings)], {}
     if args.workers is not None:
         refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
     gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
@@ -389,7 +392,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[SizedRecipe], dic
             fit = opened.fit
             if opened.file is None:
                 fit = computed_fit(args.recipe, sized)
-            machines.append(SizedRecipe(sized, fit, tuple(shipped_siblings(sized))))
+            machines.append(Arrangement(sized, fit, tuple(shipped_siblings(sized))))
         except InputError as error:
             if args.tp is not None or recipe.tune.tensor_parallel_sizes or sizes == [own]:
                 raise
@@ -410,7 +413,7 @@ class Searches:
 
     args: TuneOptions
     opened: Opened
-    machines: list[SizedRecipe]
+    machines: list[Arrangement]
     workload: Workload
     made_from: EnvelopeFields
     traffic: str
@@ -428,7 +431,7 @@ class Searches:
         totals = [self._noted(inputs) for inputs in searches]
         self.stores = [self._store(inputs) for inputs in searches]
         tunings: list[Tuning] = []
-        able: list[SizedRecipe] = []
+        able: list[Arrangement] = []
         failed: LimitsBrokenError | None = None
         with _runner(self.args) as (runner, jobs), progress("tuning", sum(totals)) as advance:
             rememberings = [Remembering(runner, store) for store in self.stores]
@@ -466,7 +469,7 @@ class Searches:
             return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         return tune_to_size
 
-    def _inputs(self, machine: SizedRecipe) -> Inputs:
+    def _inputs(self, machine: Arrangement) -> Inputs:
         from toolkit.tuning.tune import Inputs
 
         others = tuple(self.opened.others)
@@ -734,8 +737,8 @@ def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
     found = outcome.every_parameter
     if router is None:
         return found
-    knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-    return {**found, "replica_router": router.name, **knobs}
+    own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+    return {**found, "replica_router": router.name, **own}
 
 
 def _show_parallel(result: Tuning) -> None:

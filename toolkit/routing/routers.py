@@ -22,7 +22,7 @@ from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing import formulas
 from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
 from toolkit.routing.types import RoutedRequest, strictest
-from toolkit.sched.policies.parameters import Value, knob, knobs, parameters, validate
+from toolkit.sched.policies.parameters import Value, declared, parameter, parameters, validate
 
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
 RING_POINTS = 160  # of each replica of weight 1 on the ring of `session-hash`
@@ -104,7 +104,7 @@ class SessionHashRouter(Router):
 
     name: ClassVar[str] = "session-hash"
 
-    load_factor: float = knob(
+    load_factor: float = parameter(
         0.0, high=100, search=(1.05, 3.0), doc="a replica's share of the mean load; 0: no bound"
     )
 
@@ -138,9 +138,11 @@ class LlmdRouter(Router):
     reads_reports: ClassVar[bool] = True
     index_blocks: ClassVar[int] = 31_250
 
-    prefix: float = knob(3.0, high=100, search=(0.0, 5.0), doc="weight of the matched share")
-    queue: float = knob(2.0, high=100, search=(0.0, 5.0), doc="weight of the shorter queue")
-    kv: float = knob(2.0, high=100, search=(0.0, 5.0), doc="weight of the free share of the cache")
+    prefix: float = parameter(3.0, high=100, search=(0.0, 5.0), doc="weight of the matched share")
+    queue: float = parameter(2.0, high=100, search=(0.0, 5.0), doc="weight of the shorter queue")
+    kv: float = parameter(
+        2.0, high=100, search=(0.0, 5.0), doc="weight of the free share of the cache"
+    )
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         return formulas.llm_d(view, self.prefix, self.queue, self.kv)
@@ -154,10 +156,12 @@ class DynamoRouter(Router):
     index_blocks: ClassVar[int] = -1
     index_ttl_s: ClassVar[float] = 120.0
 
-    credit: float = knob(
+    credit: float = parameter(
         1.0, high=100, search=(0.0, 2.0), doc="how much of a matched block is taken off"
     )
-    prefill: float = knob(1.0, high=100, search=(0.1, 5.0), doc="weight of the blocks to prefill")
+    prefill: float = parameter(
+        1.0, high=100, search=(0.1, 5.0), doc="weight of the blocks to prefill"
+    )
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         return formulas.dynamo(view, request, self.credit, self.prefill)
@@ -172,11 +176,11 @@ class SglangRouter(Router):
     name: ClassVar[str] = "sglang"
     index_blocks: ClassVar[int] = -1
 
-    threshold: float = knob(0.3, high=1, search=(0.0, 1.0), doc="share of a prompt to match")
-    abs_load: int = knob(
+    threshold: float = parameter(0.3, high=1, search=(0.0, 1.0), doc="share of a prompt to match")
+    abs_load: int = parameter(
         64, low=0, search=(1, 256), log=True, doc="requests between the most and the least loaded"
     )
-    rel_load: float = knob(
+    rel_load: float = parameter(
         1.5, low=1, search=(1.0, 4.0), doc="times the load of the least loaded replica"
     )
 
@@ -191,7 +195,9 @@ class LoadAwareRouter(Router):
     name: ClassVar[str] = "load-aware"
     index_blocks: ClassVar[int] = -1
 
-    beta: float = knob(1.0, high=100, search=(0.0, 4.0), doc="weight of the load above the mean")
+    beta: float = parameter(
+        1.0, high=100, search=(0.0, 4.0), doc="weight of the load above the mean"
+    )
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         return formulas.load_aware(view, self.beta)
@@ -206,7 +212,7 @@ class VllmRouter(Router):
     name: ClassVar[str] = "vllm-dp"
     reads_reports: ClassVar[bool] = True
 
-    waiting: float = knob(6.0, high=100, search=(0.0, 12.0), doc="weight of waiting requests")
+    waiting: float = parameter(6.0, high=100, search=(0.0, 12.0), doc="weight of waiting requests")
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         return formulas.vllm_dp(view, self.waiting)
@@ -227,23 +233,23 @@ class LawRouter(Router):
 
     name: ClassVar[str] = "by-law"
 
-    others: float = knob(
+    others: float = parameter(
         1.0, high=100, search=(0.0, 3.0), doc="weight of the time that other requests lose"
     )
-    first: float = knob(
+    first: float = parameter(
         1.0, high=100, search=(0.5, 5.0), doc="weight of the time to the request's first token"
     )
-    late: float = knob(
+    late: float = parameter(
         5.0, high=1e4, search=(0.0, 50.0), doc="seconds that a newly missed target counts"
     )
-    work: float = knob(
+    work: float = parameter(
         20.0,
         high=1e4,
         search=(0.0, 100.0),
         doc="seconds that a second of computing its prompt counts, for what comes later",
     )
-    ttft_s: float = knob(0.0, doc="target of the time to the first token; 0: none")
-    gap_s: float = knob(0.0, doc="target of the largest gap between two tokens; 0: none")
+    ttft_s: float = parameter(0.0, doc="target of the time to the first token; 0: none")
+    gap_s: float = parameter(0.0, doc="target of the largest gap between two tokens; 0: none")
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         return formulas.by_law(view, request, self._weights())
@@ -288,17 +294,17 @@ def refuse_unknown_router(name: str, where: str = "") -> None:
 def make_router(name: str, parameters: Mapping[str, Value]) -> Router:
     """The router `name` with `parameters` over its defaults; `InputError` for what it lacks."""
     refuse_unknown_router(name)
-    known = knobs(ROUTERS[name])
-    for parameter in parameters:
-        if parameter not in known:
+    known = declared(ROUTERS[name])
+    for key in parameters:
+        if key not in known:
             hint = f"valid: {', '.join(known)}" if known else "it has no parameters"
-            raise InputError(f"router '{name}' has no parameter '{parameter}'", hint)
+            raise InputError(f"router '{name}' has no parameter '{key}'", hint)
     return ROUTERS[name](**parameters)
 
 
 def targets_of(name: str, sla: Mapping[str, float]) -> dict[str, Value]:
     """The parameters of router `name` that are targets: the strictest of each kind in `sla`."""
-    known = knobs(ROUTERS[name])
+    known = declared(ROUTERS[name])
     limits = {TARGETS[metric]: strictest(sla, metric) for metric in TARGETS}
     return {key: limit for key, limit in limits.items() if key in known and limit < math.inf}
 

@@ -1,44 +1,185 @@
-"""What rounds do with caches: which jobs join, leave, are evicted, paused, swapped or lost.
+"""The caches of a worker, and what rounds do with them: they come, go, and move.
 
-`WorkerRounds` starts and ends the rounds of all workers as the policy's batches say, and keeps
-`toolkit.sched.memory` up to date.
+`RunningJobs` has the jobs that decode in the worker's rounds: each gains one token per step, so its
+length is its length when it joined plus the steps since then. Sums are kept as integers, and a
+job's own counters change only when it leaves. `ParkedCaches` has the jobs with caches that do not
+decode. `WorkerRounds` starts and ends the rounds of all workers as the policy's batches say.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from toolkit.sched.types import Batch, Job, Moves, RoundResult, Worker
 
 
+NO_PREFILLS: dict[Job, None] = {}  # of every worker that splits no prefill; never changed
+
+
+class RunningJobs:
+    """Jobs in order of admission, and the tokens that they hold.
+
+    `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
+    jobs, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the jobs that may
+    take more than one round to prefill: until then they do not grow, and the token that
+    prefill gives counts as owed to them.
+    """
+
+    __slots__ = (
+        "_emits", "_slots", "base", "committed", "jobs", "prefilling", "steps",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.jobs: dict[Job, None] = {}
+        self.steps = 0
+        self.committed = 0
+        self.prefilling = NO_PREFILLS
+        self._emits = False  # whether prefills give a token
+        self.base = 0
+        self._slots: list[Job] = []  # a job that leaves gives its place to the last
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def used(self) -> int:
+        """Tokens of KV cache that the jobs hold or are owed by an unfinished prefill."""
+        return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Input tokens of the jobs that are being prefilled."""
+        return sum([job.length for job in self.prefilling]) if self.prefilling else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest job holds; 0 if there is none."""
+        return max([job.length + self.steps - job.joined for job in self.jobs], default=0)
+
+    @property
+    def longest_promise(self) -> int:
+        """The largest prompt + max_new_tokens of a job; 0 if there is none."""
+        return max([job.limit_tokens for job in self.jobs], default=0)
+
+    def join(self, job: Job) -> None:
+        """The job decodes from now on, once its input is prefilled or its cache is back."""
+        steps = self.steps
+        job.joined = steps
+        job.slot = len(self._slots)
+        self._slots.append(job)
+        self.jobs[job] = None
+        self.base += job.length - steps
+        self.committed += job.limit_tokens
+
+    def emitted(self, jobs: Iterable[Job]) -> None:
+        """Prefill gave each of these jobs its next token."""
+        for job in jobs:
+            job.length += 1
+            job.generated += 1
+            self.base += 1
+
+    def prefill_on(self, jobs: Iterable[Job], *, emits: bool) -> None:
+        """Exactly these jobs are being prefilled. `emits`: whether prefill gives a token."""
+        self.prefilling = dict.fromkeys(jobs)
+        self._emits = emits
+
+    def holds(self, job: Job) -> int:
+        """Tokens of KV cache that a job holds or is owed."""
+        return job.length + self.steps - job.joined + int(self._emits and job in self.prefilling)
+
+    def leave(self, job: Job) -> None:
+        """The job ended or its cache is dropped. Updates the job's own counters."""
+        del self.jobs[job]
+        if self.prefilling:
+            self.prefilling.pop(job, None)
+        decoded = self.steps - job.joined
+        self.base -= job.length - job.joined
+        self.committed -= job.limit_tokens
+        job.length += decoded
+        job.generated += decoded
+        last = self._slots.pop()
+        if last is not job:
+            self._slots[job.slot] = last
+            last.slot = job.slot
+
+    def miss(self, job: Job, steps: int) -> None:
+        """The job had no part in `steps` decode steps of this round, counted already or not yet."""
+        job.joined += steps
+        self.base -= steps
+
+    def table(self) -> NDArray[np.int64]:
+        """A row [length, generated, max_new_tokens] for each job, as of now: [n, 3].
+
+        The order is that of `Job.slot`, so that what is sampled for one job does not depend on the
+        order in which others left.
+        """
+        cells: list[int] = []
+        steps = self.steps
+        for job in self._slots:
+            decoded = steps - job.joined
+            cells += (job.length + decoded, job.generated + decoded, job.max_new_tokens)
+        return np.array(array("q", cells)).reshape(-1, 3)
+
+
+class ParkedCaches:
+    """Jobs with caches that are paused on the device, or swapped out to host memory.
+
+    They are in order of arrival there; `tokens` are those that they hold.
+    """
+
+    __slots__ = ("jobs", "tokens")
+
+    def __init__(self) -> None:
+        self.jobs: dict[Job, None] = {}
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def put(self, job: Job) -> None:
+        """The job's cache is here from now on; its length stays the same."""
+        self.jobs[job] = None
+        self.tokens += job.length
+
+    def take(self, job: Job) -> None:
+        """The job's cache is no longer here."""
+        del self.jobs[job]
+        self.tokens -= job.length
+
+
 def holds(worker: Worker, job: Job) -> bool:
     """Whether the worker keeps the job's cache, on the device or in host memory."""
-    return job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs
+    return job in worker.running.jobs or job in worker.paused.jobs or job in worker.swapped.jobs
 
 
 def forget(worker: Worker, job: Job) -> None:
     """Drop the job's cache wherever the worker keeps it. Updates the job's own counters."""
-    if job in worker.residents.jobs:
-        worker.residents.leave(job)
-    elif job in worker.held.jobs:
-        worker.held.take(job)
+    if job in worker.running.jobs:
+        worker.running.leave(job)
+    elif job in worker.paused.jobs:
+        worker.paused.take(job)
     else:
         worker.swapped.take(job)
 
 
 def _transfer(worker: Worker, moves: Moves) -> None:
     """Move the caches, except those of jobs that were cancelled meanwhile."""
-    held = worker.held
+    paused = worker.paused
     swapped = worker.swapped
     for job in moves.swap_out:
-        if job in held.jobs:
-            held.take(job)
+        if job in paused.jobs:
+            paused.take(job)
             swapped.put(job)
     for job in moves.swap_in:
         if job in swapped.jobs:
             swapped.take(job)
-            held.put(job)
+            paused.put(job)
 
 
 class WorkerRounds:
@@ -56,30 +197,30 @@ class WorkerRounds:
 
     def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
         """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
-        residents = worker.residents
+        running = worker.running
         jobs = batch.jobs
         for job in batch.evict:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
             moves = batch.moves
-            held = worker.held
+            paused = worker.paused
             for job in (*moves.pause, *moves.swap_out):
-                if job in residents.jobs:
-                    residents.leave(job)
-                    held.put(job)
+                if job in running.jobs:
+                    running.leave(job)
+                    paused.put(job)
                     job.waiting_since_s = now_s
             if not moves.overlap:
                 _transfer(worker, moves)
             for job in moves.promote:
                 job.promoted_at = job.generated
             for job in moves.resume:
-                held.take(job)
-                residents.join(job)
+                paused.take(job)
+                running.join(job)
         for job in jobs:
-            residents.join(job)
+            running.join(job)
             job.slices += 1
         if batch.chunk_tokens and jobs:
-            residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.emits > 0)
+            running.prefill_on((*running.prefilling, *batch.jobs), emits=worker.emits > 0)
         if self._cancelled and worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
         if self._released and worker.index in self._released:
@@ -89,27 +230,27 @@ class WorkerRounds:
         self, worker: Worker, batch: Batch, result: RoundResult, jobs: dict[str, Job], now_s: float
     ) -> list[Job]:
         """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
-        residents = worker.residents
-        if batch.jobs or residents.prefilling:
-            if result.joined is not None or residents.prefilling:
+        running = worker.running
+        if batch.jobs or running.prefilling:
+            if result.joined is not None or running.prefilling:
                 self._finish_prefills(worker, batch, result)
             elif worker.emits:
-                residents.emitted(batch.jobs)
+                running.emitted(batch.jobs)
         if result.steps:
-            residents.steps += result.steps
+            running.steps += result.steps
             worker.stepped_s = now_s
         for request_id, steps in result.missed:
-            residents.miss(jobs[request_id], steps)
+            running.miss(jobs[request_id], steps)
         ended = [jobs[request_id] for request_id in result.ended]
         for job in ended:
-            residents.leave(job)
+            running.leave(job)
         if self._cancelled and worker.index in self._cancelled:
             gone = self._cancelled[worker.index]
             left = [job for job in gone if job.request_id not in result.ended]
             self._cancelled[worker.index] = left
             for job in left:
-                if job in residents.jobs:
-                    residents.leave(job)
+                if job in running.jobs:
+                    running.leave(job)
                     ended.append(job)
         if result.failure == "crashed":
             return ended
@@ -135,30 +276,30 @@ class WorkerRounds:
         dropped = [
             job for request_id in result.dropped if (job := jobs.get(request_id)) is not None
         ]
-        stay = len(worker.residents)
+        stay = len(worker.running)
         worker.row_limit = max(stay + len(dropped) // 2, 1)
-        return dropped[0] if len(dropped) == 1 and not (stay or worker.held) else None
+        return dropped[0] if len(dropped) == 1 and not (stay or worker.paused) else None
 
     def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
         """Jobs that joined get the prefill's token and the steps since; the others get neither."""
-        residents = worker.residents
+        running = worker.running
         emits = worker.emits > 0
-        waited = dict.fromkeys((*residents.prefilling, *batch.jobs))
+        waited = dict.fromkeys((*running.prefilling, *batch.jobs))
         joined = result.joined
         after = dict(joined) if joined is not None else {job.request_id: 0 for job in waited}
         for job in waited:
-            residents.miss(job, after.get(job.request_id, result.steps))
-        residents.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
+            running.miss(job, after.get(job.request_id, result.steps))
+        running.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
         if emits:
-            residents.emitted([job for job in waited if job.request_id in after])
+            running.emitted([job for job in waited if job.request_id in after])
 
     def crash(self, worker: Worker, now_s: float) -> Job | None:
         """Evict all jobs of a dead worker, halve its limit on rows; returns a job that ran alone.
 
         The jobs keep their order. `lose`, which is called next, drops caches in host memory.
         """
-        rows = len(worker.residents)
-        jobs = [*worker.residents.jobs, *worker.held.jobs]
+        rows = len(worker.running)
+        jobs = [*worker.running.jobs, *worker.paused.jobs]
         for job in reversed(jobs):
             self.evict(worker, job, now_s)
         worker.row_limit = max(rows // 2, 1)
@@ -166,26 +307,26 @@ class WorkerRounds:
 
     def lose(self, worker: Worker, now_s: float) -> None:
         """The worker's process is gone, together with the caches in host memory."""
-        for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
+        for job in reversed([*worker.running.jobs, *worker.paused.jobs, *worker.swapped.jobs]):
             self.evict(worker, job, now_s)
         self._released.pop(worker.index, None)
         self._cancelled.pop(worker.index, None)
 
     def evict(self, worker: Worker, job: Job, now_s: float) -> None:
-        """Drop the job's cache and put it first in its worker's inbox; its tokens are kept.
+        """Drop the job's cache and put it first among the waiting jobs; its tokens are kept.
 
         To keep the order, call it for the last admitted job first.
         """
-        if job in worker.residents.jobs:
+        if job in worker.running.jobs:
             job.waiting_since_s = now_s
         forget(worker, job)
         job.evictions += 1
         job.home = worker.index
-        worker.inbox.appendleft(job)
+        worker.waiting.appendleft(job)
 
     def release(self, worker: Worker, job: Job, now_s: float) -> None:
         """Take a job off its worker between two rounds, to be routed again."""
-        worker.residents.leave(job)
+        worker.running.leave(job)
         job.reroutes += 1
         job.waiting_since_s = now_s
         self._released.setdefault(worker.index, []).append(job)
@@ -193,7 +334,7 @@ class WorkerRounds:
     def cancel(self, worker: Worker, job: Job) -> bool:
         """Cancel a job with a cache here. Returns whether it ended at once; else with the round."""
         self._cancelled.setdefault(worker.index, []).append(job)
-        if job in worker.residents.jobs and worker.running is not None:
+        if job in worker.running.jobs and worker.batch is not None:
             return False
         forget(worker, job)
         return True

@@ -6,6 +6,7 @@ Python, with the same results, more slowly.
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,11 +126,45 @@ def future_peak(keys: NDArray[np.int64], n: int, padded: bool) -> int:
     return peak
 
 
+@njit
+def insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
+    """Insert `key` into the first n of `keys`, which descend, and return the peak of all n + 1."""
+    at = n
+    while at > 0 and keys[at - 1] < key:
+        keys[at] = keys[at - 1]
+        at -= 1
+    keys[at] = key
+    return future_peak(keys, n + 1, padded)
+
+
+@njit
+def _peaks(rows: NDArray[np.int64], first: int, padded: bool) -> NDArray[np.int64]:
+    n = len(rows)
+    keys = np.empty(n, dtype=np.int64)
+    peaks = np.empty(n, dtype=np.int64)
+    for i in range(n):
+        peaks[i] = insert_and_peak(keys, i, (rows[i, 1] << 32) + rows[i, 0], padded)
+    return peaks[first:]
+
+
+def peaks_to_come(rows: Sequence[int], running: int, padded: bool) -> list[int]:
+    """`future_peak` of the running rows with the first, with the first two, ... of the others.
+
+    Args:
+        rows: for each row the tokens that it holds and those that it will generate, in turn.
+        running: how many rows run, before the others.
+        padded: whether the rows are one slab.
+    """
+    columns = np.array(array("q", rows)).reshape(-1, 2)
+    peaks: list[int] = _peaks(columns, running, padded).tolist()
+    return peaks
+
+
 def peak_to_come(used: Sequence[int], remaining: Sequence[int], padded: bool) -> int:
     """`future_peak` of rows that hold `used` tokens each and will generate `remaining` more."""
     keys = (np.array(remaining, dtype=np.int64) << 32) + np.array(used, dtype=np.int64)
     keys.sort()
-    return int(future_peak(keys[::-1], len(keys), padded))
+    return int(future_peak(keys[::-1].copy(), len(keys), padded))
 
 
 @njit
@@ -168,17 +203,6 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
     right = max(limit, history[count - 1]) if low + k == count else history[low + k]
     length = int(np.rint(left + share * (right - left)))
     return max(min(length, limit), generated)
-
-
-@njit
-def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
-    """Insert `key` into the first n of `keys`, which descend, and return the peak of all n + 1."""
-    at = n
-    while at > 0 and keys[at - 1] < key:
-        keys[at] = keys[at - 1]
-        at -= 1
-    keys[at] = key
-    return future_peak(keys, n + 1, padded)
 
 
 @njit
@@ -226,6 +250,6 @@ def admit_past_future(
             else:
                 final = min(int(history[int(u * len(history))]), limit)
             key = ((final - generated) << 32) | waiting[k, 0]
-            if _insert_and_peak(keys[s], n + k, key, padded) >= limit_tokens:
+            if insert_and_peak(keys[s], n + k, key, padded) >= limit_tokens:
                 return k
     return m

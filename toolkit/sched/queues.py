@@ -59,7 +59,7 @@ class BatchQueues:
         The load is set to exactly zero when nothing is left, so that rounding errors do not add up.
         """
         worker.load_s = (
-            max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
+            max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.batch else 0.0
         )
         self._view.loads.note(worker)
 

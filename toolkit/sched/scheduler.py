@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -21,6 +20,7 @@ from toolkit.sched.caches import WorkerRounds, holds
 from toolkit.sched.memory import longest
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.queues import BatchQueues
+from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.types import (
     Batch,
     BatchResult,
@@ -31,15 +31,14 @@ from toolkit.sched.types import (
     Worker,
 )
 from toolkit.sched.view import Decision, View
-from toolkit.sched.waiting import RETURN_S, RankedJobs, WaitingPool
+from toolkit.sched.waiting import RETURN_S, WaitingPool
 
 # A job that ran alone is given up at its second failure without a token in between, which is what
 # a request that breaks its worker does. One that makes progress goes on, but not for ever.
-MAX_STRIKES_HERE = 2
-MAX_STRIKES = 5
+MAX_FAILURES_HERE = 2
+MAX_FAILURES = 5
 _FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
 _TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
-_index = attrgetter("index")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -71,7 +70,7 @@ class Scheduler:
             worker.longest = longest(worker.memory, policy.continuous)
             ranking = policy.ranking(worker.latency)
             if ranking is not None:
-                worker.inbox = RankedJobs(ranking)
+                worker.waiting = RankedJobs(ranking)
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
         self._jobs: dict[str, Job] = {}  # those that have not ended, by request id
@@ -87,7 +86,7 @@ class Scheduler:
         self._refuse_stranded(now_s)
         self._release(now_s)
         self._route(now_s)
-        view.due.sort(key=_index)
+        view.sort_due()
         self._reorder(now_s)
         decision = self.policy.plan(view, now_s)
         self._accept(decision)
@@ -136,7 +135,7 @@ class Scheduler:
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""
         view = self._view
-        view.due.sort(key=_index)
+        view.sort_due()
         started: list[Batch] = []
         for worker in view.due:
             worker.is_due = False
@@ -145,7 +144,7 @@ class Scheduler:
                 if batch.keep_cache:
                     self._rounds.begin(worker, batch, now_s)
                 batch.started_s = now_s
-                worker.running = batch
+                worker.batch = batch
                 view.changed(worker.index)
                 del view.idle[bisect_left(view.idle, worker.index)]
                 started.append(batch)
@@ -167,16 +166,16 @@ class Scheduler:
     def running_jobs(self) -> int:
         """Requests in batches that run now."""
         return sum(
-            len(worker.residents) if worker.running.keep_cache else worker.running.size
+            len(worker.running) if worker.batch.keep_cache else worker.batch.size
             for worker in self.workers
-            if worker.running
+            if worker.batch
         )
 
     @property
     def waiting_jobs(self) -> int:
         """Requests that wait to run: in the pool, at a worker, preempted, or in a queued batch."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
-        preempted = sum(len(worker.held) + len(worker.swapped) for worker in self.workers)
+        preempted = sum(len(worker.paused) + len(worker.swapped) for worker in self.workers)
         return self._pool.count + queued + preempted
 
     def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
@@ -215,10 +214,10 @@ class Scheduler:
         `ValueError`: the worker does not run that batch.
         """
         worker = self.workers[result.worker]
-        batch = worker.running
+        batch = worker.batch
         if batch is None or batch.batch_id != result.batch_id:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
-        worker.running = None
+        worker.batch = None
         view = self._view
         view.changed(worker.index)
         if worker.alive:
@@ -237,7 +236,7 @@ class Scheduler:
                 else:
                     alone = self._rounds.crash(worker, now_s)
                 if alone is not None:
-                    self._strike(alone, result.failure)
+                    self._count_failure(alone, result.failure)
         else:
             self._queues.unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
@@ -263,25 +262,25 @@ class Scheduler:
             self._pool.add(going_on)
             return
         worker.oom_events += result.failure == "oom"
-        if len(going_on) != 1 or not self._strike(going_on[0], result.failure):
+        if len(going_on) != 1 or not self._count_failure(going_on[0], result.failure):
             self._queues.halve(worker, batch, going_on, crashed=result.failure == "crashed")
 
-    def _strike(self, job: Job, failure: str) -> bool:
+    def _count_failure(self, job: Job, failure: str) -> bool:
         """Count the failure of a job that ran alone, and end the job if it is given up (True)."""
-        job.strikes += 1
-        job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
-        job.struck_at = job.generated
-        if job.strikes_here < MAX_STRIKES_HERE and job.strikes < MAX_STRIKES:
+        job.failures += 1
+        job.failures_here = job.failures_here + 1 if job.generated == job.failed_at else 1
+        job.failed_at = job.generated
+        if job.failures_here < MAX_FAILURES_HERE and job.failures < MAX_FAILURES:
             return False
-        reason = f"{_FAILED[failure]}, {_TIMES[job.strikes]}"
+        reason = f"{_FAILED[failure]}, {_TIMES[job.failures]}"
         self._refused.append(Refusal(job.request_id, reason))
-        if job.home >= 0:  # an evicted job waits in an inbox
+        if job.home >= 0:  # an evicted job waits in an waiting
             self._pool.remove(job)
         self._end([job])
         return True
 
     def _interrupt(self, index: int) -> None:
-        batch = self.workers[index].running
+        batch = self.workers[index].batch
         if batch is not None and batch.keep_cache and not batch.interrupted:
             batch.interrupted = True
             self.interrupts.append(index)

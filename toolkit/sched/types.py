@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.memory import ParkedCaches, Residents
+from toolkit.sched.caches import ParkedCaches, RunningJobs
 from toolkit.sched.results import BatchResult as BatchResult
 from toolkit.sched.results import Failure as Failure
 from toolkit.sched.waiting import WaitingJobs
@@ -53,7 +53,7 @@ class Request:
 class Job:
     """A request inside the scheduler: the tokens generated so far and the history of its attempts.
 
-    While a job is resident on a worker (`toolkit.sched.memory`), `length` and `generated` have
+    While a job runs in rounds (`toolkit.sched.caches`), `length` and `generated` have
     their values of the step at which it joined, not the current ones.
 
     Attributes:
@@ -65,25 +65,43 @@ class Job:
             new ticket.
         length: prompt + generated tokens, which is the input of the next slice.
         slices: batches and rounds that it entered.
-        strikes: how often it failed as the only job of a batch, in all.
-        strikes_here: how many of these since it last generated a token.
-        struck_at: tokens that it had generated at the last of them; -1 if there was none.
+        failures: how often it failed as the only job of a batch, in all.
+        failures_here: how many of these since it last generated a token.
+        failed_at: tokens that it had generated at the last of them; -1 if there was none.
         waiting_since_s: when it last stopped running: submitted, returned to the pool, paused,
             swapped out or evicted.
-        home: index of the worker that has it in its inbox; -1 while it is in the pool.
+        home: index of the worker where it waits; -1 while it is in the pool.
         cancelled: whether its client withdrew it.
         evictions: how often its cache was dropped to make room.
         reroutes: how often it left its worker after a slice to be routed again.
-        joined: the worker's count of decode steps when the job became resident.
-        slot: its row in `Residents.table` while it is resident.
+        joined: the worker's count of decode steps when the job began to run.
+        slot: its row in `RunningJobs.table` while it runs.
         promoted_at: tokens that it had generated when it was last promoted; -1: it never was.
     """
 
     __slots__ = (
-        "arrival_s", "cancelled", "evictions", "generated", "home", "joined", "length",
-        "limit_tokens", "max_new_tokens", "number", "priority", "promoted_at", "prompt_tokens",
-        "request_id", "reroutes", "slices", "slot", "strikes", "strikes_here", "struck_at",
-        "ticket", "waiting_since_s",
+        "arrival_s",
+        "cancelled",
+        "evictions",
+        "failed_at",
+        "failures",
+        "failures_here",
+        "generated",
+        "home",
+        "joined",
+        "length",
+        "limit_tokens",
+        "max_new_tokens",
+        "number",
+        "priority",
+        "promoted_at",
+        "prompt_tokens",
+        "request_id",
+        "reroutes",
+        "slices",
+        "slot",
+        "ticket",
+        "waiting_since_s",
     )  # fmt: skip
 
     def __init__(
@@ -112,8 +130,8 @@ class Job:
         self.arrival_s = request.arrival_s
         self.prompt_tokens = prompt
         self.max_new_tokens = limit
-        self.strikes = self.strikes_here = 0
-        self.struck_at = -1
+        self.failures = self.failures_here = 0
+        self.failed_at = -1
         self.evictions = 0
         self.reroutes = 0
         self.slot = -1
@@ -167,7 +185,7 @@ class Batch:
       used it up, and caches are dropped;
     - continuous: the batch is a round, `until` is "any", and caches are kept. Jobs in `evict` and
       `release` leave first and lose their caches. Then `jobs` enter and are prefilled. All
-      residents decode at most `steps` times, until one of them ends.
+      running jobs decode at most `steps` times, until one of them ends.
 
     A round that is interrupted stops at the first step at which the worker's count of decode steps
     is a multiple of `stop_every`. With `chunk_tokens`, entering jobs are prefilled in passes of at
@@ -229,22 +247,25 @@ class Worker:
     Args:
         index: its number, from 0.
         latency, memory: its laws.
-        slots: the most residents that the engine supports.
+        slots: the most running that the engine supports.
         swap: the law of swaps to host memory; None: nothing is swapped.
         host_tokens: the most tokens of `swapped` jobs; 0 means no host memory.
         joining: how rows join a running batch that is one padded slab; None: memory is paged.
 
     Attributes:
-        inbox: jobs routed here and not yet batched.
+        waiting: jobs routed here and not yet batched.
+        queue: batches that wait here.
+        batch: the batch or round that it runs; None: it is idle.
+        running: the jobs of its rounds, which have caches and decode.
         load_s: T_load(w) of SCLS Eq. 11, in seconds.
         assigned: batches assigned so far: breaks ties so that every worker gets work.
         longest: prompt + output in tokens of the longest job that fits; set by the scheduler.
         stepped_s: when its last reported decode step ended.
-        held, swapped: jobs that are paused, and jobs with caches in host memory.
+        paused, swapped: jobs that are paused, and jobs with caches in host memory.
         is_due: whether it is in `View.due`.
         capacity_tokens: KV cache in tokens, from the memory law.
         emits: tokens that a prefill gives: 1 or 0.
-        row_limit: the most residents: `slots`, and less after a failure, until a request that kills
+        row_limit: the most running: `slots`, and less after a failure, until a request that kills
             its worker runs alone.
     """
 
@@ -269,14 +290,14 @@ class Worker:
         self.host_tokens = host_tokens
         self.joining = joining
         self.swapped = ParkedCaches()
-        self.held = ParkedCaches()
+        self.paused = ParkedCaches()
         # What every round needs lies together: with hundreds of workers, a round waits for memory.
         self.index = index
         self.alive = True
         self.is_due = False
-        self.running: Batch | None = None
-        self.inbox = WaitingJobs()
-        self.residents = Residents()
+        self.batch: Batch | None = None
+        self.waiting = WaitingJobs()
+        self.running = RunningJobs()
         self.assigned = 0
         self.stepped_s = 0.0
         self.slots = slots
@@ -292,7 +313,7 @@ class Worker:
     @property
     def has_jobs(self) -> bool:
         """Whether a job waits or has a cache here."""
-        return bool(self.inbox.jobs or self.residents.jobs or self.held.jobs or self.swapped.jobs)
+        return bool(self.waiting.jobs or self.running.jobs or self.paused.jobs or self.swapped.jobs)
 
     def holds(self, job: Job) -> bool:
         """Whether the job fits the worker's memory alone, even if it generates all that it may."""
@@ -304,14 +325,14 @@ class Worker:
 
     def left_s(self, now_s: float) -> float:
         """Seconds of `load_s` that remain, without what the running batch has done by now."""
-        running = self.running
-        done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
+        batch = self.batch
+        done_s = min(now_s - batch.started_s, batch.estimated_s) if batch else 0.0
         return max(self.load_s - done_s, 0.0)
 
 
 @mypyc_attr(acyclic=True)
 class RoundResult:
-    """What a worker did with a round: all residents decoded `steps` times, `ended` jobs last.
+    """What a worker did with a round: all running jobs decoded `steps` times, `ended` jobs last.
 
     Attributes:
         ended: jobs that ended in the round's last step.
@@ -321,10 +342,10 @@ class RoundResult:
             a job ends with it may have 0 steps. The prefill of a job that is not named continues in
             the next round.
         failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
-        missed: residents that an engine which also schedules (`toolkit.backends.vllm`) left out of
+        missed: running that an engine which also schedules (`toolkit.backends.vllm`) left out of
             so many of the steps.
         dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
-            had no room for them (then `failure` is "oom", and `dropped` may be all residents, or
+            had no room for them (then `failure` is "oom", and `dropped` may be all running jobs, or
             empty if splitting a pass was enough), or an engine that also schedules made room.
     """
 

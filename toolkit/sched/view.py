@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
+
+_index = attrgetter("index")
 
 
 class LengthHistory:
@@ -110,18 +113,23 @@ class View:
     @property
     def free(self) -> list[Worker]:
         """Workers that are alive and run nothing, by index: a plan may start batches on these."""
-        return [worker for worker in self._alive if worker.running is None]
+        return [worker for worker in self._alive if worker.batch is None]
 
     def make_due(self, worker: Worker) -> None:
         """For the scheduler: something happened to `worker`. Has no effect while it cannot run."""
-        if not worker.is_due and worker.alive and worker.running is None:
+        if not worker.is_due and worker.alive and worker.batch is None:
             worker.is_due = True
             self.due.append(worker)
+
+    def sort_due(self) -> None:
+        """For the scheduler: order the due workers by index."""
+        if len(self.due) > 1:
+            self.due.sort(key=_index)
 
     def workers_changed(self) -> None:
         """For the scheduler: a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
-        self.idle = [worker.index for worker in self._alive if worker.running is None]
+        self.idle = [worker.index for worker in self._alive if worker.batch is None]
         for worker in self.due:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]

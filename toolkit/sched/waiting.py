@@ -1,12 +1,12 @@
 """The jobs that wait and are in no batch: in the pool, at a worker, or stranded.
 
 A new job, and a job that continues after its batch, gets a ticket and enters the pool. A policy
-that routes moves it to a worker (`Worker.inbox`); every policy takes jobs from either into a batch.
-Evicted jobs go back to their worker.
+that routes moves it to a worker (`Worker.waiting`); every policy takes jobs from either into a
+batch. Evicted jobs go back to their worker.
 
 At a worker, jobs wait in order of urgency (a smaller `Request.priority` first), evicted jobs before
-others of the same urgency, and then by arrival: `WaitingJobs`. `RankedJobs` also keeps them in the
-order of a policy.
+others of the same urgency, and then by arrival: `WaitingJobs`. `toolkit.sched.ranked` also keeps
+them in the order of a policy.
 
 In a fleet of several kinds, a stranded job fits only workers that are lost. It waits, because these
 are started again, but for at most `RETURN_S`: a kind of worker may not come back.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -145,109 +145,8 @@ class WaitingJobs:
             self.jobs.extend(first)
 
 
-Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, rank
-Ranked = tuple[float, int, "Job"]  # rank, ticket
-
-
-class RankedJobs(WaitingJobs):
-    """Waiting jobs that are also kept in the order in which a policy serves them.
-
-    `jobs` are in order of arrival; priorities are a part of the rank. While a job waits, only its
-    waiting time changes. Jobs that have waited for `patience_s` starve and are served by age, the
-    others by rank; equal ranks are served by ticket.
-
-    `rank` maps a job and its generated tokens to its rank, which must not change while it waits.
-    """
-
-    def __init__(self, rank: Callable[[Job, int], float]) -> None:
-        super().__init__()
-        self.rank = rank
-        # Sorted: the jobs that starved at the last query, and the others twice.
-        self._starved: list[Aged] = []
-        self._by_age: list[Aged] = []
-        self._by_rank: list[Ranked] = []
-        self._counts: dict[float, int] = {}  # how many of `_by_rank` have each rank
-        self._lengths: list[int] = []
-
-    @property
-    def shortest(self) -> int:
-        """The length in tokens of the shortest job; there must be one."""
-        return self._lengths[0]
-
-    def starving(self, now_s: float, patience_s: float) -> Iterator[Aged]:
-        """Jobs that have waited for at least `patience_s`, the longest first."""
-        self._age(now_s, patience_s)
-        return iter(self._starved)
-
-    def others(self, now_s: float, patience_s: float) -> Iterator[Ranked]:
-        """Jobs that have waited for less, the least rank first."""
-        self._age(now_s, patience_s)
-        return iter(self._by_rank)
-
-    def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
-        """The waiting time of the next job to starve that is not in `besides`; -1: none will."""
-        self._age(now_s, patience_s)
-        for since_s, _, _, job in self._by_age:
-            if job not in besides:
-                return now_s - since_s
-        return -1.0
-
-    def starving_before(self, now_s: float, waited_s: float, ticket: int) -> int:
-        """How many jobs have waited longer than `waited_s`, or as long with an earlier ticket."""
-        key = now_s - waited_s, ticket
-        return bisect_left(self._starved, key) + bisect_left(self._by_age, key)
-
-    def ranks(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
-        """How many jobs starve, the others' ranks, ascending, and how many have each."""
-        self._age(now_s, patience_s)
-        values = sorted(self._counts)
-        return len(self._starved), values, [self._counts[value] for value in values]
-
-    def others_before(self, rank: float, ticket: int) -> int:
-        """How many jobs that did not starve at the last query are served before such a one."""
-        return bisect_left(self._by_rank, (rank, ticket))
-
-    def _age(self, now_s: float, patience_s: float) -> None:
-        """Move the jobs that starve by now to `_starved`."""
-        while self._by_age and now_s - self._by_age[0][0] >= patience_s:
-            aged = self._by_age.pop(0)
-            self._leave_rank(aged[2], aged[1])
-            insort(self._starved, aged)
-
-    def _leave_rank(self, rank: float, ticket: int) -> None:
-        del self._by_rank[bisect_left(self._by_rank, (rank, ticket))]
-        self._counts[rank] -= 1
-        if not self._counts[rank]:
-            del self._counts[rank]
-
-    def _place(self, job: Job, *, last: bool) -> None:
-        if last:
-            self.jobs.append(job)
-        else:
-            self.jobs.appendleft(job)
-
-    def _added(self, job: Job) -> None:
-        super()._added(job)
-        rank = self.rank(job, job.generated)
-        insort(self._lengths, job.length)
-        insort(self._by_age, (job.waiting_since_s, job.ticket, rank, job))
-        insort(self._by_rank, (rank, job.ticket, job))
-        self._counts[rank] = self._counts.get(rank, 0) + 1
-
-    def _removed(self, job: Job) -> None:
-        super()._removed(job)
-        del self._lengths[bisect_left(self._lengths, job.length)]
-        key = job.waiting_since_s, job.ticket
-        at = bisect_left(self._by_age, key)
-        if at < len(self._by_age) and self._by_age[at][3] is job:
-            aged = self._by_age.pop(at)
-            self._leave_rank(aged[2], job.ticket)
-        else:
-            del self._starved[bisect_left(self._starved, key)]
-
-
 class WaitingPool:
-    """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
+    """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.waiting`.
 
     Jobs of a batch that was lost with its worker wait in that worker's queue, each to run alone.
 
@@ -268,7 +167,7 @@ class WaitingPool:
     @property
     def count(self) -> int:
         """The number of waiting jobs: pooled, at workers, and stranded."""
-        at_workers = sum([worker.inbox.count for worker in self._workers])
+        at_workers = sum([worker.waiting.count for worker in self._workers])
         return len(self.jobs) + len(self.stranded) + at_workers
 
     @property
@@ -295,15 +194,15 @@ class WaitingPool:
             raise ValueError(f"{len(homes)} workers for {len(self.jobs)} jobs")
         for job, home in zip(self.jobs, homes, strict=True):
             job.home = home
-            self._workers[home].inbox.append(job)
+            self._workers[home].waiting.append(job)
         self.jobs.clear()
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
         """At their workers, defer `behind`, and move `first` before equally urgent jobs."""
         for job in behind:
-            self._workers[job.home].inbox.defer(job)
+            self._workers[job.home].waiting.defer(job)
         for job in first:
-            self._workers[job.home].inbox.advance(job)
+            self._workers[job.home].waiting.advance(job)
 
     def take(self, batches: Sequence[Batch]) -> None:
         """Remove the batches' jobs."""
@@ -313,7 +212,7 @@ class WaitingPool:
                 if job.home < 0:
                     pooled.add(job.ticket)
                     continue
-                waiting = self._workers[job.home].inbox
+                waiting = self._workers[job.home].waiting
                 if waiting.jobs[0] is job:
                     waiting.popleft()
                 else:
@@ -327,7 +226,7 @@ class WaitingPool:
         """Remove a waiting job; False if it does not wait."""
         waiting: WaitingJobs | list[Job]
         if job.home >= 0:
-            waiting = self._workers[job.home].inbox
+            waiting = self._workers[job.home].waiting
         else:
             waiting = self.stranded if job in self.stranded else self.jobs
         if job not in waiting:
@@ -338,8 +237,8 @@ class WaitingPool:
     def take_back(self, lost: Worker) -> None:
         """Return the jobs at a lost worker to the pool."""
         jobs: list[Job] = []
-        while lost.inbox.count:
-            jobs.append(lost.inbox.popleft())
+        while lost.waiting.count:
+            jobs.append(lost.waiting.popleft())
         self.add(jobs)
 
     def worker_lost(self, now_s: float) -> None:

@@ -117,7 +117,7 @@ class Driver:
         running = 0
         for worker, flight in self.flights.items():
             if flight.batch.keep_cache:
-                running += len(self.scheduler.workers[worker].residents)
+                running += len(self.scheduler.workers[worker].running)
             else:
                 running += sum(not active.status for active in flight.requests)
         return running

@@ -157,7 +157,7 @@ class Forecast:
             """How long a row stays among `rows`, each of which is prefilled once meanwhile."""
             return output * law.decode_s(rows, length, 1) + rows * prefill_s
 
-        resident = [len(worker.residents) for worker in workers]
+        resident = [len(worker.running) for worker in workers]
         places = []  # rows that each worker has at most, if each grows to mean lengths
         for worker, rows in zip(workers, resident, strict=True):
             fitting = int(worker.capacity_tokens // (prompt + output))

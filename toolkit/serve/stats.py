@@ -263,7 +263,7 @@ class Stats:
 
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
         """Count a round that has ended. Call this before the scheduler updates the residents."""
-        residents = worker.residents
+        residents = worker.running
         law = worker.latency
         rows = len(residents)
         longest = residents.longest

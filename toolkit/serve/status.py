@@ -444,7 +444,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
     for worker in driver.scheduler.workers:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
-        rows = len(worker.residents)
+        rows = len(worker.running)
         padded_tokens = 0
         flight = driver.flights.get(worker.index)
         if flight and not flight.batch.keep_cache:
@@ -457,7 +457,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
                 worker.alive and facts is not None,
                 worker.load_s,
                 rows,
-                footprint_of(worker).taken + worker.held.tokens + padded_tokens,
+                footprint_of(worker).taken + worker.paused.tokens + padded_tokens,
                 facts.capacity_tokens if facts else None,
             )
         )

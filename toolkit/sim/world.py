@@ -25,7 +25,7 @@ from toolkit.files.recipe import ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import BUILT_IN, make_any
-from toolkit.sched.policies.parameters import Value, choice, knob, knobs, validate
+from toolkit.sched.policies.parameters import Value, choice, declared, parameter, validate
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
@@ -338,16 +338,16 @@ ARTIFACT: dict[str, dict[str, Value]] = {
 class WorldSettings:
     """The settings of a world besides its fit. No policy has parameters of these names."""
 
-    capacity_tokens: int = knob(
+    capacity_tokens: int = parameter(
         0, doc="tokens of KV cache that a worker holds; 0: as fitted, in unit-step 120,000"
     )
-    drain: bool = knob(
+    drain: bool = parameter(
         True, doc="false: stop when the last request is admitted; the default in unit-step"
     )
-    limits_hold: bool = knob(
+    limits_hold: bool = parameter(
         True, doc="false: outputs may pass the limits that policies see; the default in unit-step"
     )
-    closed_loop: bool = knob(
+    closed_loop: bool = parameter(
         True, doc="false: turns of sessions arrive at the trace's times, not after the turn before"
     )
     replica_router: str = choice(
@@ -386,7 +386,7 @@ def assign_settings(
     servers are simulated. `InputError` for a key that none has.
     """
     # `make_any` refuses an unknown policy.
-    known = {name: knobs(type(make_any(name, {}))).keys() for name in policies}
+    known = {name: declared(type(make_any(name, {}))).keys() for name in policies}
     own = {f.name for f in fields(WorldSettings)}
     of_world: dict[str, Value] = {}
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
@@ -455,7 +455,7 @@ def make_world(
             [make_world(f, given, workers=n, max_new_tokens=limit, seed=seed) for f, n in kinds]
         )
     given = dict(given)
-    knobs_of_router = {key.partition(".")[2]: given.pop(key) for key in list(given) if "." in key}
+    of_router = {key.partition(".")[2]: given.pop(key) for key in list(given) if "." in key}
     if fit is None:
         settings = WorldSettings(**({"drain": False, "limits_hold": False} | given))  # type: ignore[arg-type]
         memory = ZetaMemory(settings.capacity_tokens or TABLE_1_CAPACITY)
@@ -481,7 +481,7 @@ def make_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
-        routing=settings.routing(knobs_of_router),
+        routing=settings.routing(of_router),
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
     )
 

@@ -22,8 +22,8 @@ ONE_SIZE = "laws for another tensor parallelism do not follow from laws that wer
 
 
 @dataclass(frozen=True, slots=True)
-class SizedRecipe:
-    """A recipe with its number of workers and GPUs per worker, and the fit that holds for it."""
+class Arrangement:
+    """GPUs in workers: a recipe with their number and size, and the fit that holds for it."""
 
     recipe: Recipe
     fit: Fit
@@ -76,7 +76,7 @@ def better_of(tunings: Sequence[Tuning]) -> Tuning:
 
 
 def compared(
-    machines: Sequence[SizedRecipe], tunings: Sequence[Tuning], refused: Mapping[int, str]
+    machines: Sequence[Arrangement], tunings: Sequence[Tuning], refused: Mapping[int, str]
 ) -> Tuning:
     """The best of the tunings, with a row for each machine, and for each size that was not tried,
     with the reason.
@@ -88,7 +88,7 @@ def compared(
     return best.model_copy(update={"parallel": rows})
 
 
-def _row(machine: SizedRecipe, tuning: Tuning) -> ParallelSize:
+def _row(machine: Arrangement, tuning: Tuning) -> ParallelSize:
     usd = machine.recipe.hardware.usd_per_hour
     return ParallelSize(
         tensor_parallel_size=machine.size,

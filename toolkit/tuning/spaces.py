@@ -16,7 +16,7 @@ from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import Outcome, ParameterValue, searched_key
 from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_of
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
-from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
+from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults, parameters
 from toolkit.sim.world import flags_of
 from toolkit.tuning.evaluate import EvaluationSetup, Task
 
@@ -167,7 +167,7 @@ def router_spaces(space: PolicySpace, recipe: Recipe, workers: int) -> list[Poli
             if key.startswith(f"{name}.")
         }
         searched = _distributions(
-            f"router '{name}'", knobs(ROUTERS[name]), router.parameters, narrowed
+            f"router '{name}'", declared(ROUTERS[name]), router.parameters, narrowed
         )
         distributions = space.distributions | _named(name, searched)
         spaces.append(replace(space, router=router, distributions=distributions))
@@ -206,7 +206,7 @@ def make_spaces(
     for key, values in narrowed.items():
         policy, dot, parameter = key.rpartition(".")
         if policy in ROUTERS:
-            known_ones = knobs(ROUTERS[policy])
+            known_ones = declared(ROUTERS[policy])
             first = defaults(ROUTERS[policy])
             _distributions(f"router '{policy}'", known_ones, first, {parameter: values})
             continue
@@ -235,14 +235,14 @@ def search_space(
     worker, all routers are the same, so a word is searched only if `narrowed` names it. Raises
     `InputError` for an unknown parameter, and for a range outside the parameter's limits.
     """
-    known = knobs(KNOWN[policy])
+    known = declared(KNOWN[policy])
     first = defaults(KNOWN[policy]) | dict(start)
     return _distributions(f"policy '{policy}'", known, first, narrowed, workers)
 
 
 def _distributions(
     owner: str,
-    known: Mapping[str, Knob],
+    known: Mapping[str, Parameter],
     first: Mapping[str, Value],
     narrowed: Narrowed,
     workers: int = 2,
@@ -253,23 +253,23 @@ def _distributions(
             hint = nearest(name, known) if known else "it has no parameters"
             raise InputError(f"tune.space: {owner} has no parameter '{name}'", hint)
     found: Distributions = {}
-    for name, knob in known.items():
-        if knob.choices or isinstance(first[name], bool):
-            values = narrowed.get(name, knob.choices if knob.choices and workers > 1 else ())
-            distribution = _categories(name, knob, first[name], values)
+    for name, limits in known.items():
+        if limits.choices or isinstance(first[name], bool):
+            values = narrowed.get(name, limits.choices if limits.choices and workers > 1 else ())
+            distribution = _categories(name, limits, first[name], values)
         else:
-            distribution = _range(name, knob, first[name], narrowed.get(name, knob.search))
+            distribution = _range(name, limits, first[name], narrowed.get(name, limits.search))
         if distribution is not None:
             found[name] = distribution
     return found
 
 
 def _categories(
-    name: str, knob: Knob, first: Value, values: Sequence[Value]
+    name: str, limits: Parameter, first: Value, values: Sequence[Value]
 ) -> Distribution | None:
-    known: tuple[Value, ...] = knob.choices or (False, True)
+    known: tuple[Value, ...] = limits.choices or (False, True)
     for value in values:
-        if value not in known or isinstance(value, bool) != (not knob.choices):
+        if value not in known or isinstance(value, bool) != (not limits.choices):
             listed = ", ".join(map(_word, known))
             raise InputError(
                 f"tune.space: {name}: {_word(value)} is not one of its choices",
@@ -280,7 +280,7 @@ def _categories(
 
 
 def _range(
-    name: str, knob: Knob, first: Value, values: Sequence[Value] | None
+    name: str, limits: Parameter, first: Value, values: Sequence[Value] | None
 ) -> Distribution | None:
     if values is None:
         return None
@@ -289,16 +289,16 @@ def _range(
     if (
         len(values) != 2
         or len(numbers) != 2
-        or not knob.low <= numbers[0] <= numbers[1] <= knob.high
+        or not limits.low <= numbers[0] <= numbers[1] <= limits.high
     ):
         raise InputError(
-            f"tune.space: {name}: {shown} is not a range within [{knob.low:g}, {knob.high:g}]",
-            knob.doc,
+            f"tune.space: {name}: {shown} is not a range within [{limits.low:g}, {limits.high:g}]",
+            limits.doc,
         )
-    start = float(first) or (numbers[1] if knob.log else 0.0)  # no logarithmic range has a 0
+    start = float(first) or (numbers[1] if limits.log else 0.0)  # no logarithmic range has a 0
     low = min(numbers[0], start)
     high = max(numbers[1], start)
-    log = knob.log and low > 0
+    log = limits.log and low > 0
     if isinstance(first, int):
         return optuna.distributions.IntDistribution(int(low), int(high), log=log)
     return optuna.distributions.FloatDistribution(low, high, log=log)

@@ -145,7 +145,7 @@ def refuse_not_modelled(header: IterationLogHeader) -> None:
 
 
 def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
-    """`InputError` where the recipe's config does not give the number of a model's experts."""
+    """`InputError` for a mixture of experts if the recipe's config does not give their number."""
     if model_type in EXPERTS and not experts_of(text_config(recipe.model.config))[0]:
         raise InputError(
             f"{model_type}: the law of a pass needs the number of its experts, and "

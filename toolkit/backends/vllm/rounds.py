@@ -76,13 +76,13 @@ class Steps:
     def drop(self, request_id: str) -> None:
         """The engine dropped a request's cache to make room; the request waits again."""
         worker = self._worker
-        if any(job.request_id == request_id for job in (*worker.residents.jobs, *worker.held.jobs)):
+        if any(job.request_id == request_id for job in (*worker.running.jobs, *worker.paused.jobs)):
             self._dropped.append(request_id)
         self._entering.discard(request_id)
 
     def plan(self, now_s: float) -> StepOrders | None:
         """Which requests may run from now on; None if nothing changes."""
-        batch = self._worker.running
+        batch = self._worker.batch
         if batch is not None:
             if self._changed:
                 self._changed = False
@@ -106,10 +106,10 @@ class Steps:
 
     def stepped(self, tokens: Collection[str], ended: Sequence[str], now_s: float) -> None:
         """The engine has taken a step: requests that got a token, and those that ended with it."""
-        batch = self._worker.running
+        batch = self._worker.batch
         if batch is None or not tokens:
             return
-        for job in self._worker.residents.jobs:
+        for job in self._worker.running.jobs:
             request_id = job.request_id
             if request_id in self._entering:
                 if request_id in tokens:
@@ -122,7 +122,7 @@ class Steps:
             self._complete(batch, ended, now_s)
 
     def _should_stop(self, batch: Batch) -> bool:
-        steps = self._worker.residents.steps + self._steps
+        steps = self._worker.running.steps + self._steps
         return batch.interrupted and steps % batch.stop_every == 0
 
     def _begin(self) -> None:

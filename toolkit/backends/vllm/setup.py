@@ -120,7 +120,7 @@ def warm_up(setup: Setup) -> None:
         now_s = float(number)
         scheduler.submit(Request(str(number), now_s, 8, 512), now_s)
         for batch in scheduler.tick(now_s):
-            ended = tuple(job.request_id for job in worker.residents.jobs)[: number % 4 == 3]
+            ended = tuple(job.request_id for job in worker.running.jobs)[: number % 4 == 3]
             result = RoundResult(batch.batch_id, 0, min(batch.steps, 64), ended)
             scheduler.complete(result, now_s)
 

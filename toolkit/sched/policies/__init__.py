@@ -13,15 +13,12 @@ from toolkit.sched.policies.base import Policy as Policy
 from toolkit.sched.policies.baton import BatonPolicy
 from toolkit.sched.policies.continuous import AggressivePolicy, ConservativePolicy, FcfsPolicy
 from toolkit.sched.policies.mlfq import MlfqPolicy
-from toolkit.sched.policies.parameters import Value, knobs
-from toolkit.sched.policies.past_future import (
-    PastFutureOracle,
-    PastFuturePolicy,
-    PastFutureSlaPolicy,
-)
-from toolkit.sched.policies.preemptive import SrptOracle
+from toolkit.sched.policies.parameters import Value, declared
+from toolkit.sched.policies.past_future import PastFutureOracle, PastFuturePolicy
+from toolkit.sched.policies.past_future_sla import PastFutureSlaPolicy
 from toolkit.sched.policies.slice import SequencePolicy, SlicePolicy
 from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
+from toolkit.sched.policies.srpt import SrptOracle
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 
@@ -72,7 +69,7 @@ def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
 def _make(policies: Mapping[str, type[P]], name: str, parameters: Mapping[str, Value]) -> P:
     if name not in policies:
         raise InputError(f"there is no policy '{name}'", nearest(name, policies))
-    known = knobs(policies[name])
+    known = declared(policies[name])
     for parameter in parameters:
         if parameter not in known:
             raise InputError(

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from toolkit.sched.policies.parameters import choice, knob, validate
+from mypy_extensions import mypyc_attr
+
+from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
@@ -23,6 +25,7 @@ DEFAULT_HISTORY = 1000
 Ranking = Callable[[Job, int], float]
 
 
+@mypyc_attr(native_class=False)  # so that subclasses may be data classes with slots
 class Policy:
     """A scheduling policy: a frozen object with its parameters as fields (`parameters.policy`).
 
@@ -75,12 +78,13 @@ class Policy:
         return self
 
 
+@mypyc_attr(native_class=False)
 class RoundPolicy(Policy):
     """Base of the policies of rounds: they decide worker by worker, with `plan_round`."""
 
     __slots__ = ()
     continuous: ClassVar[bool] = True
-    # Parameters of most policies of rounds (`router_choice`, `chunk_knob`).
+    # Parameters of most policies of rounds (`router_choice`, `chunk_parameter`).
     router: str = "round-robin"
     chunk_tokens: int = 0
 
@@ -105,8 +109,8 @@ class RoundPolicy(Policy):
         interrupts = []
         for index, newcomers in view.arrived.items():
             worker = view.workers[index]
-            running = worker.running
-            if running is None or running.interrupted or not worker.inbox.jobs:
+            batch = worker.batch
+            if batch is None or batch.interrupted or not worker.waiting.jobs:
                 continue
             if self.should_interrupt(view, worker, newcomers):
                 interrupts.append(index)
@@ -143,9 +147,9 @@ def router_choice() -> Any:
     )
 
 
-def chunk_knob() -> Any:
+def chunk_parameter() -> Any:
     """The parameter `chunk_tokens` of policies of rounds."""
-    return knob(
+    return parameter(
         0,
         search=(32, 16_384),
         log=True,
@@ -154,12 +158,12 @@ def chunk_knob() -> Any:
     )
 
 
-def rows_knob(default: int) -> Any:
+def rows_parameter(default: int) -> Any:
     """The parameter `max_batch_size` of policies of rounds."""
     doc = "the most rows that run at once on a worker"
-    return knob(default, low=1, search=(1, 256), log=True, doc=doc)
+    return parameter(default, low=1, search=(1, 256), log=True, doc=doc)
 
 
-def prefill_knob(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
+def prefill_parameter(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
     """The parameter `max_prefill_tokens` of policies of rounds."""
-    return knob(32_768, low=1, search=(512, 65_536), log=True, doc=doc)
+    return parameter(32_768, low=1, search=(512, 65_536), log=True, doc=doc)

@@ -5,7 +5,7 @@ ends, a waiting job takes its place, in order of arrival, up to a number of rows
 memory.
 
 The engine is unmodified and padded. The running batch is one slab of KV cache: rows x the longest
-resident, after the columns that are padding in every row were released. A longer newcomer makes the
+row, after the columns that are padding in every row were released. A longer newcomer makes the
 slab wider for all rows. The worker decides how newcomers join (`Worker.joining`): prefilled apart
 and embedded (BATON-PD in the paper), or shaped into the batch at a cost to every row (vector
 shaping: the paper's baseline, which it says has the throughput of Orca). `toolkit.sched.memory` has
@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
     RoundPolicy,
-    chunk_knob,
-    prefill_knob,
+    chunk_parameter,
+    prefill_parameter,
     router_choice,
-    rows_knob,
+    rows_parameter,
 )
 from toolkit.sched.policies.continuous import eviction_order
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import turn_of
@@ -40,15 +40,15 @@ from toolkit.sched.waiting import turn_of
 class BatonPolicy(RoundPolicy):
     """BATON: when a row ends, a waiting job takes its place."""
 
-    max_batch_size: int = rows_knob(16)
-    memory_threshold: float = knob(
+    max_batch_size: int = rows_parameter(16)
+    memory_threshold: float = parameter(
         0.9,
         low=0.01,
         high=1,
         search=(0.5, 1.0),
         doc="share of the capacity above which rows leave, padding counted",
     )
-    headroom_steps: int = knob(
+    headroom_steps: int = parameter(
         16,
         low=1,
         high=10_000,
@@ -56,9 +56,9 @@ class BatonPolicy(RoundPolicy):
         log=True,
         doc="decode steps that must have room before a row joins",
     )
-    max_prefill_tokens: int = prefill_knob()
+    max_prefill_tokens: int = prefill_parameter()
     router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
+    chunk_tokens: int = chunk_parameter()
 
     @property
     def most_rows(self) -> int:
@@ -68,12 +68,12 @@ class BatonPolicy(RoundPolicy):
         """Whether the first waiting job may enter before a row ends."""
         if worker.swapped.jobs:
             return False
-        return self._has_room(worker, footprint_of(worker), worker.inbox.jobs[0])
+        return self._has_room(worker, footprint_of(worker), worker.waiting.jobs[0])
 
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
         """Rows leave until a step fits; else rows come back, and then waiting jobs enter."""
         swapped = worker.swapped
-        inbox = worker.inbox
+        waiting = worker.waiting
         footprint, leave = self._leaving(worker)
         back: list[Job] = []
         enter: list[Job] = []
@@ -84,8 +84,8 @@ class BatonPolicy(RoundPolicy):
                 footprint = footprint.joined(job.length)
                 back.append(job)
             if len(back) == len(swapped.jobs):
-                prefill = worker.residents.prefill_tokens
-                for job in inbox.jobs:
+                prefill = worker.running.prefill_tokens
+                for job in waiting.jobs:
                     if prefill >= self.max_prefill_tokens:
                         break
                     if not self._has_room(worker, footprint, job):
@@ -95,9 +95,9 @@ class BatonPolicy(RoundPolicy):
                     enter.append(job)
         footprint = footprint.prefilled()
         # one step, if the next waiting job might enter after it
-        more = len(back) == len(swapped.jobs) and len(enter) < len(inbox.jobs)
+        more = len(back) == len(swapped.jobs) and len(enter) < len(waiting.jobs)
         steps = 1
-        if not leave and not (more and self._has_room(worker, footprint, inbox.jobs[len(enter)])):
+        if not leave and not (more and self._has_room(worker, footprint, waiting.jobs[len(enter)])):
             steps = max(self._room(footprint), 1)
         swap_out, evict = self._host(worker, leave)
         moves = None
@@ -122,13 +122,13 @@ class BatonPolicy(RoundPolicy):
 
     def _host(self, worker: Worker, leave: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """The jobs of `leave` that go to host memory, and those that are evicted."""
-        residents = worker.residents
+        running = worker.running
         room = worker.host_tokens - worker.swapped.tokens
         swap_out: list[Job] = []
         evict: list[Job] = []
         for job in leave:
-            tokens = residents.holds(job)
-            if tokens <= room and job not in residents.prefilling:
+            tokens = running.holds(job)
+            if tokens <= room and job not in running.prefilling:
                 room -= tokens
                 swap_out.append(job)
             else:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
     RoundPolicy,
-    chunk_knob,
-    prefill_knob,
+    chunk_parameter,
+    prefill_parameter,
     router_choice,
-    rows_knob,
+    rows_parameter,
 )
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import priority_of
@@ -37,7 +37,7 @@ class ContinuousPolicy(RoundPolicy):
     `max_prefill_tokens` its 32,768.
     """
 
-    interval_steps: int = knob(
+    interval_steps: int = parameter(
         10,
         low=1,
         high=10_000,
@@ -45,14 +45,16 @@ class ContinuousPolicy(RoundPolicy):
         log=True,
         doc="decode steps from one attempt to admit to the next",
     )
-    max_prefill_tokens: int = prefill_knob("an attempt admits until it has so many prompt tokens")
-    overfill: bool = knob(
+    max_prefill_tokens: int = prefill_parameter(
+        "an attempt admits until it has so many prompt tokens"
+    )
+    overfill: bool = parameter(
         False,
         doc="true: a job enters without room for it now, and may be evicted after a step "
         "(as in Table 1's artifact)",
     )
     router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
+    chunk_tokens: int = chunk_parameter()
 
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         """Whether `job` may join the rows in `footprint`.
@@ -66,7 +68,7 @@ class ContinuousPolicy(RoundPolicy):
         """How many of `candidates`, in order, may enter together; at least one candidate.
 
         They fit the memory as it is now, and each is `admissible` if those before it enter. If the
-        worker has no residents, the first candidate need not be: it is admitted whatever this
+        worker runs no job, the first candidate need not be: it is admitted whatever this
         returns, because a job that fits alone must not wait for ever.
         """
         return len(candidates)
@@ -94,55 +96,55 @@ class ContinuousPolicy(RoundPolicy):
 
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
-        first = worker.inbox.jobs[0]
+        first = worker.waiting.jobs[0]
         if self.may_enter(worker, first, footprint_of(worker)):
             return True
         return view.prioritised and bool(self._make_way(worker, first)[0])
 
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
         """Evict rows until a step fits; else, at an attempt to admit, let waiting jobs enter."""
-        residents = worker.residents
-        inbox = worker.inbox
+        running = worker.running
+        waiting = worker.waiting
         capacity = worker.capacity_tokens
         footprint = footprint_of(worker)
         entering: list[Job] = []
         evicted: list[Job] = []
         if footprint.needs > capacity:
-            order = eviction_order(worker) if view.prioritised else reversed(residents.jobs)
+            order = eviction_order(worker) if view.prioritised else reversed(running.jobs)
             for job in order:
                 evicted.append(job)
                 footprint = footprint.without(job)
                 if footprint.needs <= capacity:
                     break
-        elif inbox.jobs and (not footprint.rows or residents.steps % self.interval_steps == 0):
+        elif waiting.jobs and (not footprint.rows or running.steps % self.interval_steps == 0):
             entering = self._entering(view, worker, footprint)
             if not entering and view.prioritised:
-                evicted, footprint = self._make_way(worker, inbox.jobs[0])
+                evicted, footprint = self._make_way(worker, waiting.jobs[0])
                 if evicted:
-                    entering = [inbox.jobs[0]]
+                    entering = [waiting.jobs[0]]
             if entering:
                 for job in entering:
                     footprint = footprint.entered(job)
                 footprint = footprint.prefilled()
         steps = min(footprint.room(capacity), self.longest_round(worker, len(entering)))
         steps = max(steps, 1)
-        if evicted or inbox.count > len(entering):
-            others = inbox.count > len(entering) and (entering or not evicted)
-            first = inbox.after(len(entering)) if others else evicted[-1]
+        if evicted or waiting.count > len(entering):
+            others = waiting.count > len(entering) and (entering or not evicted)
+            first = waiting.after(len(entering)) if others else evicted[-1]
             if self.may_enter(worker, first, footprint):
-                steps = min(steps, self.interval_steps - residents.steps % self.interval_steps)
+                steps = min(steps, self.interval_steps - running.steps % self.interval_steps)
         return self.make_round(worker, entering, steps, evicted, stop_every=self.interval_steps)
 
     def _entering(self, view: View, worker: Worker, footprint: Footprint) -> list[Job]:
         """The waiting jobs that enter, in order."""
         alone = not footprint.rows
-        first = worker.inbox.jobs[0]
+        first = worker.waiting.jobs[0]
         if not self.may_enter(worker, first, footprint):
             return []
         free_rows = min(self.most_rows, worker.row_limit) - footprint.rows
-        prefill = worker.residents.prefill_tokens
+        prefill = worker.running.prefill_tokens
         candidates: list[Job] = []
-        for job in worker.inbox.jobs:
+        for job in worker.waiting.jobs:
             if prefill >= self.max_prefill_tokens or len(candidates) >= free_rows:
                 break
             if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
@@ -158,7 +160,7 @@ class ContinuousPolicy(RoundPolicy):
         return candidates[:admitted]
 
     def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The fewest less urgent residents to evict to admit `job`, and the others' footprint.
+        """The fewest less urgent rows to evict to admit `job`, and the others' footprint.
 
         The list is empty if even evicting all of them is not enough.
         """
@@ -177,8 +179,8 @@ class ContinuousPolicy(RoundPolicy):
 
 
 def eviction_order(worker: Worker) -> list[Job]:
-    """Residents in order of eviction: the least urgent first, and of these the last admitted."""
-    return sorted(worker.residents.jobs, key=priority_of)[::-1]
+    """Running jobs in order of eviction: the least urgent first, and of these the last admitted."""
+    return sorted(worker.running.jobs, key=priority_of)[::-1]
 
 
 @policy("aggressive")
@@ -188,7 +190,7 @@ class AggressivePolicy(ContinuousPolicy):
     Eviction makes room later, as in vLLM (Past-Future, section 2.3; Table 1 has 0.90, 0.95, 0.99).
     """
 
-    watermark: float = knob(
+    watermark: float = parameter(
         0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled"
     )
 
@@ -208,7 +210,7 @@ class ConservativePolicy(ContinuousPolicy):
     Table 1 has 1, 1.25 and 1.5.
     """
 
-    overcommit: float = knob(
+    overcommit: float = parameter(
         1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity"
     )
 
@@ -224,7 +226,7 @@ class FcfsPolicy(ContinuousPolicy):
     Jobs are admitted up to a number of rows, while memory holds all that they may generate.
     """
 
-    max_batch_size: int = rows_knob(32)
+    max_batch_size: int = rows_parameter(32)
 
     @property
     def most_rows(self) -> int:

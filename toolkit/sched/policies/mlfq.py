@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from toolkit.sched.policies.base import Ranking
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, RankedRow, ranked
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
@@ -135,21 +135,21 @@ queues_of = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false."""
 
-    quantum_s: float = knob(
+    quantum_s: float = parameter(
         0.1, low=1e-9, high=1e9, search=(0.01, 2.0), log=True, doc="service in the first queue, s"
     )
-    growth: float = knob(
+    growth: float = parameter(
         2.0,
         low=1.0,
         high=1e3,
         search=(1.5, 4.0),
         doc="a queue's quantum over that of the one before",
     )
-    queues: int = knob(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
-    starvation_s: float = knob(
+    queues: int = parameter(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
+    starvation_s: float = parameter(
         30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion"
     )
-    skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
+    skip_join: bool = parameter(True, doc="false: every job joins the first queue (naive MLFQ)")
 
     @property
     def patience_s(self) -> float:
@@ -170,8 +170,8 @@ class MlfqPolicy(PreemptivePolicy):
         that run before it.
         """
         queues = self._queues(worker.latency)
-        inbox = ranked(worker)
-        starving, ranks, counts = inbox.ranks(now_s, self.starvation_s)
+        waiting = ranked(worker)
+        starving, ranks, counts = waiting.ranks(now_s, self.starvation_s)
         # By index in `ranks`: how many waiting jobs have a lesser rank, and their quanta.
         ahead = [0]
         ahead_s = [0.0]
@@ -186,13 +186,13 @@ class MlfqPolicy(PreemptivePolicy):
             quantum_s = queues.quantum_s(rank)
             if row.job in wanted:
                 if rank == STARVES:
-                    older = inbox.starving_before(now_s, row.waits_s, ticket)
+                    older = waiting.starving_before(now_s, row.waits_s, ticket)
                     waiting_s = older * queues.quanta_s[0]
                 else:
                     place = bisect_left(ranks, rank)
                     waiting_s = ahead_s[place]
                     if place < len(ranks) and ranks[place] == rank:
-                        equals = inbox.others_before(rank, ticket) - ahead[place]
+                        equals = waiting.others_before(rank, ticket) - ahead[place]
                         waiting_s += equals * quantum_s
                     waiting_s = starving * queues.quanta_s[0] + waiting_s
                 promotion_s = self.starvation_s - max(row.waits_s, 0.0)

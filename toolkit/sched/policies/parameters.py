@@ -1,6 +1,6 @@
 """Parameters of policies and routers: dataclass fields with bounds, meaning and search range.
 
-`@policy("name")` makes a class a policy, `knob` and `choice` declare its parameters.
+`@policy("name")` makes a class a policy, `parameter` and `choice` declare its parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def policy(name: str = "", *, knows_lengths: bool = False) -> Callable[[type[T]]
 
 
 @dataclass(slots=True, frozen=True)
-class Knob:
+class Parameter:
     """A parameter's limits (inclusive), its search range if any, and its meaning with the unit."""
 
     low: float
@@ -47,7 +47,7 @@ class Knob:
     choices: tuple[str, ...] = ()  # the allowed words, if the parameter is a word
 
 
-def knob(
+def parameter(
     default: float,
     *,
     doc: str,
@@ -57,28 +57,30 @@ def knob(
     log: bool = False,
 ) -> Any:  # like dataclasses.field, so that the field keeps its type
     """A numeric (or boolean) parameter. `search` is the range that `llmctl tune` explores."""
-    return field(default=default, metadata={"knob": Knob(low, high, search, log, doc)})
+    return field(default=default, metadata={"parameter": Parameter(low, high, search, log, doc)})
 
 
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
     """A parameter that is one of a few words."""
-    return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})
+    return field(
+        default=default, metadata={"parameter": Parameter(0, 0, None, False, doc, tuple(choices))}
+    )
 
 
-def knobs(kind: Any) -> dict[str, Knob]:
+def declared(kind: Any) -> dict[str, Parameter]:
     """The parameters of a class of policies or routers by name."""
-    return {f.name: f.metadata["knob"] for f in fields(kind) if "knob" in f.metadata}
+    return {f.name: f.metadata["parameter"] for f in fields(kind) if "parameter" in f.metadata}
 
 
 def defaults(kind: Any) -> dict[str, Value]:
     """The defaults of a class's parameters by name."""
-    declared: dict[str, Any] = {f.name: f for f in fields(kind)}
-    return {name: declared[name].default for name in knobs(kind)}
+    standard: dict[str, Any] = {f.name: f.default for f in fields(kind)}
+    return {name: standard[name] for name in declared(kind)}
 
 
 def parameters(policy: Any) -> dict[str, Value]:
     """The parameters of one policy or router."""
-    return {name: getattr(policy, name) for name in knobs(policy)}
+    return {name: getattr(policy, name) for name in declared(policy)}
 
 
 def validate(settings: Any, owner: str = "") -> None:
@@ -87,7 +89,7 @@ def validate(settings: Any, owner: str = "") -> None:
     `owner` names in words what has the parameters; empty: a policy.
     """
     standard = defaults(settings)
-    for name, limits in knobs(settings).items():
+    for name, limits in declared(settings).items():
         kind = type(standard[name])
         check(owner or f"policy '{settings.name}'", name, kind, getattr(settings, name), limits)
 
@@ -117,7 +119,7 @@ def from_words(words: Iterable[str]) -> dict[str, Value]:
     return {key: value(text) for key, text in (split(word, "slice_tokens=64") for word in words)}
 
 
-def check(owner: str, name: str, kind: type, value: Value, limits: Knob) -> None:
+def check(owner: str, name: str, kind: type, value: Value, limits: Parameter) -> None:
     """`InputError`, naming `owner`, if a value has the wrong type or is not within its limits."""
     where = f"{owner}: {name} is {value!r}"
     if limits.choices:

@@ -17,34 +17,30 @@ the caches arrive that higher-ranked jobs wait for, every `interval_steps` while
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
 paused or swapped out, the round continues until a row ends.
 
-`PreemptivePolicy` is the base: a subclass ranks jobs. `SrptOracle` ranks by the true lengths.
-FastServe's policy is `toolkit.sched.policies.mlfq`.
+`PreemptivePolicy` is the base: a subclass ranks jobs, as `mlfq` and `srpt` do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
-from toolkit.errors import InputError
 from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_rows
 from toolkit.sched.policies.base import (
     Ranking,
     RoundPolicy,
-    chunk_knob,
-    prefill_knob,
+    chunk_parameter,
+    prefill_parameter,
     router_choice,
-    rows_knob,
+    rows_parameter,
 )
-from toolkit.sched.policies.parameters import choice, knob, policy
+from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.ranked import Aged, Ranked, RankedJobs
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
-from toolkit.sched.waiting import Aged, Ranked, RankedJobs
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
 Rank = tuple[float, float, int]
@@ -54,7 +50,7 @@ RUNS = -1.0  # `RankedRow.waits_s` of a running job
 # Where a job's cache is.
 ON_DEVICE = 0
 IN_HOST = 1
-NOWHERE = 2  # it waits in the inbox
+NOWHERE = 2  # it waits without one
 
 
 class RankedRow:
@@ -97,7 +93,7 @@ class Newcomers:
     """The waiting jobs without a cache, by rank. Jobs that no longer fit are skipped for good."""
 
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
-        self._inbox = ranked(worker)
+        self._waiting = ranked(worker)
         self._now_s = now_s
         self._grows = 1 + worker.emits
         self._patience_s = patience_s
@@ -111,11 +107,11 @@ class Newcomers:
         Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
         other job may enter before it.
         """
-        inbox = self._inbox
-        if not self.possible(cache_room) or inbox.shortest + self._grows > free:
+        waiting = self._waiting
+        if not self.possible(cache_room) or waiting.shortest + self._grows > free:
             return None
         if self._starving is None:
-            self._starving = inbox.starving(self._now_s, self._patience_s)
+            self._starving = waiting.starving(self._now_s, self._patience_s)
         for since_s, _, _, job in self._starving:
             needs = job.length + self._grows
             if needs > cache_room:
@@ -125,7 +121,7 @@ class Newcomers:
                 waits_s = self._now_s - since_s
                 return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
         if self._others is None:
-            self._others = inbox.others(self._now_s, self._patience_s)
+            self._others = waiting.others(self._now_s, self._patience_s)
         room = min(free, cache_room)
         for rank, _, job in self._others:
             if job.length + self._grows <= room:
@@ -134,7 +130,11 @@ class Newcomers:
 
     def possible(self, cache_room: float) -> bool:
         """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
-        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
+        return (
+            self._open
+            and bool(self._waiting)
+            and self._waiting.shortest + self._grows <= cache_room
+        )
 
     def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedRow:
         needs = job.length + self._grows
@@ -143,8 +143,8 @@ class Newcomers:
 
 def ranked(worker: Worker) -> RankedJobs:
     """The waiting jobs of a worker, in order of their rank."""
-    assert isinstance(worker.inbox, RankedJobs)
-    return worker.inbox
+    assert isinstance(worker.waiting, RankedJobs)
+    return worker.waiting
 
 
 class Placement:
@@ -214,8 +214,8 @@ class PreemptivePolicy(RoundPolicy):
     They may also say when ranks change (`horizon`) and which caches can wait (`next_runs`).
     """
 
-    max_batch_size: int = rows_knob(32)
-    interval_steps: int = knob(
+    max_batch_size: int = rows_parameter(32)
+    interval_steps: int = parameter(
         64,
         low=1,
         high=10_000,
@@ -223,11 +223,11 @@ class PreemptivePolicy(RoundPolicy):
         log=True,
         doc="decode steps between scheduling points, at the most",
     )
-    max_prefill_tokens: int = prefill_knob()
+    max_prefill_tokens: int = prefill_parameter()
     swap: str = choice(
         "proactive", ("proactive", "reactive"), doc="when caches are swapped: proactive, reactive"
     )
-    free_share: float = knob(
+    free_share: float = parameter(
         0.1,
         low=0,
         high=0.9,
@@ -235,7 +235,7 @@ class PreemptivePolicy(RoundPolicy):
         doc="proactive: share of the device's memory kept free for newcomers",
     )
     router: str = router_choice()
-    chunk_tokens: int = chunk_knob()
+    chunk_tokens: int = chunk_parameter()
 
     @property
     def patience_s(self) -> float:
@@ -286,27 +286,27 @@ class PreemptivePolicy(RoundPolicy):
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         """Whether one of the last `newcomers` at the worker would run if its round stopped.
 
-        Residents are ranked as of the round's start: a change of ranks ends a round by itself.
+        Running jobs are ranked as of the round's start: a change of ranks ends a round by itself.
         """
+        batch = worker.batch
         running = worker.running
-        residents = worker.residents
-        inbox = ranked(worker)
-        assert running is not None
+        waiting = ranked(worker)
+        assert batch is not None
         cache_room = free_cache_tokens(worker)
-        last = list(islice(reversed(inbox.jobs), newcomers))
+        last = list(islice(reversed(waiting.jobs), newcomers))
         if all(job.length >= cache_room for job in last):
             return False
-        if running.steps > self.interval_steps and inbox.count > newcomers:
+        if batch.steps > self.interval_steps and waiting.count > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
-        best = min([(inbox.rank(job, job.generated), job.ticket) for job in last])
-        for job in residents.jobs:
-            if job not in residents.prefilling:
-                generated = job.generated + residents.steps - job.joined
-                if best < (inbox.rank(job, generated), job.ticket):
+        best = min([(waiting.rank(job, job.generated), job.ticket) for job in last])
+        for job in running.jobs:
+            if job not in running.prefilling:
+                generated = job.generated + running.steps - job.joined
+                if best < (waiting.rank(job, generated), job.ticket):
                     return True
-        if len(residents) >= self._rows_of(worker):
+        if len(running) >= self._rows_of(worker):
             return False
-        return footprint_of(worker).fits(inbox[-1].length, worker.capacity_tokens)
+        return footprint_of(worker).fits(waiting[-1].length, worker.capacity_tokens)
 
     def _rows_of(self, worker: Worker) -> int:
         """The most rows on this worker."""
@@ -318,18 +318,18 @@ class PreemptivePolicy(RoundPolicy):
 
     def _with_caches(self, worker: Worker, now_s: float) -> list[RankedRow]:
         """The jobs with a cache at a worker between two rounds, in order of rank."""
-        residents = worker.residents
+        running = worker.running
         standing = ranked(worker).rank
         rows: list[RankedRow] = []
-        for job in residents.jobs:
-            decoded = residents.steps - job.joined
+        for job in running.jobs:
+            decoded = running.steps - job.joined
             generated = job.generated + decoded
-            needs = residents.holds(job) + 1
+            needs = running.holds(job) + 1
             rank = standing(job, generated), 0.0, job.ticket
             rows.append(
                 RankedRow(job, ON_DEVICE, job.length + decoded, generated, needs, RUNS, rank)
             )
-        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
+        for location, parked in ((ON_DEVICE, worker.paused), (IN_HOST, worker.swapped)):
             for job in parked.jobs:
                 waits_s = now_s - job.waiting_since_s
                 if waits_s >= self.patience_s:
@@ -351,7 +351,7 @@ class PreemptivePolicy(RoundPolicy):
         newcomer needs room for the caches that it displaces. Half-made caches are not dropped
         either: jobs that are being prefilled continue before all others.
         """
-        prefilling = worker.residents.prefilling
+        prefilling = worker.running.prefilling
         capacity = worker.capacity_tokens
         most = self._rows_of(worker)
         footprint = no_rows(worker)
@@ -458,10 +458,10 @@ class PreemptivePolicy(RoundPolicy):
         placed = self._keep(worker, others, chosen, fetch=True)
         placed.overlap = True
         placed.run = []
-        residents = worker.residents
+        running = worker.running
         dropped = sum([row.tokens for row in placed.evict])
         # The caches of rows count as beside the rows until the rows run.
-        rows = no_rows(worker).beside(residents.used + worker.held.tokens - dropped)
+        rows = no_rows(worker).beside(running.used + worker.paused.tokens - dropped)
         for row in chosen.run:
             if (
                 row.location == IN_HOST
@@ -474,7 +474,7 @@ class PreemptivePolicy(RoundPolicy):
             elif row.location == ON_DEVICE:
                 placed.run.append(row)
                 rows = rows.beside(1 - row.needs)
-                if row.job in residents.prefilling:
+                if row.job in running.prefilling:
                     rows = rows.entered(row.job)
                 else:
                     rows = rows.joined(row.tokens)
@@ -519,11 +519,11 @@ class PreemptivePolicy(RoundPolicy):
         """
         law = worker.latency
         run = placed.run
-        waiting = len(worker.inbox) - len(entering)
+        left = len(worker.waiting) - len(entering)
         steps = max(placed.room(worker), 1)
-        if placed.closed and not idle and waiting > 0:
+        if placed.closed and not idle and left > 0:
             return steps  # no job can enter before a row ends, whatever the ranks
-        if idle or waiting > 0:
+        if idle or left > 0:
             steps = min(steps, self.interval_steps)
         steps = self.horizon(worker, run, steps)
         starving_s = self._starving_in_s(worker, idle, entering, now_s)
@@ -531,7 +531,7 @@ class PreemptivePolicy(RoundPolicy):
             return steps
         lengths = [row.needs - 1 - worker.emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / len(run)
-        prefilling = worker.residents.prefilling
+        prefilling = worker.running.prefilling
         inputs = [row.tokens for row in entering]
         inputs += [row.tokens for row in run if row.job in prefilling]
         begins_s = 0.0
@@ -579,28 +579,3 @@ def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: i
         else:
             low = middle + 1
     return low
-
-
-@policy("srpt-oracle", knows_lengths=True)
-class SrptOracle(PreemptivePolicy):
-    """Shortest remaining time first by the true lengths, of a job alone under the law."""
-
-    output_tokens: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
-
-    def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
-        return replace(self, output_tokens=output_tokens)
-
-    def ranking(self, law: SliceLaw) -> Ranking:
-        if not self.output_tokens:
-            raise InputError(
-                f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
-            )
-
-        return partial(self._remaining_s, law)
-
-    def _remaining_s(self, law: SliceLaw, job: Job, generated: int) -> float:
-        remaining = self.output_tokens[job.request_id] - generated
-        seconds = law.decode_s(1, job.prompt_tokens + generated, remaining)
-        if not generated:
-            seconds += law.prefill_s(1, job.prompt_tokens)
-        return seconds

@@ -114,19 +114,19 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
 
 def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     """Tokens that a worker's jobs hold and are expected to add, and the number of jobs."""
-    residents = worker.residents
-    inbox = worker.inbox
+    running = worker.running
+    waiting = worker.waiting
     tokens = 0
-    rows = inbox.count
-    rows += len(residents.jobs)
-    tokens += residents.used
-    for job in residents.jobs:
-        tokens += max(expected - job.generated - (residents.steps - job.joined), 1)
-    returned = inbox.returned
-    tokens += inbox.tokens + (inbox.count - len(returned)) * max(expected, 1)
+    rows = waiting.count
+    rows += len(running.jobs)
+    tokens += running.used
+    for job in running.jobs:
+        tokens += max(expected - job.generated - (running.steps - job.joined), 1)
+    returned = waiting.returned
+    tokens += waiting.tokens + (waiting.count - len(returned)) * max(expected, 1)
     for job in returned:
         tokens += max(expected - job.generated, 1)
-    for parked in (worker.held, worker.swapped):
+    for parked in (worker.paused, worker.swapped):
         rows += len(parked.jobs)
         tokens += parked.tokens
         for job in parked.jobs:
@@ -169,8 +169,8 @@ def _lowest_peak(
 
 def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> tuple[int, int]:
     """The peak of a worker with `newcomers` and a new job of no input, and the number of jobs."""
-    aside = len(worker.held.jobs) + len(worker.swapped.jobs)
-    rows = len(worker.residents.jobs) + worker.inbox.count + aside + len(newcomers) + 1
+    aside = len(worker.paused.jobs) + len(worker.swapped.jobs)
+    rows = len(worker.running.jobs) + worker.waiting.count + aside + len(newcomers) + 1
     return _peak(worker, newcomers, expected, empty=1), rows
 
 
@@ -181,20 +181,20 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     Jobs that have generated nothing have the most remaining tokens, all equally many. Together they
     come first in the order of Eq. 2-4, so a sum and a count represent them.
     """
-    inbox = worker.inbox
-    residents = worker.residents
+    waiting = worker.waiting
+    running = worker.running
     fresh = max(expected, 1)
-    returned = inbox.returned
+    returned = waiting.returned
     new = [job.length for job in newcomers if not job.generated]
     jobs = [
         *returned,
-        *worker.held.jobs,
+        *worker.paused.jobs,
         *worker.swapped.jobs,
         *[job for job in newcomers if job.generated],
     ]
-    count = inbox.count - len(returned) + len(new) + empty
-    held = inbox.tokens - sum([job.length for job in returned]) + sum(new)
-    table = residents.table()
+    count = waiting.count - len(returned) + len(new) + empty
+    held = waiting.tokens - sum([job.length for job in returned]) + sum(new)
+    table = running.table()
     used = np.append(table[:, 0], [job.length for job in jobs])
     generated = np.append(table[:, 1], [job.generated for job in jobs])
     if not len(used) and not worker.padded:
@@ -205,7 +205,7 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     remaining = remaining[order]
     rows = np.arange(count + 1, count + 1 + len(used))
     if worker.padded:
-        longest = max([inbox.longest_new if inbox.count else 0, *new])
+        longest = max([waiting.longest_new if waiting.count else 0, *new])
         first = count * (longest + fresh) if count else 0
         peaks = rows * (np.maximum(np.maximum.accumulate(used), longest) + remaining)
     else:

@@ -21,7 +21,7 @@ import numpy as np
 
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.policies.parameters import knob, policy
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Batch, Job, Worker
@@ -106,24 +106,24 @@ class SlicePolicy(Policy):
     max_batch_size.
     """
 
-    slice_tokens: int = knob(128, low=1, search=(4, 512), log=True, doc="S: tokens per slice")
-    interval_factor: float = knob(
+    slice_tokens: int = parameter(128, low=1, search=(4, 512), log=True, doc="S: tokens per slice")
+    interval_factor: float = parameter(
         0.5, high=1, search=(0.05, 1.0), doc="lambda of Eq. 12: share of the least load to wait"
     )
-    min_interval_s: float = knob(
+    min_interval_s: float = parameter(
         3.0,
         search=(0.05, 6.0),
         log=True,
         doc="Gamma of Eq. 12: shortest wait between batchings, in seconds",
     )
-    memory_reserve: float = knob(
+    memory_reserve: float = parameter(
         0.1, high=0.99, search=(0.0, 0.5), doc="share of the fitted memory that is kept free"
     )
-    max_batch_size: int = knob(0, doc="largest batch; 0: what memory allows")
-    max_min: bool = knob(
+    max_batch_size: int = parameter(0, doc="largest batch; 0: what memory allows")
+    max_min: bool = parameter(
         True, doc="longest batch to the least loaded worker; false: batches in turn"
     )
-    eager: bool = knob(True, doc="batch at once while a worker is idle")
+    eager: bool = parameter(True, doc="batch at once while a worker is idle")
 
     def plan(self, view: View, now_s: float) -> Decision:
         if not view.pool:
@@ -258,8 +258,8 @@ class SequencePolicy(Policy):
     With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
     """
 
-    batch_size: int = knob(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
-    slice_tokens: int = knob(
+    batch_size: int = parameter(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
+    slice_tokens: int = parameter(
         0, doc="tokens per slice, after which a request is routed again; 0: to its end"
     )
 
@@ -271,11 +271,15 @@ class SequencePolicy(Policy):
 
     def plan(self, view: View, now_s: float) -> Decision:
         return Decision(
-            [self._batch(view, worker) for worker in view.due if worker.inbox and not worker.queue]
+            [
+                self._batch(view, worker)
+                for worker in view.due
+                if worker.waiting and not worker.queue
+            ]
         )
 
     def _batch(self, view: View, worker: Worker) -> Batch:
-        jobs = tuple(islice(worker.inbox, self.batch_size))
+        jobs = tuple(islice(worker.waiting, self.batch_size))
         length, steps = self._sizes(jobs)
         while (
             view.mixed

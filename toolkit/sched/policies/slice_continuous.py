@@ -18,21 +18,55 @@ it promised.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 
 from toolkit.sched.figures import Numbers, WorkerFigure
-from toolkit.sched.kernels import peak_to_come
+from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import choice, knob, policy
+from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.policies.routers import ROUTERS, soonest
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View
 
 SLICES = "slices"
 NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other has
+
+
+class Slices:
+    """When the slices of a worker's running jobs end: at attempts to admit, counted in its steps.
+
+    The first slice of a job ends at the attempt that follows its last token, and each further slice
+    `period` steps later.
+    """
+
+    def __init__(self, worker: Worker, slice_tokens: int, interval: int, period: int) -> None:
+        self._steps = worker.running.steps
+        self._first = max(slice_tokens - worker.emits, 1)
+        self._interval = interval
+        self._period = period
+
+    def first_end(self, joined: int) -> int:
+        """The worker's step at which the first slice of a job that joined at step `joined` ends."""
+        return -(-(joined + self._first) // self._interval) * self._interval
+
+    def ends_now(self, job: Job) -> bool:
+        """Whether a slice of a running job ends just now."""
+        past = self._steps - self.first_end(job.joined)
+        return past >= 0 and past % self._period == 0
+
+    def left(self, job: Job) -> int:
+        """Steps until a running job's slice ends; a whole slice if it ends just now."""
+        past = self._steps - self.first_end(job.joined)
+        return -past if past < 0 else self._period - past % self._period
+
+    def to_add(self, job: Job) -> int:
+        """Tokens that a running job can add until its slice ends."""
+        generated = job.generated + self._steps - job.joined
+        return min(self.left(job), job.max_new_tokens - generated)
 
 
 def _longest_first(entry: tuple[int, Job]) -> int:
@@ -43,11 +77,13 @@ def _longest_first(entry: tuple[int, Job]) -> int:
 class SliceContinuousPolicy(ContinuousPolicy):
     """SCLS on a running batch: slices bound the memory that is needed, and caches stay."""
 
-    slice_tokens: int = knob(128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice")
-    reserve: float = knob(
+    slice_tokens: int = parameter(
+        128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice"
+    )
+    reserve: float = parameter(
         0.0, high=0.99, search=(0.0, 0.3), doc="share of the capacity that slices must leave free"
     )
-    margin: float = knob(
+    margin: float = parameter(
         0.1,
         high=1,
         search=(0.02, 0.5),
@@ -70,29 +106,27 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """Candidates enter while the peak until all slices' ends fits."""
-        steps = worker.residents.steps
-        used: list[int] = []
-        to_add: list[int] = []
-        for job in worker.residents.jobs:
-            used.append(job.length + steps - job.joined)
-            to_add.append(self._to_add(worker, job))
-        first = self._first_end(worker, steps) - steps
-        for k, job in enumerate(candidates):
-            used.append(job.length + worker.emits)
-            to_add.append(min(first, job.max_new_tokens - job.generated - worker.emits))
-            if peak_to_come(used, to_add, worker.padded) > self._limit(worker):
-                return k
-        return len(candidates)
+        slices = self._slices(worker)
+        steps = worker.running.steps
+        rows: list[int] = []
+        for job in worker.running.jobs:
+            rows += (job.length + steps - job.joined, slices.to_add(job))
+        first = slices.first_end(steps) - steps
+        for job in candidates:
+            to_add = min(first, job.max_new_tokens - job.generated - worker.emits)
+            rows += (job.length + worker.emits, to_add)
+        peaks = peaks_to_come(rows, len(worker.running.jobs), worker.padded)
+        return bisect_right(peaks, self._limit(worker))
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         """Until the next slice ends."""
-        residents = worker.residents
+        slices = self._slices(worker)
+        running = worker.running
         nearest = NO_LIMIT
-        for job in residents.jobs:
-            nearest = min(nearest, self._left(worker, job))
-        if entering or not residents.jobs:
-            first = self._first_end(worker, residents.steps) - residents.steps
-            nearest = min(nearest, first)
+        for job in running.jobs:
+            nearest = min(nearest, slices.left(job))
+        if entering or not running.jobs:
+            nearest = min(nearest, slices.first_end(running.steps) - running.steps)
         return nearest
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
@@ -100,14 +134,12 @@ class SliceContinuousPolicy(ContinuousPolicy):
         leaving: list[Job] = []
         free: Numbers | None = None
         for worker in view.due:
-            steps = worker.residents.steps
-            if steps % self.interval_steps or not worker.residents.jobs:
+            steps = worker.running.steps
+            if steps % self.interval_steps or not worker.running.jobs:
                 continue
-            over: list[Job] = []  # with a slice that ends just now, in order of admission
-            for job in worker.residents.jobs:
-                end = self._first_end(worker, job.joined)
-                if steps >= end and (steps - end) % self.period == 0:
-                    over.append(job)
+            slices = self._slices(worker)
+            # with a slice that ends just now, in order of admission
+            over = [job for job in worker.running.jobs if slices.ends_now(job)]
             if over:
                 if free is None:
                     free = self._free(view)
@@ -116,7 +148,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
         """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
-        steps = worker.residents.steps
+        slices = self._slices(worker)
+        steps = worker.running.steps
         source = worker.index
         target = source
         if len(view.able) > 1:
@@ -125,16 +158,16 @@ class SliceContinuousPolicy(ContinuousPolicy):
             target = int(others.argmax())
         used: list[int] = []
         to_add: list[int] = []
-        for job in worker.residents.jobs:
+        for job in worker.running.jobs:
             if job not in over:
                 used.append(job.length + steps - job.joined)
-                to_add.append(self._to_add(worker, job))
-        crowded = bool(worker.inbox.jobs)
+                to_add.append(slices.to_add(job))
+        crowded = bool(worker.waiting.jobs)
         leaving: list[Job] = []
         for job in over:
             length = job.length + steps - job.joined
             used.append(length)
-            to_add.append(self._to_add(worker, job))
+            to_add.append(slices.to_add(job))
             fits = peak_to_come(used, to_add, worker.padded) <= self._limit(worker)
             if not crowded and (fits or len(used) == 1):
                 continue
@@ -176,15 +209,16 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def _promised(self, worker: Worker, _expected: int) -> tuple[int, int]:
         """The tokens that a worker promised, whatever the progress of the running round."""
-        inbox = worker.inbox
-        residents = worker.residents
-        promised = inbox.tokens + len(inbox.jobs) * self.period
-        if residents.jobs:
-            promised += residents.used
-            for job in residents.jobs:
-                promised += self._left(worker, job)
-            if worker.running is not None:  # prefills' tokens, counted when the round ends
-                promised += len(worker.running.jobs) * worker.emits
+        waiting = worker.waiting
+        running = worker.running
+        promised = waiting.tokens + len(waiting.jobs) * self.period
+        if running.jobs:
+            slices = self._slices(worker)
+            promised += running.used
+            for job in running.jobs:
+                promised += slices.left(job)
+            if worker.batch is not None:  # prefills' tokens, counted when the round ends
+                promised += len(worker.batch.jobs) * worker.emits
         return promised, 0
 
     def _free(self, view: View) -> Numbers:
@@ -199,18 +233,6 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """Tokens that slices may fill."""
         return int((1.0 - self.reserve) * worker.capacity_tokens)
 
-    def _first_end(self, worker: Worker, joined: int) -> int:
-        """The worker's step at which the first slice of a job that joined at step `joined` ends."""
-        first = max(self.slice_tokens - worker.emits, 1)
-        return -(-(joined + first) // self.interval_steps) * self.interval_steps
-
-    def _left(self, worker: Worker, job: Job) -> int:
-        """Steps until a resident's slice ends; a whole slice if it ends just now."""
-        steps = worker.residents.steps
-        end = self._first_end(worker, job.joined)
-        return end - steps if steps < end else self.period - (steps - end) % self.period
-
-    def _to_add(self, worker: Worker, job: Job) -> int:
-        """Tokens that a resident can add until its slice ends."""
-        decoded = worker.residents.steps - job.joined
-        return min(self._left(worker, job), job.max_new_tokens - job.generated - decoded)
+    def _slices(self, worker: Worker) -> Slices:
+        """When the slices of the worker's running jobs end."""
+        return Slices(worker, self.slice_tokens, self.interval_steps, self.period)

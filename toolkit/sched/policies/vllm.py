@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.parameters import Value, defaults, knob, validate
+from toolkit.sched.policies.parameters import Value, defaults, parameter, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,23 @@ class VllmPolicy:
     continuous: ClassVar[bool] = True
     engine: ClassVar[str] = "vllm"
 
-    max_num_seqs: int = knob(
+    max_num_seqs: int = parameter(
         128, low=1, search=(1, 256), log=True, doc="the most requests that run at once"
     )
-    max_num_batched_tokens: int = knob(
+    max_num_batched_tokens: int = parameter(
         2048,
         low=1,
         search=(256, 8192),
         log=True,
         doc="the most new tokens in one forward pass, decodes included",
     )
-    chunked_prefill: bool = knob(
+    chunked_prefill: bool = parameter(
         True, doc="whether a prompt is cut to the tokens that are left of a pass"
     )
-    prefix_caching: bool = knob(
+    prefix_caching: bool = parameter(
         True, doc="whether freed blocks are kept for requests with the same tokens"
     )
-    watermark: float = knob(
+    watermark: float = parameter(
         0.0,
         high=0.99,
         search=(0.0, 0.3),
