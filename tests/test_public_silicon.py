@@ -169,3 +169,15 @@ def test_errors_do_not_get_worse_unseen() -> None:
     assert len(found) == 80
     assert silicon.median_error(found, 0) <= extract["tpot_percent"] + 0.2
     assert silicon.median_error(found, 1) <= extract["ttft_percent"] + 0.5
+
+
+def test_a_file_of_the_peer_that_is_missing_is_named(tmp_path: Path) -> None:
+    assert silicon.read_peer(None) == {}
+    with pytest.raises(SystemExit, match="silicon_peer"):
+        silicon.read_peer(tmp_path / "peer.json")
+
+
+def test_refusals_of_the_peer_are_counted_without_names_and_numbers() -> None:
+    words = "RuntimeError: OOM: the model 'a/b' does not fit on 'h100' with (tp=2). Try another."
+    assert silicon.refusal(words) == silicon.refusal(words.replace("a/b", "c/d"))
+    assert "a/b" not in silicon.refusal(words)

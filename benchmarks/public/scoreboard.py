@@ -52,7 +52,10 @@ KNOWLEDGE = {None: "the fit alone", "warmup": "the warm-up's front and speed"}
 def kaist_table(data: Path) -> str:
     """The runs of LLMServingSim, each predicted from attention at equal and at unequal lengths."""
     lines = [KAIST_HEAD]
-    for meta in sorted(data.glob("bench/examples/*/*/vllm/meta.json")):
+    runs = sorted(data.glob("bench/examples/*/*/vllm/meta.json"))
+    if not runs:
+        raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
+    for meta in runs:
         name = " ".join(meta.parts[-4:-2])
         try:
             lines += kaist_lines(data, meta.parent)
@@ -232,7 +235,7 @@ def main() -> None:
     parser.add_argument("--errors", type=Path, metavar="FILE", help="what ships")
     parser.add_argument("--extract", type=Path, metavar="FILE", help="what a test predicts")
     options = parser.parse_args()
-    peer = json.loads(options.peer.read_text(encoding="utf-8")) if options.peer else {}
+    peer = silicon.read_peer(options.peer)
     constants = silicon.shipped_constants()
     board = silicon.board_of(options.aiconfigurator, constants, peer)
     sections = {

@@ -720,6 +720,16 @@ class Board:
     peer_version: str
 
 
+def read_peer(path: Path | None) -> dict[str, Any]:
+    """What the peer said; None: it was not asked."""
+    if path is None:
+        return {}
+    if not path.exists():
+        raise SystemExit(f"{path}: it is missing; benchmarks.public.silicon_peer writes it")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
 def board_of(data: Path, constants: Constants, peer: Mapping[str, Any]) -> Board:
     """Read and predict all rows."""
     rows = read_rows(data)
@@ -809,7 +819,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print each judged row")
     parser.add_argument("--fixed", action="store_true", help="vary nothing that is assumed")
     options = parser.parse_args()
-    peer = json.loads(options.peer.read_text(encoding="utf-8")) if options.peer else {}
+    peer = read_peer(options.peer)
     constants = shipped_constants()
     if options.calibrate:
         rows = [row for row in read_rows(options.data) if not not_modelled(row)]
