@@ -84,10 +84,12 @@ class Scheduler:
         view = self._view
         view.now_s = now_s
         self._refuse_stranded(now_s)
-        self._release(now_s)
+        if view.due:
+            self._release(now_s)
         self._route(now_s)
-        view.sort_due()
-        self._reorder(now_s)
+        if view.due:
+            view.sort_due()
+            self._reorder(now_s)
         decision = self.policy.plan(view, now_s)
         self._accept(decision)
         return self._start_due(now_s)
@@ -98,7 +100,8 @@ class Scheduler:
         for job in released:
             self._view.changed(job.home)
             self._rounds.release(self.workers[job.home], job, now_s)
-        self._pool.add(released)
+        if released:
+            self._pool.add(released)
 
     def _route(self, now_s: float) -> None:
         """Pooled jobs go to the workers that the policy gives them."""
@@ -117,7 +120,8 @@ class Scheduler:
     def _reorder(self, now_s: float) -> None:
         """Jobs that wait at a worker change places, if the policy says so."""
         behind, first = self.policy.reorder(self._view, now_s)
-        self._pool.reorder(behind, first)
+        if behind or first:
+            self._pool.reorder(behind, first)
 
     def _accept(self, decision: Decision) -> None:
         """Queue the batches of a decision at their workers, and interrupt rounds."""
@@ -127,7 +131,8 @@ class Scheduler:
             view.due_s = decision.wake_at_s
         for index in decision.interrupt:
             self._interrupt(index)
-        self._pool.take(decision.batches)
+        if decision.batches:
+            self._pool.take(decision.batches)
         for batch in decision.batches:
             self._queues.put(batch)
             view.changed(batch.worker)

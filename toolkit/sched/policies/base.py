@@ -62,14 +62,14 @@ class Policy:
     def release(self, view: View, now_s: float) -> Sequence[Job]:
         """The jobs that leave their worker, which runs nothing, to be routed again.
 
-        They lose their caches and keep their tokens. Called at every tick before `route`.
+        They lose their caches and keep their tokens. Called before `route` while a worker is due.
         """
         return ()
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
         """The jobs to defer behind all others at their worker, and the deferred jobs to advance.
 
-        Called at every tick before `plan`.
+        Called before `plan` while a worker is due.
         """
         return (), ()
 
