@@ -113,7 +113,7 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
 
 
 def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
-    """26 clients at once, and idle connections to twelve replicas, in a process of 180 descriptors."""
+    """26 clients at once, idle connections to twelve replicas, and 180 descriptors."""
     servers = [StandIn(first_s=0.05) for _ in range(12)]
 
     async def ask_all(base: str) -> list[int]:
