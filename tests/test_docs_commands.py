@@ -186,7 +186,8 @@ class Folder:
 
     def _words(self, command: str) -> list[str]:
         for long, short in SHORTER.items():
-            command = command.replace(long, short)
+            if not command.startswith("llmctl trace"):
+                command = command.replace(long, short)
         for option, value in FEWER.get(command.split()[1], {}).items():
             if option not in command:
                 command += f" {option} {value}"
