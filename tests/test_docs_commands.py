@@ -142,6 +142,7 @@ class Folder:
     servers: list[subprocess.Popen[str]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=lambda: dict(WORDS))
+    whole: bool = False  # commands run as they are written, for what they print
 
     def run(self, command: str, code: int = 0) -> str:
         """What one command prints until its end, on both streams; `> FILE` keeps stdout there."""
@@ -188,7 +189,8 @@ class Folder:
         for long, short in SHORTER.items():
             if not command.startswith("llmctl trace"):
                 command = command.replace(long, short)
-        for option, value in FEWER.get(command.split()[1], {}).items():
+        fewer = {} if self.whole else FEWER.get(command.split()[1], {})
+        for option, value in fewer.items():
             if option not in command:
                 command += f" {option} {value}"
         for named, port in self.installed.ports.items():
@@ -503,8 +505,9 @@ def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folde
     for name, text in named_files(page).items():
         (folder.path / name).write_text(text)
     script.prepare(folder)
+    folder.whole = named(page) in FIGURES
     printed = {command: run(command, script, folder) for command in commands(page)}
-    if named(page) in FIGURES:
+    if folder.whole:
         shown = list(shown_output(code_lines(page)))
         assert {command for command, _ in shown} & set(printed)
         assert [line for command, line in shown if not is_printed(line, printed[command])] == [], (
