@@ -49,7 +49,7 @@ WARMUP_S = 12.0  # of other requests before each replay
 START_TIMEOUT_S = 120.0
 END_S = 3.0  # that an interrupted command has to end in order
 # The last step: prompts that share a beginning. The demo's engine has no prefix cache, so vLLM is
-# simulated, which has one by default, on laws from data sheets.
+# simulated, which has one by default, on computed laws.
 SHARING = (
     "--rate 10 --duration 60 --system-tokens 1000 --templates 20 --template-tokens uniform:500:2000"
     " --prompt lognormal:150:0.7 --output lognormal:150:0.6 --longest 1024"
@@ -366,7 +366,7 @@ def _show(result: Achieved, folder: Path) -> None:
     shared = [[key, both["without"], both["with"]] for key, both in result.sharing.items()]
     if shared:
         titles = ["simulated, vLLM on an H200", ">no prefix cache", ">its default"]
-        table(titles, shared, "prompts that share a beginning, laws from data sheets")
+        table(titles, shared, "prompts that share a beginning, computed laws")
     print(f"the demo took {seconds(result.took_s)}; its files are in {folder}/")
     print(f"the page about it: {result.report}\n")
     print(textwrap.fill(result.text, WIDTH))

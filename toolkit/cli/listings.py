@@ -91,8 +91,8 @@ def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship: model, hardware, engine, policy, and the basis of each recipe's
     fit.
 
-    An analytic fit was computed from data sheets; a measured one comes from a profile of that
-    hardware.
+    An analytic fit was computed, from measured operators or data sheets; a measured one comes from
+    a profile of that hardware.
     """
     lines = []
     for name in shipped_names():

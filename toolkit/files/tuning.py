@@ -370,7 +370,7 @@ class Sibling(Strict):
 
     recipe: str
     engine: str
-    analytic: bool = Field(description="its fit comes from data sheets, not measurements")
+    analytic: bool = Field(description="its fit was computed, not measured")
     workers: int = Field(description="as many as the tuned recipe has; 1 for a server")
     outcome: Outcome
     usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
