@@ -142,3 +142,16 @@ class Resolved:
     policy: str = "fcfs"
     balanced_experts: bool = False
     dual_batch: bool = False
+
+    def words(self, dtype: str) -> str:
+        """The weights and the caches, for readers; `dtype`: of the model."""
+        weights = self.quantization or dtype
+        cache = dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        parts = [f"{weights} weights", f"{cache} KV cache"]
+        if self.tp > 1:
+            parts.append(f"tensor parallelism {self.tp}")
+        kinds = [
+            f"{one.kind or one.spec} in {one.layers} layers, blocks of {one.block:,} tokens"
+            for one in self.groups
+        ]
+        return f"{', '.join(parts)}; caches: {'; '.join(kinds)}"

@@ -141,6 +141,10 @@ def fit_section(files: Material) -> Section:
     section = Section("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
+    if fit.steps and fit.steps.resolved:
+        version = f"{fit.engine.engine} {fit.engine.engine_version}"
+        served = fit.steps.resolved.words(fit.engine.dtype)
+        section.lines.append(f"Measured was {version} with {served}.")
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
     errors: list[tuple[Cell, ...]] = []
     for name, law in laws:

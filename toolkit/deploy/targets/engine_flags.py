@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.backends.vllm.command import TRIED, flags_of
+from toolkit.backends.vllm.command import flags_of
 from toolkit.backends.vllm.setup import refuse_inside
+from toolkit.backends.vllm.touched import REQUIREMENT
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
@@ -148,7 +149,7 @@ def render_vllm(order: Order) -> Rendered:
     ours = any(line.key == "--scheduler-cls" for line in lines)
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if ours:
-        install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
+        install = f"Needs {REQUIREMENT} and llmctl in one environment (pip install --no-deps): "
         install += "llmctl docs how-to/vllm."
     script = order.fill(
         "engine.sh",
