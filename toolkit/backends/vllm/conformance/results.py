@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from packaging.version import Version
 from pydantic import Field
 
 import toolkit
@@ -102,7 +103,13 @@ def read_result(path: Path) -> Conformance:
 def shipped_results() -> list[Conformance]:
     """The results that ship, oldest version first."""
     found = [read_result(path) for path in SHIPPED.glob("*.json")]
-    return sorted(found, key=lambda one: [int(part) for part in one.vllm.split(".")])
+    return sorted(found, key=lambda one: Version(one.vllm))
+
+
+def last_compared() -> str:
+    """The newest version whose result ships; '' where none does."""
+    shipped = shipped_results()
+    return shipped[-1].vllm if shipped else ""
 
 
 def agreement(version: str, classes: Iterable[str] = ()) -> str:
