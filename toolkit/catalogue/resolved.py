@@ -52,6 +52,7 @@ class Drafts:
         tokens: drafts per step, at most.
         schedule: [rows from, rows to, drafts] by the rows of a pass; empty: always `tokens`.
         lookahead: slots beyond a row's tokens that the drafter writes to.
+        hash_lookahead: tokens behind a block that its hash covers, too.
         drops_block: the last block of a hit is dropped.
         synthetic: how acceptance is made up, such as 'synthetic'; '': drafts are verified.
         synthetic_length: mean tokens per step that are made up; None: not given.
@@ -63,6 +64,7 @@ class Drafts:
     tokens: int
     schedule: list[list[int]] = field(default_factory=list)
     lookahead: int = 0
+    hash_lookahead: int = 0
     drops_block: bool = False
     synthetic: str = ""
     synthetic_length: float | None = None

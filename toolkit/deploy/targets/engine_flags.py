@@ -220,6 +220,10 @@ def _vllm_lines(order: Order) -> list[ExplainedValue]:
         explain_value("--max-model-len", _longest(order)),
         explain_value("--max-num-seqs", running),
     ]
+    spec = plan.recipe.engine.vllm
+    if spec is not None and spec.kv_cache_dtype is not None:
+        source = "recipe: engine.vllm.kv_cache_dtype"
+        lines.append(ExplainedValue("--kv-cache-dtype", spec.kv_cache_dtype, source))
     if plan.recipe.hardware.device == "cuda":
         share = f"{plan.recipe.engine.gpu_memory_utilization:g}"
         lines.append(ExplainedValue("--gpu-memory-utilization", share, UTILIZATION))
