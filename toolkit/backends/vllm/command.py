@@ -40,6 +40,7 @@ from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.sched.policies.vllm import LATER
 from toolkit.units import MIB
 
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -381,6 +382,8 @@ def flags_of(
         values["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in values.items():
+        if name in LATER and value == LATER[name].default:
+            continue
         if isinstance(value, bool):
             words.append(f"--{SWITCHES[name]}" if value else f"--no-{SWITCHES[name]}")
         else:

@@ -253,6 +253,13 @@ class Installed:
             return 0, 0
         return found.major, found.minor
 
+    def has(self, since: str) -> bool:
+        """Whether it is the release `since` or a later one; '': it is."""
+        if not since:
+            return True
+        first = Version(since)
+        return self.release >= (first.major, first.minor)
+
     @property
     def known(self) -> bool:
         """Whether it is a release of `KNOWN`."""
@@ -321,8 +328,9 @@ def check(installed: Installed, needs: Iterable[Need] = CAPABILITIES) -> list[Mi
     sources = Sources(installed.folder)
     found = []
     for item in TOUCHED:
-        before = item.since and installed.release < Version(item.since).release[:2]
-        if wanted & set(item.needs) and not before and (why := sources.lacks(item)):
+        if not wanted & set(item.needs) or not installed.has(item.since):
+            continue
+        if why := sources.lacks(item):
             found.append(Missing(item, why))
     return found
 

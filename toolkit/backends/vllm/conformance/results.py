@@ -30,6 +30,7 @@ class Row(Strict):
     workloads: int
     differing: int = Field(description="workloads with a pass that differs")
     passes: int
+    cited: bool = Field(description="it counts in verdicts about models of these classes")
     first: str = Field("", description="the first difference: seed and pass, or an error")
 
 
@@ -59,10 +60,7 @@ class Conformance(Strict):
     def of(self, classes: Iterable[str]) -> list[Row]:
         """The rows of models of these classes; of none: of full attention."""
         wanted = set(classes)
-        return [row for row in self.rows if set(row.classes) == wanted and row.kind != INSIDE]
-
-
-INSIDE = "our policies inside"  # the kind whose passes are not the simulator's
+        return [row for row in self.rows if row.cited and set(row.classes) == wanted]
 
 
 def own_folder() -> Path:

@@ -62,7 +62,9 @@ def compare(
     missing = check(installed)
     lacks = {need for one in missing for need in one.item.needs}
     chosen = [
-        kind for kind in kinds() if kind.needs not in lacks and (not only or kind.name in only)
+        kind
+        for kind in kinds()
+        if kind.needs not in lacks and installed.has(kind.since) and (not only or kind.name in only)
     ]
     cases = [
         (kind, ahead, number, kind.make(number, ahead))
@@ -143,6 +145,7 @@ def _row(kind: Kind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> Row:
         workloads=len(ran),
         differing=differing,
         passes=passes,
+        cited=kind.cited,
         first=first,
     )
 

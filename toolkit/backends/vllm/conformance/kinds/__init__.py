@@ -26,6 +26,8 @@ class Kind:
         make: the workload of a seed; the second argument: with async scheduling.
         differs: the first pass of vLLM's in which the simulator differs; None: none does.
         needs: what of vLLM it touches.
+        cited: verdicts about models of these classes cite it; not one of a setting of its own.
+        since: the first release that has it; '': all have.
         order: where it is in the list.
     """
 
@@ -34,6 +36,8 @@ class Kind:
     make: Callable[[int, bool], Case]
     differs: Callable[[Case, list[Pass]], int | None]
     needs: Need = "simulation"
+    since: str = ""
+    cited: bool = True
     order: int = 100
 
 

@@ -21,7 +21,9 @@ def passes_of_case(case: Case) -> list[Pass]:
     """The passes of our model for a made-up workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(
-        **{name: case[name] for name in names}, chunked_prefill=case.get("chunked_prefill", True)
+        **{name: case[name] for name in names},
+        chunked_prefill=case.get("chunked_prefill", True),
+        prefill_schedule_interval=case.get("flags", {}).get("prefill_schedule_interval", 1),
     )
     shares = "ids" in case
     scheduler = PagedScheduler(

@@ -65,4 +65,4 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     return None
 
 
-KIND = Kind("our policies inside", (), make, differs, needs="inside", order=200)
+KIND = Kind("our policies inside", (), make, differs, needs="inside", cited=False, order=200)
