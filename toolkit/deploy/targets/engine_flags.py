@@ -25,7 +25,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
 from toolkit.routing.routers import VllmRouter
 from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
@@ -283,8 +283,13 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
         rest = flags_of(VllmPolicy.name, plan.policy.parameters)
         switches = [word for word in rest if word.startswith(("--enable", "--no-enable"))]
         lines = [ExplainedValue(word, "", source) for word in switches]
-        watermark = str(plan.policy.parameters.get("watermark", 0.0))
-        return [*lines, ExplainedValue("--watermark", watermark, source)]
+        given = plan.policy.parameters
+        lines.append(ExplainedValue("--watermark", str(given.get("watermark", 0.0)), source))
+        for name, flag in LATER.items():
+            if given.get(name, flag.default) != flag.default:
+                word = f"--{name.replace('_', '-')}"
+                lines.append(ExplainedValue(word, str(given[name]), source))
+        return lines
     try:
         if plan.recipe.workers > 1:
             raise InputError("llmctl's scheduler was not tried with data parallelism")
