@@ -49,12 +49,13 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     """The first pass in which blocks are counted otherwise, or the last one where a request's
     tokens are not all computed.
     """
-    ends = {}
+    ends: dict[int, int] = {}
     for number, one in enumerate(theirs):
         if "stuck" in one:
             return number
         held, counted, uncounted = one["blocks"]
-        if held != counted + uncounted:
+        # a row that vLLM preempts itself is taken back with the next pass
+        if held != counted + uncounted and not one["preempted"]:
             return number
         for row, computed, new in one["rows"]:
             ends[row] = max(ends.get(row, 0), computed + new)
