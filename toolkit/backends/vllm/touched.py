@@ -118,6 +118,9 @@ def _imports() -> Iterator[Touched]:
     yield Touched("import", "vllm.utils.hashing:sha256", ("simulation",))
 
 
+Methods = tuple[tuple[str, tuple[str, ...], tuple[Need, ...]], ...]
+
+
 def _methods() -> Iterator[Touched]:
     ours: tuple[
         tuple[str, tuple[str, ...], tuple[Need, ...]], ...
@@ -132,7 +135,7 @@ def _methods() -> Iterator[Touched]:
     )
     for name, parameters, needs in ours:
         yield Touched("method", f"{SCHEDULER}.{name}", needs, parameters, exact=True)
-    called: tuple[tuple[str, tuple[str, ...], tuple[Need, ...]], ...] = (
+    called: Methods = (
         (f"{SCHEDULER}.get_request_counts", (), ("start",)),
         (f"{SCHEDULER}.update_draft_token_ids", ("draft_token_ids",), ("simulation",)),
         (f"{CORE}.block_pool:BlockPool.get_num_free_blocks", (), ("start", "simulation")),

@@ -1,5 +1,5 @@
-"""A policy of llmctl inside vLLM's scheduler: every request ends, and our scheduler counts the
-blocks of prompts that vLLM's block manager holds, in every pass.
+"""A policy of llmctl inside vLLM's scheduler: every request ends, and until vLLM preempts, our
+scheduler counts the blocks of prompts that vLLM's block manager holds, in every pass.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     tokens are not all computed.
     """
     ends: dict[int, int] = {}
+    whole = True  # vLLM has preempted nothing itself: what it computes again is counted roughly
     for number, one in enumerate(theirs):
         if "stuck" in one:
             return number
         held, counted, uncounted = one["blocks"]
-        # a row that vLLM preempts itself is taken back with the next pass
-        if held != counted + uncounted and not one["preempted"]:
+        whole = whole and not one["preempted"]
+        if whole and held != counted + uncounted:
             return number
         for row, computed, new in one["rows"]:
             ends[row] = max(ends.get(row, 0), computed + new)
