@@ -16,7 +16,7 @@ from typing import Any
 import toolkit
 from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.conformance.kinds import ModelKind, kinds
-from toolkit.backends.vllm.conformance.results import Comparison, Conformance
+from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
 from toolkit.backends.vllm.conformance.workloads import Case
 from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
 from toolkit.errors import EngineError
@@ -125,7 +125,7 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
     return Loaded(content["version"], Path(content["folder"]), content["results"])
 
 
-def _row(kind: ModelKind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> Comparison:
+def _row(kind: ModelKind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> ComparedKind:
     passes = differing = 0
     first = ""
     for number, case, theirs in ran:
@@ -138,7 +138,7 @@ def _row(kind: ModelKind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> C
         if at is not None:
             differing += 1
             first = first or f"workload {number}, pass {at}"
-    return Comparison(
+    return ComparedKind(
         kind=kind.name,
         classes=list(kind.classes),
         scheduler=scheduler,
