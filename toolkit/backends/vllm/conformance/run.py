@@ -18,6 +18,7 @@ from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.conformance.kinds import ModelKind, kinds
 from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
 from toolkit.backends.vllm.conformance.workloads import Case
+from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
 from toolkit.errors import EngineError
 
@@ -58,7 +59,7 @@ def compare(
     another than the one that was found.
     """
     start_s = time.monotonic()
-    installed = read_vllm(python)
+    installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
     missing = check(installed)
     lacks = {need for one in missing for need in one.item.needs}
     chosen = [
