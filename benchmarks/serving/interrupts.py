@@ -310,7 +310,7 @@ def main() -> int:
     parser.add_argument("--commands", help="only commands with one of these words in the name")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    # a shell without job control starts what runs behind it with SIGINT ignored, and so its children
+    # a shell without job control starts background commands with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = options.commands.split(",") if options.commands else [""]
     cases = [case for case in CASES if any(word in case.name for word in wanted)]
