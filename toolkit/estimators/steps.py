@@ -50,13 +50,20 @@ class StepShape:
         prefill_tokens: sum of the chunks' tokens.
         prefill_attended: new * (cached + new / 2), summed over the chunks.
         prefill_cached: sum of the tokens in the caches before the chunks.
+        decode_inside: of a model with sliding windows of W tokens, min(cached, W - 1), summed over
+            the rows that decode.
+        prefill_inside: new * min(cached + new / 2, W), summed over the chunks.
+        growing: decoding rows with less than W - 1 tokens cached.
     """
 
     __slots__ = (
         "decode_cached",
+        "decode_inside",
         "decodes",
+        "growing",
         "prefill_attended",
         "prefill_cached",
+        "prefill_inside",
         "prefill_tokens",
         "prefills",
     )
@@ -69,6 +76,9 @@ class StepShape:
         prefill_tokens: int = 0,
         prefill_attended: float = 0.0,
         prefill_cached: int = 0,
+        decode_inside: int = 0,
+        prefill_inside: float = 0.0,
+        growing: int = 0,
     ) -> None:
         self.decodes = decodes
         self.decode_cached = decode_cached
@@ -76,8 +86,11 @@ class StepShape:
         self.prefill_tokens = prefill_tokens
         self.prefill_attended = prefill_attended
         self.prefill_cached = prefill_cached
+        self.decode_inside = decode_inside
+        self.prefill_inside = prefill_inside
+        self.growing = growing
 
-    def _values(self) -> tuple[int, int, int, int, float, int]:
+    def _values(self) -> tuple[int, int, int, int, float, int, int, float, int]:
         return (
             self.decodes,
             self.decode_cached,
@@ -85,6 +98,9 @@ class StepShape:
             self.prefill_tokens,
             self.prefill_attended,
             self.prefill_cached,
+            self.decode_inside,
+            self.prefill_inside,
+            self.growing,
         )
 
     def __reduce__(self) -> Reduced:
@@ -300,3 +316,8 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
 def chunk_attended(cached: int, new: int) -> float:
     """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
+
+
+def chunk_inside(cached: int, new: int, window: int) -> float:
+    """As `chunk_attended`, where each token attends to at most `window` of them."""
+    return new * min(cached + new / 2, float(window))

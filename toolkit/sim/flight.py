@@ -358,7 +358,12 @@ def grown_shape(shape: StepShape, steps: int) -> StepShape:
     """The shape of the last of `steps` > 1 passes of decodes alone, the first of which has
     `shape`.
     """
-    return StepShape(shape.decodes, shape.decode_cached + (steps - 1) * shape.decodes)
+    more = steps - 1
+    cached = shape.decode_cached + more * shape.decodes
+    if not shape.decode_inside:
+        return StepShape(shape.decodes, cached)
+    inside = shape.decode_inside + more * shape.growing
+    return StepShape(shape.decodes, cached, decode_inside=inside, growing=shape.growing)
 
 
 def stretch_s(first_s: float, growth_s: float, steps: int) -> float:
