@@ -48,17 +48,14 @@ import numpy as np
 from benchmarks.common.command import make_parser
 from benchmarks.engines.vllm_passes_child import Arrivals
 from toolkit.backends.vllm.command import link_package
-from toolkit.catalogue.resolved import CacheGroup
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
 from toolkit.sim.flight import EMPTY_S
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.groups.caches import CacheSettings
-from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import EngineScheduler, PagedEngine, PagedRun
+from toolkit.sim.paged_engine import PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import SharedBlocks, trace_path
 from toolkit.traces.windows import divide_lengths
@@ -287,8 +284,19 @@ def case_of_trace(
 
 def passes_of_case(case: Case) -> list[Any]:
     """The passes of our model for a made-up workload."""
+    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
+    flags = VllmPolicy(
+        **{name: case[name] for name in names}, chunked_prefill=case.get("chunked_prefill", True)
+    )
     shares = "ids" in case
-    scheduler = _scheduler_of(case)
+    scheduler = PagedScheduler(
+        flags,
+        case["blocks"],
+        case["block_tokens"],
+        ahead=case["ahead"],
+        shares=shares,
+        reserves=case.get("reserve_full_isl", True),
+    )
     arrivals = Arrivals(case)
     rows = _rows_of(case) if shares else _alone(case)
     found: list[Any] = []
@@ -311,36 +319,11 @@ def passes_of_case(case: Case) -> list[Any]:
             continue
         if step["preempted"]:
             found.append(step)
-        elif not under_way and not arrivals.skip(len(found)):
+        if under_way:
+            settle(under_way)
+            under_way = []
+        elif not arrivals.skip(len(found)):
             return found
-        settle(under_way)
-        under_way = []
-
-
-def _scheduler_of(case: Case) -> EngineScheduler:
-    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
-    flags = VllmPolicy(
-        **{name: case[name] for name in names}, chunked_prefill=case.get("chunked_prefill", True)
-    )
-    reserves = case.get("reserve_full_isl", True)
-    if "groups" in case:
-        settings = CacheSettings(
-            tuple(CacheGroup(**group) for group in case["groups"]),
-            case["max_model_len"],
-            case["retention"],
-            rehashes=case["rehashes"],
-        )
-        return GroupedScheduler(
-            settings, flags, case["blocks"], ahead=case["ahead"], reserves=reserves
-        )
-    return PagedScheduler(
-        flags,
-        case["blocks"],
-        case["block_tokens"],
-        ahead=case["ahead"],
-        shares="ids" in case,
-        reserves=reserves,
-    )
 
 
 def _alone(case: Case) -> list[PagedRequest]:
@@ -375,25 +358,19 @@ def _rows_of(case: Case) -> list[PagedRequest]:
     ]
 
 
-def _step(scheduler: EngineScheduler, *, counts: bool = False) -> dict[str, Any]:
+def _step(scheduler: PagedScheduler, *, counts: bool = False) -> dict[str, Any]:
     pool = scheduler.pool
     before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     plan = scheduler.schedule()
-    rows = scheduler.rows()
-    step: dict[str, Any] = {
-        "rows": [list(row) for row in rows],
+    # vLLM does not know yet that these rows have ended
+    over = sum(not row.left for row in plan.preempted)
+    after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
+    return {
+        "rows": [list(row) for row in scheduler.rows()],
         "preempted": [row.number for row in plan.preempted],
-        "free": pool.free,
-        "waiting": len(scheduler.waiting),
-    }
-    if counts:
-        after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
-        step["found"] = [now - then for now, then in zip(after, before, strict=True)]
-    if isinstance(scheduler, GroupedScheduler):
-        step["held"] = {str(number): scheduler.held(number) for number, *_ in rows}
-    else:  # vLLM does not know yet that these rows have ended
-        step["waiting"] += sum(not row.left for row in plan.preempted)
-    return step
+        "free": scheduler.pool.free,
+        "waiting": len(scheduler.waiting) + over,
+    } | ({"found": [now - then for now, then in zip(after, before, strict=True)]} if counts else {})
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:

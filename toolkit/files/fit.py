@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from toolkit.catalogue.resolved import Resolved
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
 from toolkit.files.strict import Envelope, Strict, optional
@@ -236,7 +235,6 @@ class StepsFit(Strict):
     block_tokens: int
     blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
-    resolved: Resolved | None = optional("what vLLM resolved; none: the profile does not say")
     pipeline: PipelineFit | None = optional(
         "none: passes do not overlap, or the profile does not say how they were launched"
     )
