@@ -24,6 +24,7 @@ from toolkit.files.fleet import (
     sized,
 )
 from toolkit.files.io import digest, head, read_file, shipped_fit
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
@@ -100,8 +101,10 @@ def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = Fa
     """The fit of the recipe in `file`: the one that is `given`, fit.json of this folder, the
     shipped one, or computed.
 
-    Raises `InputError` where none of these is possible, and as `read_fit`.
+    Raises `InputError` where none of these is possible, for what is not modelled, and as
+    `read_fit`.
     """
+    refuse_recipe(recipe)
     path = given or _fit_here(recipe) or shipped_fit(file.stem)
     if path is not None:
         return FoundFit(read_fit(path, file, force=force), path)
@@ -181,6 +184,7 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     kinds = []
     for source in sources:
         recipe = source.priced(open_recipe(source.recipe))
+        refuse_recipe(recipe)
         fit = read_fit(source.fit, source.recipe, force=force)
         count = source.member.workers or recipe.workers
         nodes = source.member.nodes

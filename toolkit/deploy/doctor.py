@@ -20,12 +20,14 @@ from packaging.specifiers import SpecifierSet
 
 from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
+from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
 from toolkit.engine_traits import MODEL_LIBRARIES, traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.extras import DISTRIBUTION, absent, install
 from toolkit.files.io import usable_cpus
+from toolkit.files.modelled import classes_of
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 from toolkit.units import GIB, MIB, size
@@ -212,9 +214,9 @@ def check_kv_bytes(model: ModelSpec) -> None:
 def check_sizes(recipe: Recipe) -> list[Check]:
     """The checks that depend on the recipe's numbers alone, not on this machine."""
     checks = [_check_capacity(recipe)]
-    if problem := special_of(recipe.model.config).cache_problem:
-        remedy = "profile, simulate and tune refuse it: llmctl knows one kind of KV cache per model"
-        checks.append(Check("kv cache", "missing", problem, remedy))
+    if why := refusal(classes_of(recipe)):
+        remedy = f"profile, simulate, tune and serve refuse it: {HINT}"
+        checks.append(Check("not modelled", "missing", why, remedy))
     return checks
 
 

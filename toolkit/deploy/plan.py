@@ -17,6 +17,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
+from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import PREDICTED, Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
 from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import (
@@ -192,6 +193,8 @@ def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) ->
 
 
 def _check_same(recipe: Recipe, fit: Fit) -> None:
+    refuse_recipe(recipe)
+    refuse_fit(fit)
     engine = fit.engine
     model = recipe.model
     pairs: Pairs = {

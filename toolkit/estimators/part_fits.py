@@ -483,6 +483,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
+        resolved=measured.resolved,
         pipeline=pipeline,
     )
 

@@ -53,6 +53,7 @@ from toolkit.backends.vllm.setup import (
 from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
+from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
@@ -267,7 +268,11 @@ class EndRequested(BaseException):
 
 
 def _refuse_other(order: ServerOrder) -> None:
-    """Refuse a plan of another engine or CPU, as far as both are known before loading."""
+    """Refuse a plan of what is not modelled, and of another engine or CPU, as far as all is known
+    before loading.
+    """
+    refuse_recipe(order.plan.recipe)
+    refuse_fit(order.plan.fit)
     version = vllm_version(order.plan.recipe).partition("+")[0]  # vLLM omits a build's local one
     identity = {"engine": f"vllm {version}"}
     if order.plan.recipe.hardware.device == "cpu":
