@@ -49,7 +49,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "long prefill threshold": "chunks are cut while other requests are there",
     "prefill interval": "prefills wait for their turn among passes",
 }
-MODELLED: tuple[str, ...] = ()  # of them
+MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")  # of them
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
 

@@ -155,7 +155,17 @@ class World:
         return self.routing is not None and self.routing.limits != UNLIMITED
 
     def under(self, policy: AnyPolicy) -> World:
-        """The same world with the laws for what `policy` runs: static batches or rounds."""
+        """The same world with the laws for what `policy` runs: static batches or rounds.
+
+        `InputError` for a policy that does not know the groups of caches of the model.
+        """
+        if self.paged is not None and self.paged.caches and policy.name != VllmPolicy.name:
+            groups = len(self.paged.caches.groups)
+            raise InputError(
+                f"policy '{policy.name}': it counts tokens in one cache, and this model has "
+                f"{groups} groups of KV caches with windows or states",
+                f"policy '{VllmPolicy.name}' knows them",
+            )
         others = tuple(kind.under(policy) for kind in self.others)
         laws = self.rounds if policy.continuous else None
         if laws is None:

@@ -7,6 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from toolkit.catalogue.caches import (
+    FULL_KINDS,
+    is_plain,
+    logged_tokens,
+    longest_blocks,
+    window_of,
+)
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
@@ -18,8 +25,6 @@ from toolkit.sim.groups.pool import GroupPool
 from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.state import OneStateGroup, StateGroup
 from toolkit.sim.groups.window import WindowGroup
-
-FULL_KINDS = ("full", "mla")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,48 +51,19 @@ class CacheSettings:
 
     @property
     def window(self) -> int:
-        """Tokens of the sliding windows of most layers; 0: there are none."""
-        layers: dict[int, int] = {}
-        for group in self.groups:
-            if group.kind == "window":
-                layers[group.window] = layers.get(group.window, 0) + group.layers
-        return max(layers, key=lambda window: layers[window]) if layers else 0
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some layers have states."""
-        return any(group.kind == "state" for group in self.groups)
-
-    def longest_blocks(self, in_flight: int) -> int:
-        """Blocks that vLLM wants to be there when it starts: those of the longest request.
-        `in_flight`: tokens of all passes that may be under way.
-        """
-        total = 0
-        longest = self.max_model_len
-        for group in self.groups:
-            size = group.block
-            if group.kind == "window":
-                total += ceil_div(min(group.window - 1 + in_flight, longest), size) + 1
-            elif group.kind == "chunk":
-                total += ceil_div(min(group.window + in_flight, longest), size)
-            elif group.kind == "state":
-                total += 2 + group.checkpoints if group.mode == "align" else 1
-            else:
-                total += ceil_div(longest, size)
-        return total
+        """As `window_of`."""
+        return window_of(self.groups)
 
     def capacity_tokens(self, blocks: int) -> int:
-        """The tokens of cache that vLLM logs at its start for so many blocks, and one that it never
-        gives out: how often the longest request fits, times its tokens. Requests of other lengths
-        take more or fewer blocks for each token.
-        """
-        return int((blocks + 1) / self.longest_blocks(self.in_flight) * self.max_model_len)
+        """The tokens of cache that vLLM logs for so many blocks; see `logged_tokens`."""
+        return logged_tokens(self.groups, blocks, self.max_model_len, self.in_flight)
 
     def start_problem(self, blocks: int, flags: VllmPolicy, *, ahead: bool) -> tuple[str, str]:
         """Why vLLM would not start with this cache and these flags, and the remedy; empty: it
         would.
         """
-        needs = self.longest_blocks(in_flight_tokens(flags, ahead=ahead))
+        in_flight = in_flight_tokens(flags, ahead=ahead)
+        needs = longest_blocks(self.groups, self.max_model_len, in_flight)
         if needs > blocks + 1:
             problem = f"a request of max_model_len {self.max_model_len:,} tokens needs {needs:,} "
             problem += f"blocks, and the cache has {blocks:,}"
@@ -113,7 +89,7 @@ def settings_of(resolved: Resolved | None, engine: EngineFacts) -> CacheSettings
     if resolved is None:
         return None
     groups = resolved.groups
-    if not groups or (len(groups) == 1 and groups[0].kind in FULL_KINDS):
+    if not groups or is_plain(groups):
         return None
     return CacheSettings(
         tuple(groups),
