@@ -20,8 +20,8 @@ from packaging.specifiers import SpecifierSet
 
 from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
-from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.caches import row_bytes
+from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
 from toolkit.engine_traits import MODEL_LIBRARIES, traits_of
 from toolkit.engines.devices import CudaDevice, Devices

@@ -54,6 +54,15 @@ class CacheSettings:
         """As `window_of`."""
         return window_of(self.groups)
 
+    def can_count(self, flags: VllmPolicy) -> bool:
+        """Whether rows that decode can only be counted (`toolkit.sim.groups.steady`): the blocks
+        that they give back have no keys, but for those of their prompts.
+        """
+        kinds = {group.kind for group in self.groups}
+        if "chunk" in kinds:
+            return False
+        return not kinds & {"window", "state"} or self.retention == 0 or not flags.prefix_caching
+
     def capacity_tokens(self, blocks: int) -> int:
         """The tokens of cache that vLLM logs for so many blocks; see `logged_tokens`."""
         return logged_tokens(self.groups, blocks, self.max_model_len, self.in_flight)

@@ -46,12 +46,20 @@ class GroupRow:
         in_pass: the number of the last pass that gave it a token; 0: none since it was admitted.
         junction: tokens that some group has of its beginning beyond what all groups have; 0: none.
         tables: by group.
+        order: how many requests were admitted before it and with it.
+        decodes: passes in a row in which it decoded.
+        is_steady: it decodes in step (`toolkit.sim.groups.steady`), and `computed`, `known`,
+            `in_flight` and `sampled` are not kept up; with the passes at which it joined and ends:
+        base: `computed` less the passes so far.
+        last_pass: the pass that gives its last token.
+        awake: in which rhythms it gives blocks back, a bit each.
+        is_growing: it has less than a window.
     """
 
     __slots__ = (
-        "_ends", "_path", "computed", "end", "ended", "in_flight", "in_pass", "is_chunk",
-        "junction", "known", "preempted", "prompt", "request", "runs", "sampled", "stale",
-        "tables",
+        "_ends", "_path", "awake", "base", "computed", "decodes", "end", "ended", "in_flight",
+        "in_pass", "is_chunk", "is_growing", "is_steady", "junction", "known", "last_pass",
+        "order", "preempted", "prompt", "request", "runs", "sampled", "stale", "tables",
     )  # fmt: skip
 
     def __init__(self, request: PagedRequest) -> None:
@@ -59,7 +67,9 @@ class GroupRow:
         self.prompt = self.known = request.prompt
         self.end = request.prompt + request.left
         self.computed = self.in_flight = self.sampled = self.stale = self.junction = 0
-        self.in_pass = 0
+        self.in_pass = self.order = self.decodes = 0
+        self.base = self.last_pass = self.awake = 0
+        self.is_steady = self.is_growing = False
         self.is_chunk = self.runs = self.ended = self.preempted = False
         self.tables: list[Table] = []
         path: list[Node] = []

@@ -1,7 +1,8 @@
-"""vLLM's v1 scheduler for models with several cache groups, row by row: which row computes what in
-each pass. It has the calls of `toolkit.sim.paged.PagedScheduler`, and follows vLLM's own loop more
-closely: with states, more than one row may have an incomplete input, and a pass may have no tokens
-left for a row that decodes.
+"""vLLM's v1 scheduler for models with several cache groups: which row computes what in each pass.
+
+It has the calls of `toolkit.sim.paged.PagedScheduler`, and follows vLLM's own loop more closely:
+with states, more than one row may have an incomplete input, and a pass may have no tokens left for
+a row that decodes.
 
 What differs from one group of full attention, besides the blocks:
 
@@ -9,6 +10,10 @@ What differs from one group of full attention, besides the blocks:
   a block. A prompt also has a chunk that ends at the last such place before its end, and where it
   parts from other prompts (its junction). A cut that leaves nothing ends admission.
 - A request looks up again in each pass in which it waits, since what all groups have changes.
+
+Rows that decode in step (`steady`) are only counted: a pass costs as much as the rows on their own,
+and as those in step that take or give blocks. Where blocks may be missing, all rows are on their
+own: that pass goes row by row, with vLLM's preemptions.
 
 Not modelled: drafts, and everything that `toolkit.sim.paged` does not model.
 """
@@ -23,10 +28,13 @@ from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.groups.caches import CacheSettings, GroupedCache
+from toolkit.sim.groups.full import ceil_div
 from toolkit.sim.groups.pool import GroupPool
 from toolkit.sim.groups.row import GroupRow
+from toolkit.sim.groups.steady import SteadyRows
 from toolkit.sim.paged import Chunk, PagedPass
 
+LEAP_MAX = 1 << 30  # passes
 # So many passes in a row that only preempt their last row, without a token for any: a live-lock.
 FRUITLESS_MAX = 64
 
@@ -69,14 +77,22 @@ class GroupedScheduler:
         self._longest = settings.max_model_len
         self._window = settings.window
         self._ahead = ahead
+        self._late = int(ahead)
         self._reserves_input = reserves
         self.pool: GroupPool = self._cache.pool
         self.waiting: deque[GroupRow] = deque()
-        self.running: list[GroupRow] = []  # in order of admission
+        self.running: dict[GroupRow, None] = {}  # in order of admission
+        self._single: list[GroupRow] = []  # the running rows that are not in step, in that order
+        self._steady = SteadyRows(self._cache.groups, self._late, self._window)
+        # outputs of rows in step are registered when they are on their own again, and windows and
+        # states of outputs that are kept would be given back with their keys before that
+        self._can_count = settings.can_count(flags)
+        self._admissions = 0
         self.decoding = 0  # rows of the planned pass that get one token after another
         self._plan: list[Part] | None = None
         self._made: deque[list[Part]] = deque()  # passes with outputs that are not known yet
         self._passes = 0  # with rows
+        self._has_preempted = False
         self._fruitless = 0  # passes that only preempted, since the last token
 
     def add(self, row: PagedRequest) -> None:
@@ -91,10 +107,23 @@ class GroupedScheduler:
 
         Raises `InputError` where no request could ever run again.
         """
+        steady = self._steady
+        events: list[GroupRow] = []  # rows in step that take or give blocks in this pass
+        if steady.count:
+            steady.change()
+            due = steady.due()
+            given = steady.given()
+            needed = self._needed_by_single()
+            if due + needed > self.pool.free or self._comes_between():
+                self._leave_all()
+            elif due + needed <= self.pool.plain and not (self._single and steady.has_keyed()):
+                steady.step(self.pool, due, given)
+            else:
+                events = steady.events()
         self._cache.begin_pass()
         parts: list[Part] = []
         preempted: list[GroupRow] = []
-        budget = self._plan_running(parts, preempted)
+        budget = self._plan_running(parts, preempted, events)
         if not preempted:
             self._admit(parts, budget)
         self._refuse_stuck(parts, preempted)
@@ -107,42 +136,74 @@ class GroupedScheduler:
             part.samples = not row.is_chunk
             if part.samples and self._ahead:
                 row.sampled += 1
+        self._has_preempted = bool(preempted)
         return self._pass_of(parts, preempted)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """The planned pass by row, as vLLM logs it: number, tokens computed before, new tokens."""
         assert self._plan is not None
-        return [(part.row.request.number, part.computed, part.new) for part in self._plan]
+        planned = {part.row: part for part in self._plan}
+        found = []
+        for row in self.running:
+            number = row.request.number
+            if row.is_steady:
+                found.append((number, row.base + self._steady.steps, 1))
+            elif row in planned:
+                part = planned[row]
+                found.append((number, part.computed, part.new))
+        return found
 
     def held(self, number: int) -> list[int]:
         """Blocks of each group that a running request holds, by its number."""
         for row in self.running:
             if row.request.number == number:
+                if row.is_steady:
+                    return self._steady.held(row)
                 return self._cache.held(row)
         return []
 
     def ahead(self) -> int:
-        """How many passes, the planned one included, are alike: one, since each is planned."""
-        return 1
+        """As `PagedScheduler.ahead`."""
+        steady = self._steady
+        if self._single or self._has_preempted or not steady.count:
+            return 1
+        if self.waiting and not steady.is_aligned:
+            return 1  # blocks that are given back may let one in
+        return steady.alike(LEAP_MAX, self.pool)
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
-        """Record the planned pass; return the requests that ended with it."""
+        """Record the planned pass and `steps` - 1 more of its rows; return those that ended."""
         parts = self._plan
         assert parts is not None
         self._plan = None
-        self._passes += 1
-        ended: list[PagedRequest] = []
+        steady = self._steady
+        if steps > 1:
+            steady.leap(steps - 1, self.pool)
+        self._passes += steps
+        steady.steps += steps
+        ended: list[GroupRow] = []
         for part in parts:
-            request = part.row.request
-            if not part.samples or not request.left:
+            row = part.row
+            row.decodes = 0 if part.is_chunk else row.decodes + 1
+            if not part.samples or not row.request.left:
                 continue
             self._fruitless = 0
-            request.left -= 1
-            part.row.in_pass = self._passes
-            if not request.left:
-                ended.append(request)
+            row.request.left -= 1
+            row.in_pass = self._passes
+            if not row.request.left:
+                ended.append(row)
         self._made.append(parts)
-        return ended
+        if steady.count:
+            self._fruitless = 0
+            gone = steady.ended()
+            for row in gone:
+                self._leave(row)
+                ended.append(row)
+            if gone:
+                self._single.sort(key=_order)
+        if len(ended) > 1:
+            ended.sort(key=_order)
+        return [row.request for row in ended]
 
     def settle(self, ended: Sequence[PagedRequest]) -> None:
         """The tokens of all passes are known but of the one that is under way, and rows that ended
@@ -151,32 +212,105 @@ class GroupedScheduler:
         under_way = 1 if self._ahead and self._plan is None else 0
         while len(self._made) > under_way:
             self._update(self._made.popleft())
+        if self._can_count and self._plan is None:
+            self._join_steady()
 
     def abort(self) -> list[PagedRequest]:
         """The engine dies: its unfinished requests. What they generated is off their `left`."""
+        self._leave_all()
         rows = [row.request for row in (*self.running, *self.waiting)]
         return [request for request in rows if request.left]
 
-    def _plan_running(self, parts: list[Part], preempted: list[GroupRow]) -> int:
-        """Give the running rows, in order, what they compute; the tokens that are left."""
-        running = self.running
-        budget = self._most_tokens
+    def _join_steady(self) -> None:
+        """Rows on their own that decode come into step."""
+        late = self._late
+        joined = False
+        for row in self._single:
+            if (
+                row.decodes > late
+                and row.request.left
+                and row.in_flight == late
+                and row.in_pass == self._passes
+                and not row.request.watched
+                and self._steady.can_join(row)
+            ):
+                self._steady.join(row)
+                joined = True
+                for place, parts in enumerate(self._made):
+                    self._made[place] = [part for part in parts if part.row is not row]
+        if joined:
+            self._single = [row for row in self._single if not row.is_steady]
+
+    def _leave(self, row: GroupRow) -> None:
+        """A row in step is on its own again."""
+        flight = len(self._made)
+        self._steady.leave(row)
+        row.known = row.computed + 1 - flight
+        row.in_flight = flight
+        row.sampled = flight if self._ahead else 0
+        row.in_pass = self._passes
+        self._cache.register(row, row.computed - self._late)
+        for parts in self._made:
+            part = Part(row, row.computed - 1, 1, is_chunk=False)
+            part.samples = True
+            parts.append(part)
+            parts.sort(key=_part_order)
+        self._single.append(row)
+
+    def _leave_all(self) -> None:
+        """All rows are on their own."""
+        if not self._steady.count:
+            return
+        for row in self.running:
+            if row.is_steady:
+                self._leave(row)
+        self._single = list(self.running)
+
+    def _needed_by_single(self) -> int:
+        """At most so many blocks the rows on their own take in the next pass."""
+        total = 0
+        for row in self._single:
+            new = min(row.known + row.sampled - row.computed, self._most_tokens)
+            for group in self._cache.groups:
+                end = ceil_div(row.computed + new, group.block)
+                total += max(end - row.tables[group.number].length, 0)
+        return total
+
+    def _comes_between(self) -> bool:
+        """Whether a row with an incomplete input is before others that are in step, so that what it
+        computes depends on them.
+        """
+        return any(row.is_chunk and row.order < self._steady.last_order for row in self._single)
+
+    def _plan_running(
+        self, parts: list[Part], preempted: list[GroupRow], events: list[GroupRow]
+    ) -> int:
+        """Give the running rows, in order, what they compute; the tokens that are left. `events`:
+        the rows in step that take or give blocks meanwhile.
+        """
+        pool = self.pool
+        budget = self._most_tokens - self._steady.count
         place = 0
-        while place < len(running) and budget > 0:
-            row = running[place]
+        for row in self._single:
+            if budget <= 0 or row not in self.running:
+                break
             if row.sampled and not row.request.left and not row.request.stops:
-                place += 1  # it ends with the pass that is under way
-                continue
+                continue  # it ends with the pass that is under way
             new = min(row.known + row.sampled - row.computed, budget)
             new = self._cut(row, row.computed, new)
             if new <= 0:
-                place += 1
                 continue
+            while place < len(events) and events[place].order < row.order:
+                self._steady.step_row(events[place], pool)
+                place += 1
             if not self._make_room(row, new, preempted):
-                return budget
+                break
             parts.append(Part(row, row.computed, new, is_chunk=row.is_chunk))
             budget -= new
-            place += 1
+        for row in events[place:]:
+            self._steady.step_row(row, pool)
+        if preempted:
+            self._single = [row for row in self._single if row.runs]
         return budget
 
     def _make_room(self, row: GroupRow, new: int, preempted: list[GroupRow]) -> bool:
@@ -184,10 +318,11 @@ class GroupedScheduler:
         first; False: the row itself was.
         """
         while not self._cache.extend(row, new):
-            last = self.running.pop()
+            assert not self._steady.count  # all rows are on their own where blocks are missing
+            last, _ = self.running.popitem()
             self._cache.release(last)
             last.stale = last.in_flight
-            last.computed = last.sampled = last.in_pass = 0
+            last.computed = last.sampled = last.in_pass = last.decodes = 0
             last.runs = False
             last.preempted = True
             self.waiting.appendleft(last)
@@ -221,7 +356,10 @@ class GroupedScheduler:
                 break
             self._count(row, seen.found)
             waiting.popleft()
-            running.append(row)
+            running[row] = None
+            self._single.append(row)
+            self._admissions += 1
+            row.order = self._admissions
             row.runs = True
             row.computed = seen.found
             row.request.prompt = row.known
@@ -271,7 +409,7 @@ class GroupedScheduler:
 
     def _refuse_stuck(self, parts: list[Part], preempted: list[GroupRow]) -> None:
         """Raise `InputError` where requests wait and none will ever run."""
-        if parts:
+        if parts or self._steady.count:
             return
         blocks = self.pool.blocks
         if preempted:
@@ -294,17 +432,18 @@ class GroupedScheduler:
     def _pass_of(self, parts: list[Part], preempted: list[GroupRow]) -> PagedPass:
         """The planned pass as the engine knows it."""
         window = self._window
-        decodes = 0
-        cached = 0
-        inside = 0
-        growing = 0
+        steady = self._steady
+        decodes = steady.count
+        cached = steady.cached()
+        inside = steady.inside()
+        growing = steady.growing
         new = 0
         before = 0
         attended = 0.0
         new_inside = 0.0
         chunks: list[Chunk] = []
         resumed: list[PagedRequest] = []
-        self.decoding = 0
+        self.decoding = steady.count
         for part in parts:
             row = part.row
             if part.is_chunk:
@@ -331,7 +470,7 @@ class GroupedScheduler:
         )
         found = PagedPass(shape, chunks, [row.request for row in preempted])
         found.resumed = resumed
-        if len(parts) < len(self.running):
+        if len(parts) < len(self._single):
             found.paused = self._paused(parts)
         return found
 
@@ -340,7 +479,7 @@ class GroupedScheduler:
         takes_part = {part.row for part in parts}
         return [
             row.request
-            for row in self.running
+            for row in self._single
             if row.in_pass == self._passes
             and row.in_pass
             and row.request.left
@@ -370,6 +509,16 @@ class GroupedScheduler:
                 row.ended = True
                 if not row.runs:
                     self.waiting.remove(row)  # it was preempted while its last token was under way
-                has_ended = has_ended or row.runs
+                else:
+                    del self.running[row]
+                    has_ended = True
         if has_ended:
-            self.running = [row for row in self.running if not row.ended]
+            self._single = [row for row in self._single if not row.ended]
+
+
+def _order(row: GroupRow) -> int:
+    return row.order
+
+
+def _part_order(part: Part) -> int:
+    return part.row.order
