@@ -38,6 +38,8 @@ class CacheSettings:
             states that are kept; 0: only those that a known return can use; None: all.
         in_flight: tokens of all passes that might be under way when vLLM logged its capacity.
         rehashes: as of `SharedRules`.
+        rows_within_blocks: whether vLLM starts with states only if there are as many blocks as
+            max_num_seqs, as it does with CUDA graphs.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -45,6 +47,7 @@ class CacheSettings:
     retention: int | None = 0
     in_flight: int = 0
     rehashes: bool = False
+    rows_within_blocks: bool = False
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -86,7 +89,8 @@ class CacheSettings:
             if group.kind == "state" and aligned and not flags.chunked_prefill:
                 problem = "chunked_prefill false: states with prefix caching need chunks"
                 return problem, "set chunked_prefill to true, or prefix_caching to false"
-            if group.kind == "state" and flags.max_num_seqs > blocks:
+            too_many = self.rows_within_blocks and flags.max_num_seqs > blocks
+            if group.kind == "state" and too_many:
                 problem = f"max_num_seqs {flags.max_num_seqs:,}: the cache has {blocks:,} blocks, "
                 problem += "and each request's state takes one"
                 return problem, f"set max_num_seqs to at most {blocks:,}"
@@ -106,6 +110,7 @@ def settings_of(resolved: Resolved | None, engine: EngineFacts) -> CacheSettings
         resolved.retention,
         resolved.max_in_flight_tokens,
         is_before(engine.engine_version, 0, 33),
+        engine.device != "cpu",
     )
 
 
