@@ -193,7 +193,6 @@ def test_flags_that_change_nothing_are_not_found() -> None:
         ({"dual_batch": True}, "dual batch"),
         ({"max_num_active_seqs": 4}, "active rows"),
         ({"long_prefill_token_threshold": 64}, "long prefill threshold"),
-        ({"prefill_schedule_interval": 4}, "prefill interval"),
     ],
 )
 def test_a_server_is_refused_from_what_vllm_resolved(change: dict[str, Any], name: str) -> None:

@@ -49,7 +49,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "priority": "the waiting queue is in order of priority",
     "active rows": "fewer rows run at once than max_num_seqs",
     "long prefill threshold": "chunks are cut while other requests are there",
-    "prefill interval": "prefills wait for their turn among passes",
+    "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
 }
 MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
@@ -250,7 +250,6 @@ def _of_server(resolved: Resolved) -> list[Found]:
         ("data parallel", "data_parallel_size", resolved.dp),
         ("pipeline parallel", "pipeline_parallel_size", resolved.pp),
         ("context parallel", "context parallelism", resolved.cp),
-        ("prefill interval", "prefill_schedule_interval", resolved.prefill_schedule_interval),
     )
     found += [Found(name, f"{what} {size}") for name, what, size in sizes if size > 1]
     if resolved.dp == 1 and resolved.dp_rank:  # of engines that count as alone

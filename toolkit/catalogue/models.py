@@ -15,6 +15,7 @@ from toolkit.catalogue.quantization import Config, Scheme, scheme_of
 from toolkit.errors import InputError, nearest
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_BYTES = DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # without scales
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
@@ -178,10 +179,14 @@ def not_computed(special: Special, scheme: str) -> list[str]:
 
 
 def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
-    """Bytes that every token adds to a full cache, and the formula; None: a size is missing."""
+    """Bytes that every token adds to a full cache, and the formula; None: a size is missing, or
+    `dtype` keeps scales, too.
+    """
+    if dtype not in CACHE_BYTES:
+        return None
     config = text_config(config)
     layers = integer_at(config, "num_hidden_layers")
-    element = DTYPE_BYTES[dtype]
+    element = CACHE_BYTES[dtype]
     latent = special_of(config).latent
     if layers and latent:
         return layers * latent * element, f"{layers} layers * {latent} of MLA * {element} bytes"

@@ -52,6 +52,7 @@ class Drafts:
         tokens: drafts per step, at most.
         schedule: [rows from, rows to, drafts] by the rows of a pass; empty: always `tokens`.
         lookahead: slots beyond a row's tokens that the drafter writes to.
+        hash_lookahead: tokens behind a block that its hash covers, too.
         drops_block: the last block of a hit is dropped.
         synthetic: how acceptance is made up, such as 'synthetic'; '': drafts are verified.
         synthetic_length: mean tokens per step that are made up; None: not given.
@@ -63,6 +64,7 @@ class Drafts:
     tokens: int
     schedule: list[list[int]] = field(default_factory=list)
     lookahead: int = 0
+    hash_lookahead: int = 0
     drops_block: bool = False
     synthetic: str = ""
     synthetic_length: float | None = None
@@ -142,3 +144,16 @@ class Resolved:
     policy: str = "fcfs"
     balanced_experts: bool = False
     dual_batch: bool = False
+
+    def words(self, dtype: str) -> str:
+        """The weights and the caches, for readers; `dtype`: of the model."""
+        weights = self.quantization or dtype
+        cache = dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        parts = [f"{weights} weights", f"{cache} KV cache"]
+        if self.tp > 1:
+            parts.append(f"tensor parallelism {self.tp}")
+        kinds = [
+            f"{one.kind or one.spec} in {one.layers} layers, blocks of {one.block:,} tokens"
+            for one in self.groups
+        ]
+        return f"{', '.join(parts)}; caches: {'; '.join(kinds)}"

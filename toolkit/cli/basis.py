@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.catalogue.classes import of_resolved
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
 from toolkit.engine_traits import traits_of
@@ -93,8 +94,11 @@ class FoundFit:
 def note_found(found: Sequence[FoundFit]) -> None:
     """Print what predictions from these fits rest on: each fact once."""
     note_bases({one.file: one.fit for one in found if one.file})
-    computed = [one.fit.engine for one in found if not one.file]
-    note(*dict.fromkeys(line for engine in computed for line in analytic_notes(engine)))
+    computed = [one.fit for one in found if not one.file]
+    lines = [
+        line for fit in computed for line in (*analytic_notes(fit.engine), *agreement_notes(fit))
+    ]
+    note(*dict.fromkeys(lines))
 
 
 def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = False) -> FoundFit:
@@ -277,7 +281,7 @@ def note_bases(fits: Mapping[Path, Fit]) -> None:
     """Print what predictions from these fits, by file, rest on: each fact once."""
     lines = []
     for path, fit in fits.items():
-        lines += analytic_notes(fit.engine)
+        lines += [*analytic_notes(fit.engine), *agreement_notes(fit)]
         validation = find_validation(path, digest(path).sha256)
         lines += [validation.summary()] if validation else []
     note(*dict.fromkeys(lines))
@@ -286,6 +290,20 @@ def note_bases(fits: Mapping[Path, Fit]) -> None:
 def analytic_notes(engine: EngineFacts) -> list[str]:
     """A line that nothing was measured, for an analytic profile or fit; else none."""
     return [f"analytic, nothing was measured: {engine.analytic}"] if engine.analytic else []
+
+
+def agreement_notes(fit: Fit) -> list[str]:
+    """A line that says how far the simulator agrees with vLLM's own scheduler: of the version that
+    was measured, or where none was, of the last one that was compared; none for other engines.
+    """
+    if not traits_of(fit.engine.engine).timed_by_pass:
+        return []
+    from toolkit.backends.vllm.conformance.results import agreement, last_compared
+
+    resolved = fit.steps.resolved if fit.steps else None
+    classes = {one.name for one in of_resolved(resolved)} if resolved else set()
+    version = fit.engine.engine_version or last_compared()
+    return [agreement(version, classes)] if version else []
 
 
 def find_validation(near: Path, fit_sha256: str) -> Validation | None:

@@ -152,13 +152,13 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
 
     Raises `InputError` where the recipe's numbers contradict each other.
     """
-    check_kv_bytes(recipe.model)
+    check_kv_bytes(recipe)
     if recipe.engine.url is not None:
         remedy = "start it before you profile; it need not run on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     checks = [_check_hardware(recipe, devices), _check_model(recipe.model), *check_sizes(recipe)]
     backend = backend_of(recipe.engine.name)
-    return [*checks, backend.check(recipe)] if isinstance(backend, Checks) else checks
+    return [*checks, *backend.check(recipe)] if isinstance(backend, Checks) else checks
 
 
 def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
@@ -198,13 +198,16 @@ def _without_engines() -> list[Check]:
     return [Check("engines", "note", found, install("engines"))]
 
 
-def check_kv_bytes(model: ModelSpec) -> None:
+def check_kv_bytes(recipe: Recipe) -> None:
     """Raise `InputError` where `kv_bytes_per_token` contradicts `config` (SCLS Eq. 5; MLA).
 
     Nothing is checked where either is not given.
     """
+    model = recipe.model
+    vllm = recipe.engine.vllm
     claimed = model.kv_bytes_per_token
-    found = kv_bytes_per_token(model.config, model.dtype)
+    dtype = (vllm.kv_cache_dtype if vllm else None) or model.dtype
+    found = kv_bytes_per_token(model.config, dtype)
     if claimed is None or found is None:
         return
     right, formula = found

@@ -33,7 +33,7 @@ from toolkit.files.tuning import (
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.world import flags_of, settings_of_kinds
 
@@ -116,6 +116,8 @@ def make_plan(
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
+    if choice.policy == VllmPolicy.name:
+        refuse_later(choice.parameters, fit.engine.engine_version)
     others = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
     kinds = [own, *others]
     policy = _whole(choice.policy, choice.parameters)

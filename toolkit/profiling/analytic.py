@@ -238,6 +238,8 @@ def refuse_not_computed(recipe: Recipe) -> None:
     reasons += [one.what for one in unmodelled]
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
+    if vllm and vllm.kv_cache_dtype not in (None, model.dtype):
+        reasons.append(NOT_COMPUTED_FLAGS["--kv-cache-dtype"])
     reasons = list(dict.fromkeys(reasons))
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")

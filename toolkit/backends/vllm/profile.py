@@ -23,7 +23,14 @@ from time import perf_counter
 from typing import IO
 
 from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
-from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.backends.vllm.command import (
+    POLICY,
+    VllmCommand,
+    VllmServer,
+    flags_of,
+    vllm_server,
+    vllm_version,
+)
 from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
 from toolkit.catalogue.caches import is_plain, logged_tokens, window_of
@@ -53,6 +60,7 @@ from toolkit.profiling.grid import (
 from toolkit.profiling.pace import ServerPace, samples_of, warm_runs
 from toolkit.profiling.process import Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.sched.policies.vllm import refuse_later
 
 
 @dataclass(slots=True, frozen=True)
@@ -571,6 +579,8 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
         path = Path(name) / "passes.jsonl"
         policy = recipe.policy
+        if policy.name == POLICY:
+            refuse_later(policy.parameters, vllm_version(recipe))
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})

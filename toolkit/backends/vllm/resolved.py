@@ -172,6 +172,7 @@ def _drafts(config: Any) -> Drafts | None:
             list(one) for one in getattr(spec, "num_speculative_tokens_per_batch_size", None) or []
         ],
         lookahead=int(getattr(config, "num_lookahead_tokens", 0)),
+        hash_lookahead=int(getattr(config, "num_hash_lookahead_tokens", 0)),
         drops_block=bool(drops() if drops else False),
         synthetic=made_up if made_up.startswith("synthetic") else "",
         synthetic_length=getattr(spec, "synthetic_acceptance_length", None),

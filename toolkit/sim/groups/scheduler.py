@@ -88,10 +88,16 @@ class GroupedScheduler:
         # states of outputs that are kept would be given back with their keys before that
         self._can_count = settings.can_count(flags)
         self._admissions = 0
+        self._admitted_before = 0  # the pass that is planned
         self.decoding = 0  # rows of the planned pass that get one token after another
         self._plan: list[Part] | None = None
         self._made: deque[list[Part]] = deque()  # passes with outputs that are not known yet
         self._passes = 0  # with rows
+        self._interval: int = flags.prefill_schedule_interval
+        self._executed = 0  # passes that computed something
+        self._last_prefill = -self._interval  # the last of them with a prefill
+        self._bound = False  # requests were left waiting when prefills were let in
+        self._defers = False  # the planned pass has no prefill
         self._has_preempted = False
         self._fruitless = 0  # passes that only preempted, since the last token
 
@@ -120,12 +126,17 @@ class GroupedScheduler:
                 steady.step(self.pool, due, given)
             else:
                 events = steady.events()
+        if self._interval > 1:
+            self._defers = self._defers_prefills()
         self._cache.begin_pass()
         parts: list[Part] = []
         preempted: list[GroupRow] = []
         budget = self._plan_running(parts, preempted, events)
+        self._admitted_before = self._admissions
         if not preempted:
             self._admit(parts, budget)
+        if self._interval > 1:
+            self._count_prefills(parts, preempted)
         self._refuse_stuck(parts, preempted)
         self._plan = parts
         for part in parts:
@@ -169,6 +180,8 @@ class GroupedScheduler:
             return 1
         if self.waiting and not steady.is_aligned:
             return 1  # blocks that are given back may let one in
+        if self.waiting and self._interval > 1:
+            return 1  # a prefill may be let in
         return steady.alike(LEAP_MAX, self.pool)
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
@@ -179,6 +192,7 @@ class GroupedScheduler:
         steady = self._steady
         if steps > 1:
             steady.leap(steps - 1, self.pool)
+            self._executed += steps - 1
         self._passes += steps
         steady.steps += steps
         ended: list[GroupRow] = []
@@ -220,6 +234,23 @@ class GroupedScheduler:
         self._leave_all()
         rows = [row.request for row in (*self.running, *self.waiting)]
         return [request for request in rows if request.left]
+
+    def _defers_prefills(self) -> bool:
+        """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""
+        if self._bound or self._executed + 1 - self._last_prefill >= self._interval:
+            return False
+        return self._steady.count > 0 or any(not row.is_chunk for row in self._single)
+
+    def _count_prefills(self, parts: list[Part], preempted: list[GroupRow]) -> None:
+        """Keep whether the planned pass has a prefill, and whether requests are left waiting."""
+        if not preempted and not self._defers:
+            self._bound = len(self.waiting) > 0
+        if parts or self._steady.count:
+            self._executed += 1
+        for part in parts:
+            is_admitted = part.row.order > self._admitted_before
+            if part.is_chunk and (not is_admitted or part.computed < part.row.known - 1):
+                self._last_prefill = self._executed
 
     def _join_steady(self) -> None:
         """Rows on their own that decode come into step."""
@@ -296,6 +327,8 @@ class GroupedScheduler:
                 break
             if row.sampled and not row.request.left and not row.request.stops:
                 continue  # it ends with the pass that is under way
+            if self._defers and row.is_chunk:
+                continue
             new = min(row.known + row.sampled - row.computed, budget)
             new = self._cut(row, row.computed, new)
             if new <= 0:
@@ -342,6 +375,8 @@ class GroupedScheduler:
             seen = cache.look_up(row)
             row.junction = seen.junction
             new = row.known - seen.found
+            if self._defers and new > 1:
+                break
             if new > budget:
                 if not self._chunked:
                     break
