@@ -80,7 +80,7 @@ def compare(
     for kind in chosen:
         for ahead, scheduler in SCHEDULERS.items():
             mine = [
-                (number, case, theirs)
+                (number, {**case, "version": loaded.version}, theirs)
                 for (one, is_ahead, number, case), theirs in zip(cases, loaded.results, strict=True)
                 if one is kind and is_ahead == ahead
             ]
