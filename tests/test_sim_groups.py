@@ -187,11 +187,15 @@ def test_a_live_lock_is_refused() -> None:
     """
     scheduler = GroupedScheduler(TIGHT, VllmPolicy(), 5, reserves=False)
     scheduler.add(PagedRequest(0, 9, 7))
-    with pytest.raises(InputError) as refused:
+
+    def run() -> None:
         for _ in range(1000):
             if scheduler.schedule().rows:
                 scheduler.commit()
             scheduler.settle([])
+
+    with pytest.raises(InputError) as refused:
+        run()
     assert says(refused.value.message, "5 blocks", "13 tokens")
 
 
@@ -213,6 +217,21 @@ def test_a_server_that_would_not_start_is_refused(groups, blocks, policy, words)
     with pytest.raises(InputError) as refused:
         GroupedScheduler(caches(groups, rows_within_blocks=True), policy, blocks)
     assert says(refused.value.message, *words)
+
+
+def test_flags_are_moved_to_those_with_which_it_starts() -> None:
+    """A request of 96 tokens takes 24 blocks of full attention, and of a window of 8 with passes of
+    n tokens (7 + n) / 4 + 1.
+    """
+    settled = caches([FULL, WINDOW])
+    wide = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=64)
+    narrow = settled.allowed(wide, 34, ahead=False)
+    assert (narrow.max_num_seqs, narrow.max_num_batched_tokens) == (4, 33)
+    assert settled.start_problem(34, narrow, ahead=False) == ("", "")
+    assert settled.start_problem(34, replace(narrow, max_num_batched_tokens=34), ahead=False)[0]
+    assert settled.allowed(wide, 90, ahead=False) == wide
+    rows = caches([FULL, STATE], rows_within_blocks=True)
+    assert rows.allowed(replace(wide, max_num_seqs=50), 30, ahead=False).max_num_seqs == 30
 
 
 def test_a_request_longer_than_the_model_is_refused() -> None:

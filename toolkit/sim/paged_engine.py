@@ -127,6 +127,12 @@ class PagedEngine:
             return self.caches.max_model_len - 1
         return self.capacity_tokens
 
+    def allowed(self, flags: VllmPolicy) -> VllmPolicy:
+        """The flags nearest to `flags` with which vLLM starts."""
+        if self.caches is None:
+            return flags
+        return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
+
     def scheduler(self, flags: VllmPolicy, *, shares: bool) -> EngineScheduler:
         """A scheduler of it, without requests; `shares` as of `PagedScheduler`. `InputError` where
         vLLM would not start with these flags.

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from toolkit.catalogue.caches import (
@@ -95,6 +95,27 @@ class CacheSettings:
                 problem += "and each request's state takes one"
                 return problem, f"set max_num_seqs to at most {blocks:,}"
         return "", ""
+
+    def allowed(self, flags: VllmPolicy, blocks: int, *, ahead: bool) -> VllmPolicy:
+        """The flags nearest to `flags` with which vLLM starts, as far as fewer rows and tokens of a
+        pass decide that.
+        """
+        rows = flags.max_num_seqs
+        if self.rows_within_blocks and any(group.kind == "state" for group in self.groups):
+            rows = max(min(rows, blocks), 1)
+        tokens = flags.max_num_batched_tokens
+        low = rows
+        high = tokens
+        while low < high:  # the most tokens for which the longest request fits
+            middle = (low + high + 1) // 2
+            in_flight = middle * (2 if ahead else 1)
+            if longest_blocks(self.groups, self.max_model_len, in_flight) <= blocks + 1:
+                low = middle
+            else:
+                high = middle - 1
+        if (rows, low) == (flags.max_num_seqs, tokens):
+            return flags
+        return replace(flags, max_num_seqs=rows, max_num_batched_tokens=low)
 
 
 def settings_of(resolved: Resolved | None, engine: EngineFacts) -> CacheSettings | None:
