@@ -198,6 +198,10 @@ class GroupedCache:
             kinds.setdefault((kind, group.block, group.window), []).append(number)
         # groups with equal rules are looked up together, those of full attention first
         self._kinds = sorted(kinds.values(), key=lambda each: not self.groups[each[0]].is_full)
+        self._first_full: FullGroup | None = None
+        for each in self.groups:
+            if each.is_full and self._first_full is None:
+                self._first_full = each
         self._reserve = int(flags.watermark * (blocks + 1))
 
     def _add(self, number: int, group: CacheGroup, in_flight: int, longest: int) -> None:
@@ -314,6 +318,41 @@ class GroupedCache:
             group.register(row, tokens, returns)
             if group.is_full:
                 group.register_end(row, tokens)
+        full = self._first_full
+        if full is not None:
+            self._see(row, full, min(tokens, row.known) // full.block)
+
+    def lost(self, row: GroupRow, found: int) -> int:
+        """Tokens behind those that a waiting row has found that were once in the first group of
+        full attention: given out since, or of no use without the tail of a window or a state.
+        """
+        full = self._first_full
+        if full is None:
+            return 0
+        size = full.block
+        limit = (row.known - 1) // size
+        first = found // size
+        at = first
+        for node in row.path:
+            stop = node.end // size
+            if stop <= at:
+                continue
+            seen = min(node.seen, limit)
+            if seen <= at:
+                break
+            at = seen
+            if seen < stop:
+                break
+        return (at - first) * size
+
+    def _see(self, row: GroupRow, full: FullGroup, stop: int) -> None:
+        """Note in the nodes of a row that its first blocks up to `stop` were registered once."""
+        for node in row.path:
+            seen = min(stop, node.end // full.block)
+            if node.seen < seen:
+                node.seen = seen
+            if node.end >= stop * full.block:
+                break
 
     def release(self, row: GroupRow) -> None:
         """The row gives all of its blocks back, group by group."""

@@ -74,7 +74,6 @@ class GroupedScheduler:
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
         self._chunked: bool = flags.chunked_prefill
-        self._longest = settings.max_model_len
         self._window = settings.window
         self._ahead = ahead
         self._late = int(ahead)
@@ -441,6 +440,7 @@ class GroupedScheduler:
         else:
             pool.queries += row.known
             pool.hits += found
+            pool.lost += self._cache.lost(row, found)
 
     def _refuse_stuck(self, parts: list[Part], preempted: list[GroupRow]) -> None:
         """Raise `InputError` where requests wait and none will ever run."""
