@@ -154,7 +154,11 @@ def passes_of_vllm(python: str, cases: Sequence[Case], child: str = CHILD) -> li
     """The passes that vLLM's own schedulers make of the workloads, or what else a `child` makes of
     them. `EngineError` for a workload that ended with an error.
     """
-    results = run_cases(python, cases, child).results
+    return passes_of_results(run_cases(python, cases, child).results)
+
+
+def passes_of_results(results: list[Any]) -> list[list[Pass]]:
+    """What a child gave of each workload. `EngineError` for one that ended with an error."""
     for number, one in enumerate(results):
         if isinstance(one, dict):
             raise EngineError(f"workload {number}: {one['error']}")
