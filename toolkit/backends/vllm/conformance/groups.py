@@ -116,7 +116,7 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
 
 
 def without_keys(theirs: list[Pass]) -> list[Pass]:
-    """vLLM's passes without the number of its keys: the simulator has none that nothing looks for."""
+    """vLLM's passes without the number of its keys: the simulator has only those in use."""
     return [{key: value for key, value in one.items() if key != "cached"} for one in theirs]
 
 

@@ -157,7 +157,7 @@ def passes_of_vllm(python: str, cases: Sequence[Case], child: str = CHILD) -> li
     return passes_of_results(run_cases(python, cases, child).results)
 
 
-def passes_of_results(results: list[Any]) -> list[list[Pass]]:
+def passes_of_results(results: list[Any]) -> list[Any]:
     """What a child gave of each workload. `EngineError` for one that ended with an error."""
     for number, one in enumerate(results):
         if isinstance(one, dict):
