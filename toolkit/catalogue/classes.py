@@ -203,9 +203,9 @@ def _of_groups(resolved: Resolved) -> list[Found]:
     if len({group.block for group in groups}) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted({group.block for group in groups}))
         found.append(Found("block sizes", f"blocks of {sizes} tokens"))
-    sizes = {group.window for group in groups if group.kind == "window"}
-    if len(sizes) > 1:
-        words = " and ".join(f"{size:,}" for size in sorted(sizes))
+    windows = {group.window for group in groups if group.kind == "window"}
+    if len(windows) > 1:
+        words = " and ".join(f"{window:,}" for window in sorted(windows))
         found.append(Found("several windows", f"sliding windows of {words} tokens"))
     if len(groups) > 1 and not found:
         found.append(Found("groups", f"{len(groups)} groups of KV caches"))

@@ -125,7 +125,7 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
     return Loaded(content["version"], Path(content["folder"]), content["results"])
 
 
-def _row(kind: Kind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> Row:
+def _row(kind: Kind, scheduler: str, ran: Sequence[tuple[int, Case, Any]]) -> Row:
     passes = differing = 0
     first = ""
     for number, case, theirs in ran:
