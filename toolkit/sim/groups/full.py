@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sim.groups.pool import Block, GroupPool
-from toolkit.sim.groups.row import GroupRow, Table
+from toolkit.sim.groups.row import GroupRow, BlockTable
 
 
 def ceil_div(tokens: int, size: int) -> int:
@@ -78,9 +78,9 @@ class FullGroup:
         self.rules = rules
         self.most = 0
 
-    def table(self) -> Table:
+    def table(self) -> BlockTable:
         """The table of a row without blocks."""
-        return Table()
+        return BlockTable()
 
     def begin_pass(self) -> None:
         """The next pass is planned."""
@@ -186,7 +186,7 @@ class FullGroup:
         """Of the places `start` to `stop` - 1, those with blocks that are kept for others."""
         return range(start, stop)
 
-    def give_key(self, row: GroupRow, table: Table, place: int, end: int) -> None:
+    def give_key(self, row: GroupRow, table: BlockTable, place: int, end: int) -> None:
         """The block at a place gets the key of the tokens up to `end`."""
         key = self.number, row.node(end), end
         block = table.keyed.get(place)

@@ -8,7 +8,7 @@ from toolkit.sim.blocks import Node, PagedRequest
 from toolkit.sim.groups.pool import Block
 
 
-class Table:
+class BlockTable:
     """A row's blocks in one group, by place: block k holds the tokens from k times the group's
     block on.
 
@@ -71,7 +71,7 @@ class GroupRow:
         self.base = self.last_pass = self.awake = 0
         self.is_steady = self.is_growing = False
         self.is_chunk = self.runs = self.ended = self.preempted = False
-        self.tables: list[Table] = []
+        self.tables: list[BlockTable] = []
         path: list[Node] = []
         node = request.content
         while node is not None:

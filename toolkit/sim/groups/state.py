@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sim.groups.full import FullGroup, Hit, SharedRules, ceil_div
 from toolkit.sim.groups.pool import Block, Key
-from toolkit.sim.groups.row import GroupRow, Table
+from toolkit.sim.groups.row import GroupRow, BlockTable
 
 
 class OneStateGroup(FullGroup):
@@ -23,7 +23,7 @@ class OneStateGroup(FullGroup):
         self.is_full = False
 
 
-class StateTable(Table):
+class StateTable(BlockTable):
     """A row's states. All blocks are in `keyed`, some of them without a key.
 
     Attributes:
@@ -59,7 +59,7 @@ class StateGroup(FullGroup):
         self.checkpoints = group.checkpoints > 0
         self._new: set[Key] = set()  # keys given in the pass that is planned
 
-    def table(self) -> Table:
+    def table(self) -> BlockTable:
         return StateTable()
 
     def begin_pass(self) -> None:
@@ -150,7 +150,7 @@ class StateGroup(FullGroup):
                 found.add(place)
         return sorted(found)
 
-    def give_key(self, row: GroupRow, table: Table, place: int, end: int) -> None:
+    def give_key(self, row: GroupRow, table: BlockTable, place: int, end: int) -> None:
         block = table.keyed.get(place)
         if block is not None:
             self.rules.pool.rekey(block, (self.number, row.node(end), end))
