@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sim.groups.pool import Block, GroupPool
-from toolkit.sim.groups.row import GroupRow, BlockTable
+from toolkit.sim.groups.row import BlockTable, GroupRow
 
 
 def ceil_div(tokens: int, size: int) -> int:

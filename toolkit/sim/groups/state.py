@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sim.groups.full import FullGroup, Hit, SharedRules, ceil_div
 from toolkit.sim.groups.pool import Block, Key
-from toolkit.sim.groups.row import GroupRow, BlockTable
+from toolkit.sim.groups.row import BlockTable, GroupRow
 
 
 class OneStateGroup(FullGroup):
