@@ -58,6 +58,7 @@ from toolkit.backends.vllm.touched import (
     Installed,
     check,
     read_vllm,
+    refuse_missing,
 )
 from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
@@ -229,9 +230,10 @@ class VllmBackend:
 
 def _has(installed: Installed) -> list[Check]:
     """What of all that llmctl touches inside vLLM a version has: a line for each capability, and
-    one for each item that is missing.
+    one for each item that is missing. `InputError` for an unknown release whose files are not here.
     """
     if installed.folder is None:
+        refuse_missing(installed, "start")
         return []
     missing = check(installed)
     checks = []
