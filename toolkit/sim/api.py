@@ -31,6 +31,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.continuous import RoundSetup, RoundWorker
+from toolkit.sim.groups.caches import settings_of
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
@@ -278,12 +279,16 @@ class PolicyRun:
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
-    """All policies but oracles, and the one built into the fit's engine if the fit has its laws."""
+    """All policies but oracles, and the one built into the fit's engine if the fit has its laws;
+    that one alone for a model with several groups of caches, which no other knows.
+    """
     built_in = [
         name
         for name, policy in BUILT_IN.items()
         if fit and fit.steps and fit.engine.engine == policy.engine
     ]
+    if fit and fit.steps and settings_of(fit.steps.resolved, fit.engine) is not None:
+        return built_in
     return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
 
 
