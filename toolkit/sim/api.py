@@ -31,14 +31,13 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.continuous import RoundSetup, RoundWorker
-from toolkit.sim.groups.caches import settings_of
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
-from toolkit.sim.world import World
+from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
@@ -287,7 +286,7 @@ def usual_policies(fit: Fit | None) -> list[str]:
         for name, policy in BUILT_IN.items()
         if fit and fit.steps and fit.engine.engine == policy.engine
     ]
-    if fit and fit.steps and settings_of(fit.steps.resolved, fit.engine) is not None:
+    if fit and caches_of(fit) is not None:
         return built_in
     return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
 
