@@ -23,6 +23,7 @@ from toolkit.sim.api import simulate
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
 from toolkit.traces.types import SharedBlocks, Trace
@@ -176,7 +177,7 @@ def test_a_request_that_waits_for_ever_is_refused() -> None:
     it never gives out.
     """
     engine = PagedEngine(FLAT, 5, 4, caches=TIGHT)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(SimulationStalledError) as refused:
         simulate(trace_of([(0.0, 9, 7, 0)]), VllmPolicy(), world(engine))
     assert says(refused.value.message, "5 blocks", "13 tokens")
 
@@ -194,7 +195,7 @@ def test_a_live_lock_is_refused() -> None:
                 scheduler.commit()
             scheduler.settle([])
 
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(SimulationStalledError) as refused:
         run()
     assert says(refused.value.message, "5 blocks", "13 tokens")
 

@@ -58,9 +58,11 @@ from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, 
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.flight import EMPTY_S
+from toolkit.sim.groups.caches import settings_of
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import PagedEngine, PagedRun
+from toolkit.sim.paged_engine import EngineScheduler, PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
@@ -87,7 +89,10 @@ def passes_of_log(
         chunked_prefill=header.enable_chunked_prefill,
         prefix_caching=header.prefix_caching,
     )
-    scheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
+    scheduler: EngineScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    if caches is not None:
+        scheduler = GroupedScheduler(caches, flags, header.blocks)
     arrived = 0
     found = []
     for start_s in starts_s:
@@ -95,7 +100,9 @@ def passes_of_log(
             one = requests[arrived]
             scheduler.add(PagedRequest(arrived, one["prompt_tokens"], one["max_tokens"]))
             arrived += 1
-        found.append(step_of(scheduler))
+        step = step_of(scheduler)
+        step.pop("held", None)
+        found.append(step)
         scheduler.settle(scheduler.commit())
     return found
 

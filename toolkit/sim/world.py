@@ -29,7 +29,7 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
-from toolkit.sim.groups.caches import settings_of
+from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
 from toolkit.sim.replicas import Routing
@@ -255,8 +255,19 @@ def paged_of(fit: Fit) -> PagedEngine | None:
     steps = fit.steps
     if steps is None:
         return None
-    caches = settings_of(steps.resolved, fit.engine)
-    return PagedEngine.of(steps, fit.memory.capacity_tokens, caches)
+    return PagedEngine.of(steps, fit.memory.capacity_tokens, caches_of(fit))
+
+
+def caches_of(fit: Fit) -> CacheSettings | None:
+    """The groups of KV caches of a fit's engine; None: one cache of full attention, or it is not
+    known.
+    """
+    if fit.steps is None:
+        return None
+    engine = fit.engine
+    return settings_of(
+        fit.steps.resolved, engine.max_model_len, engine.engine_version, engine.device
+    )
 
 
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:

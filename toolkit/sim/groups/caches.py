@@ -17,7 +17,6 @@ from toolkit.catalogue.caches import (
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.files.profile import EngineFacts
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.groups.chunk import ChunkGroup
 from toolkit.sim.groups.full import FullGroup, Hit, SharedRules, ceil_div
@@ -118,8 +117,15 @@ class CacheSettings:
         return replace(flags, max_num_seqs=rows, max_num_batched_tokens=low)
 
 
-def settings_of(resolved: Resolved | None, engine: EngineFacts) -> CacheSettings | None:
-    """The cache groups of an engine; None: one group of full attention, or it is not known."""
+def settings_of(
+    resolved: Resolved | None, max_model_len: int, version: str, device: str
+) -> CacheSettings | None:
+    """The cache groups of an engine; None: one group of full attention, or it is not known.
+
+    Args:
+        version: of vLLM.
+        device: 'cpu', which has no CUDA graphs, or another.
+    """
     if resolved is None:
         return None
     groups = resolved.groups
@@ -127,11 +133,11 @@ def settings_of(resolved: Resolved | None, engine: EngineFacts) -> CacheSettings
         return None
     return CacheSettings(
         tuple(groups),
-        engine.max_model_len,
+        max_model_len,
         resolved.retention,
         resolved.max_in_flight_tokens,
-        is_before(engine.engine_version, 0, 33),
-        engine.device != "cpu",
+        is_before(version, 0, 33),
+        device != "cpu",
     )
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
@@ -32,6 +31,7 @@ from toolkit.sim.groups.full import ceil_div
 from toolkit.sim.groups.pool import GroupPool
 from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.steady import SteadyRows
+from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged import Chunk, PagedPass
 
 LEAP_MAX = 1 << 30  # passes
@@ -110,7 +110,7 @@ class GroupedScheduler:
         """Plan the next pass and take its blocks. If the pass has no rows, no row can run before
         `settle` is called; if it has preempted some, plan another one after that.
 
-        Raises `InputError` where no request could ever run again.
+        Raises `SimulationStalledError` where no request could ever run again.
         """
         steady = self._steady
         events: list[GroupRow] = []  # rows in step that take or give blocks in this pass
@@ -443,7 +443,7 @@ class GroupedScheduler:
             pool.lost += self._cache.lost(row, found)
 
     def _refuse_stuck(self, parts: list[Part], preempted: list[GroupRow]) -> None:
-        """Raise `InputError` where requests wait and none will ever run."""
+        """Raise `SimulationStalledError` where requests wait and none will ever run."""
         if parts or self._steady.count:
             return
         blocks = self.pool.blocks
@@ -451,14 +451,14 @@ class GroupedScheduler:
             self._fruitless += 1
             if self._fruitless > FRUITLESS_MAX:
                 tokens = preempted[-1].known
-                raise InputError(
+                raise SimulationStalledError(
                     f"the cache of {blocks:,} blocks is too small: a request of {tokens:,} tokens "
                     "is admitted and preempted again and again, and nothing else runs",
                     "give more memory, or lower max_model_len: vLLM would do the same for ever",
                 )
         elif self.waiting and not self.running:
             tokens = self.waiting[0].known
-            raise InputError(
+            raise SimulationStalledError(
                 f"the cache of {blocks:,} blocks is too small: a request of {tokens:,} tokens "
                 "is never admitted, though nothing else runs",
                 "give more memory, or lower max_model_len: vLLM would wait for ever",

@@ -13,11 +13,11 @@ import numpy as np
 from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
 from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass, make_case
 from toolkit.catalogue.resolved import CacheGroup
-from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
 from toolkit.sim.groups.caches import CacheSettings, is_before
 from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import EngineScheduler
 from toolkit.traces.types import SharedBlocks
@@ -44,7 +44,7 @@ def passes_of_case(case: Case) -> list[Pass]:
             scheduler.add(rows[number])
         try:
             step = step_of(scheduler, counts=shares)
-        except InputError as stuck:
+        except SimulationStalledError as stuck:
             return [*found, {"stuck": stuck.message}]
         if step["rows"]:
             found.append(step)
