@@ -3,6 +3,7 @@
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON [--cases 400]
         [--timed]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --caches gpt-oss [--cases 400]
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --trace TRACE [...]
 
 Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM.
@@ -21,7 +22,10 @@ With --timed the requests come at times, and vLLM's loop, without its executor, 
 a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
 of all tokens must be those of the simulated engine, to a nanosecond.
 
-The third does the same with the requests of a trace that says what prompts share, their lengths
+With --caches the workloads are of a model with such groups of caches, in pools that just hold its
+longest request, and the blocks that each group holds for each row must be the same, too.
+
+The last does the same with the requests of a trace that says what prompts share, their lengths
 divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
 
 A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
@@ -43,22 +47,35 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
+from toolkit.backends.vllm.conformance import groups
+from toolkit.backends.vllm.conformance.groups import make_grouped, without_keys
 from toolkit.backends.vllm.conformance.kinds import first_difference
 from toolkit.backends.vllm.conformance.kinds.full import passes_of_case, rows_of, step_of
-from toolkit.backends.vllm.conformance.run import passes_of_vllm
+from toolkit.backends.vllm.conformance.run import passes_of_results, passes_of_vllm, run_cases
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.flight import EMPTY_S
+from toolkit.sim.groups.caches import settings_of
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import PagedEngine, PagedRun
+from toolkit.sim.paged_engine import EngineScheduler, PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
 
+CACHES = {
+    "gpt-oss": groups.like_gpt_oss,
+    "gpt-oss-128": groups.like_gpt_oss_whole,
+    "gemma": groups.like_gemma,
+    "windows": groups.windows_alone,
+    "sizes": groups.two_sizes,
+    "states": groups.states,
+    "qwen3-next": groups.like_qwen3_next,
+}
 TIMED = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens, not passes
 
 
@@ -72,7 +89,10 @@ def passes_of_log(
         chunked_prefill=header.enable_chunked_prefill,
         prefix_caching=header.prefix_caching,
     )
-    scheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
+    scheduler: EngineScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    if caches is not None:
+        scheduler = GroupedScheduler(caches, flags, header.blocks)
     arrived = 0
     found = []
     for start_s in starts_s:
@@ -80,7 +100,9 @@ def passes_of_log(
             one = requests[arrived]
             scheduler.add(PagedRequest(arrived, one["prompt_tokens"], one["max_tokens"]))
             arrived += 1
-        found.append(step_of(scheduler))
+        step = step_of(scheduler)
+        step.pop("held", None)
+        found.append(step)
         scheduler.settle(scheduler.commit())
     return found
 
@@ -202,6 +224,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--timed", action="store_true")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
+    parser.add_argument("--caches", choices=CACHES)
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
     parser.add_argument("--pass-s", type=float, default=0.5)
@@ -225,7 +248,9 @@ def main() -> None:
             _report_times([timed_case(given.seed + k) for k in range(given.cases)], given)
             return
         cases = _cases(given)
-        theirs = passes_of_vllm(given.vllm_python, cases)
+        loaded = run_cases(given.vllm_python, cases)
+        theirs = [without_keys(passes) for passes in passes_of_results(loaded.results)]
+        cases = [case | {"version": loaded.version} for case in cases]
         ours = [passes_of_case(case) for case in cases]
         ahead = sum(case["ahead"] for case in cases)
         print(f"{len(cases) - ahead} workloads with vLLM's Scheduler, {ahead} with AsyncScheduler")
@@ -236,6 +261,9 @@ def main() -> None:
 
 def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The workloads that the options ask for; a trace's with both schedulers."""
+    if given.caches:
+        maker = CACHES[given.caches]
+        return [make_grouped(maker, given.seed + k, ahead=bool(k % 2)) for k in range(given.cases)]
     if not given.trace:
         return [make_case(given.seed + k) for k in range(given.cases)]
     flags = {
