@@ -8,6 +8,7 @@ or the error that ended it. No GPU is used: vLLM is told that it is a build for 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -51,10 +52,11 @@ def look_at_models_here() -> None:
     """Let vLLM look at its model's class in this process, if it can: a process of its own would
     import all of vLLM again.
     """
-    from vllm.model_executor.models import registry
+    with contextlib.suppress(ImportError):
+        from vllm.model_executor.models import registry
 
-    if hasattr(registry, "_run_in_subprocess"):
-        registry._run_in_subprocess = lambda look: look()
+        if hasattr(registry, "_run_in_subprocess"):
+            registry._run_in_subprocess = lambda look: look()
 
 
 def main(run: Callable[[str, dict[str, Any]], Any]) -> None:
