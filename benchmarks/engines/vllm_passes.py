@@ -46,8 +46,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.engines.vllm_passes_child import Arrivals
 from toolkit.backends.vllm.command import link_package
+from toolkit.backends.vllm.workloads import Arrivals
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy

@@ -44,17 +44,19 @@ class StepShape:
     """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
 
     Attributes:
-        decodes: rows that compute one token, their last.
+        decodes: rows that compute their last token, and with speculative decoding drafts.
         decode_cached: sum of the tokens in those rows' caches before the pass.
         prefills: rows that compute a chunk of their prompt or of a recomputed input.
         prefill_tokens: sum of the chunks' tokens.
         prefill_attended: new * (cached + new / 2), summed over the chunks.
         prefill_cached: sum of the tokens in the caches before the chunks.
+        draft_tokens: drafts that the decodes verify, together.
     """
 
     __slots__ = (
         "decode_cached",
         "decodes",
+        "draft_tokens",
         "prefill_attended",
         "prefill_cached",
         "prefill_tokens",
@@ -69,6 +71,7 @@ class StepShape:
         prefill_tokens: int = 0,
         prefill_attended: float = 0.0,
         prefill_cached: int = 0,
+        draft_tokens: int = 0,
     ) -> None:
         self.decodes = decodes
         self.decode_cached = decode_cached
@@ -76,8 +79,9 @@ class StepShape:
         self.prefill_tokens = prefill_tokens
         self.prefill_attended = prefill_attended
         self.prefill_cached = prefill_cached
+        self.draft_tokens = draft_tokens
 
-    def _values(self) -> tuple[int, int, int, int, float, int]:
+    def _values(self) -> tuple[int, int, int, int, float, int, int]:
         return (
             self.decodes,
             self.decode_cached,
@@ -85,6 +89,7 @@ class StepShape:
             self.prefill_tokens,
             self.prefill_attended,
             self.prefill_cached,
+            self.draft_tokens,
         )
 
     def __reduce__(self) -> Reduced:
@@ -104,7 +109,7 @@ class StepShape:
     @property
     def tokens(self) -> int:
         """New tokens in the pass; `max_num_batched_tokens` bounds them."""
-        return self.decodes + self.prefill_tokens
+        return self.decodes + self.draft_tokens + self.prefill_tokens
 
 
 def touched_experts(tokens: int, experts: int, per_token: int) -> float:
@@ -213,7 +218,7 @@ class StepLaw:
         decodes = shape.decodes
         prefills = shape.prefills
         rows = decodes + prefills
-        tokens = decodes + shape.prefill_tokens
+        tokens = decodes + shape.draft_tokens + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
         read_s = self.read_s(shape)
         seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
@@ -290,11 +295,12 @@ def features(
 def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
     """The composition of a logged pass."""
     decodes = [row.computed for row in rows if row.decodes]
+    drafts = sum(row.drafts for row in rows if row.decodes)
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
     new = sum(row.new for row in chunks)
     before = sum(row.computed for row in chunks)
-    return StepShape(len(decodes), sum(decodes), len(chunks), new, attended, before)
+    return StepShape(len(decodes), sum(decodes), len(chunks), new, attended, before, drafts)
 
 
 def chunk_attended(cached: int, new: int) -> float:

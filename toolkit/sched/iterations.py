@@ -16,14 +16,18 @@ class LoggedRow(NamedTuple):
     """One request's part in a pass; the pass that ends its prefill gives its first token."""
 
     request_id: str
-    computed: int  # tokens in the cache before the pass
+    computed: int  # tokens in the cache before the pass; drafts under way count as accepted
     new: int  # tokens that the pass computes
     prompt_tokens: int
+    drafts: int = 0  # of the new tokens
+    is_chunk: bool = False  # it gets no token
 
     @property
     def decodes(self) -> bool:
         """Whether the row decodes. Recomputing the last token of a dropped cache does not count."""
-        return self.new == 1 and self.computed >= self.prompt_tokens
+        if self.is_chunk or self.computed < self.prompt_tokens:
+            return False
+        return self.new == 1 + self.drafts
 
 
 class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):

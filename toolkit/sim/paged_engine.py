@@ -33,10 +33,14 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
+from toolkit.sim.drafts import Drafts, DraftScheduler
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
+from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.link import Link
 from toolkit.sim.loop import CHECK_EVERY
-from toolkit.sim.paged import PagedPass, PagedScheduler
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.passes import PagedPass, PassScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
@@ -71,7 +75,8 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `believed` is the law that a router believes; None: `steps`.
+    `believed` is the law that a router believes; None: `steps`. `drafts`: None: it has none.
+    `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
     steps: EngineLaw
@@ -82,6 +87,8 @@ class PagedEngine:
     front_s: float = 0.0
     front_row_s: float = 0.0
     believed: EngineLaw | None = None
+    drafts: Drafts | None = None
+    link: Link | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -103,6 +110,18 @@ class PagedEngine:
     def capacity_tokens(self) -> int:
         """Tokens that its cache holds."""
         return self.blocks * self.block_tokens
+
+    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> PassScheduler:
+        """A scheduler of its passes, with an empty cache; `shares`: requests have contents."""
+        blocks = self.blocks
+        size = self.block_tokens
+        if self.link is not None:
+            return InstalledScheduler(
+                self.link, flags, blocks, size, ahead=self.ahead, drafts=self.drafts
+            )
+        if self.drafts is not None:
+            return DraftScheduler(flags, blocks, size, self.drafts, ahead=self.ahead, shares=shares)
+        return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
 
     def front(self, rows: float) -> FrontDelay:
         """What clients wait beyond passes of so many rows. A single delay covers the way in and
@@ -196,17 +215,24 @@ class Tokens:
 
     Attributes:
         decoding: how many rows get one from each pass.
+        drafts: how many more tokens they get, which were drafts.
         joined: the rows that get one from the first pass, as their input is complete.
         ended: the rows that get their last from the last pass.
         running: how many rows ran.
     """
 
-    __slots__ = ("decoding", "ended", "joined", "running")
+    __slots__ = ("decoding", "drafts", "ended", "joined", "running")
 
     def __init__(
-        self, decoding: int, joined: list[PagedRequest], ended: list[PagedRequest], running: int
+        self,
+        decoding: int,
+        joined: list[PagedRequest],
+        ended: list[PagedRequest],
+        running: int,
+        drafts: int,
     ) -> None:
         self.decoding = decoding
+        self.drafts = drafts
         self.joined = joined
         self.ended = ended
         self.running = running
@@ -259,9 +285,7 @@ class PagedRun:
 
     def _restart(self, now_s: float) -> None:
         """It begins with an empty cache and without requests."""
-        self._scheduler = PagedScheduler(
-            self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
-        )
+        self._scheduler = self._engine.scheduler(self._flags, shares=self._shares)
         self._arrived: list[PagedRequest] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
         self._leap: PagedPass | None = None  # the first of the passes that are under way
@@ -347,7 +371,7 @@ class PagedRun:
                 end_s = flight.tokens_s(ended)
                 flight.keep(ended)
                 self._give(self._commit(leap), end_s)
-        self.close()
+        self._count()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
             if row.mark:
@@ -367,6 +391,11 @@ class PagedRun:
         return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
 
     def close(self) -> None:
+        """It will do no more: write what was found in the cache into the ledger."""
+        self._count()
+        self._scheduler.close()
+
+    def _count(self) -> None:
         """Write what was found in the cache into the ledger."""
         ledger = self._ledger
         pool = self._scheduler.pool
@@ -426,7 +455,11 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        return Tokens(decoding, joined, ended, len(scheduler.running))
+        drafts = scheduler.accepted
+        if scheduler.drafted:
+            ledger.drafted_tokens += scheduler.drafted
+            ledger.accepted_tokens += drafts
+        return Tokens(decoding, joined, ended, len(scheduler.running), drafts)
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
@@ -443,6 +476,8 @@ class PagedRun:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
                 if steps > 1:
                     flight.add_gaps(ledger.token_gaps, decoding, end_s)
+                if tokens.drafts:
+                    ledger.token_gaps.add(tokens.drafts, 0.0, 0.0)
         if tokens.joined:
             self._join(tokens.joined, gaps.mark(alone=not decoding), first_s)
         self._last_s = self._done_s = end_s
@@ -512,6 +547,7 @@ def serve(
                 requests[number].prompt_tokens,
                 outputs[number],
                 stops=outputs[number] < requests[number].max_new_tokens,
+                limit=requests[number].max_new_tokens,
                 content=leaves[place] if shares else None,
                 watched=shares and watched[place],
             )

@@ -169,9 +169,17 @@ def vllm_python(recipe: Recipe) -> str:
 
 def vllm_version(recipe: Recipe) -> str:
     """The version of vLLM in that Python. `EngineError` without any, `InputError` if untested."""
-    python = vllm_python(recipe)
-    other = f"name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
-    remedy = f"pip install 'vllm{TRIED}' into it, or {other}"
+    version = installed_version(vllm_python(recipe))
+    check_version(version, f"or {OTHER_PYTHON}")
+    return version
+
+
+OTHER_PYTHON = f"name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
+
+
+def installed_version(python: str) -> str:
+    """The version of vLLM that a Python's environment has. `EngineError` without any."""
+    remedy = f"pip install 'vllm{TRIED}' into it, or {OTHER_PYTHON}"
     try:
         done = subprocess.run(
             [python, "-c", PRINT_VERSION], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S
@@ -183,9 +191,7 @@ def vllm_version(recipe: Recipe) -> str:
         raise EngineError(why, remedy) from None
     if done.returncode:
         raise EngineError(f"{python} has no vLLM", remedy)
-    version = done.stdout.strip()
-    check_version(version, f"or {other}")
-    return version
+    return done.stdout.strip()
 
 
 def vllm_beside(python: Path) -> str:
