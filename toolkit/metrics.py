@@ -210,3 +210,17 @@ def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
         metric, stat, _ = key.split("_")
         ratios[key] = statistic(values[metric], stat) / limit
     return ratios
+
+
+SAME = 1e-9  # a smaller share between two figures is rounding
+
+
+def differences(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of both that are not the same, each with the share by which they differ."""
+    found = {}
+    for name in one:
+        if name in other and one[name] != other[name]:
+            share = abs(one[name] - other[name]) / max(abs(one[name]), abs(other[name]))
+            if share > SAME:
+                found[name] = share
+    return found

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER [--cases 400]
-        [--timed]
+        [--timed | --drafts ngram|eagle]
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER --trace TRACE [...]
 
 Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM 0.32.
@@ -20,6 +20,9 @@ open and closed loop. FOLDER has a model's config.json; no weights are read.
 With --timed the requests come at times, and vLLM's loop, without its executor, hands out tokens by
 a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
 of all tokens must be those of the simulated engine, to a nanosecond.
+
+With --drafts the workloads have speculative decoding: 1 to 4 drafts per row and pass, of which as
+many are accepted as is drawn, by a rate that is drawn too.
 
 The third does the same with the requests of a trace that says what prompts share, their lengths
 divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
@@ -52,6 +55,7 @@ from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.drafts import Drafts, DraftScheduler
 from toolkit.sim.flight import EMPTY_S
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
@@ -142,6 +146,23 @@ def make_case(seed: int) -> dict[str, Any]:
         "previous": made.previous,
         "requests": requests,
     }
+
+
+def with_drafts(case: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
+    """The workload with speculative decoding; a pass has room for the drafts of all rows."""
+    draw = random.Random(f"{seed} drafts")
+    tokens = draw.choice([1, 2, 3, 4])
+    rate = draw.choice([0.0, 0.3, 0.6, 0.9, 1.0])
+    rates = [rate**k for k in range(1, tokens + 1)]
+    drafts = Drafts(method, tuple(rates), seed)
+    turns = range(max(one[3] for one in case["requests"]) + 1)
+    accepts = [[drafts.accepted(k, turn) for turn in turns] for k in range(len(case["requests"]))]
+    pass_tokens = max(case["max_num_batched_tokens"], case["max_num_seqs"] * (1 + tokens))
+    of_drafts = {"method": method, "tokens": tokens, "rates": rates, "seed": seed}
+    # slots for drafts beside the longest request
+    blocks = case["blocks"] + draw.choice([0, 2, 10])
+    more = {"max_num_batched_tokens": pass_tokens, "blocks": blocks}
+    return case | more | {"drafts": of_drafts | {"accepts": accepts}}
 
 
 def timed_case(seed: int) -> dict[str, Any]:
@@ -289,18 +310,27 @@ def passes_of_case(case: Case) -> list[Any]:
         **{name: case[name] for name in names}, chunked_prefill=case.get("chunked_prefill", True)
     )
     shares = "ids" in case
-    scheduler = PagedScheduler(
-        flags,
-        case["blocks"],
-        case["block_tokens"],
-        ahead=case["ahead"],
-        shares=shares,
-        reserves=case.get("reserve_full_isl", True),
-    )
+    blocks = case["blocks"]
+    size = case["block_tokens"]
+    ahead = case["ahead"]
+    reserves = case.get("reserve_full_isl", True)
+    scheduler: PagedScheduler | DraftScheduler
+    if case.get("drafts"):
+        of_drafts = case["drafts"]
+        drafts = Drafts(of_drafts["method"], tuple(of_drafts["rates"]), of_drafts["seed"])
+        longest = case["max_model_len"]
+        scheduler = DraftScheduler(
+            flags, blocks, size, drafts, ahead=ahead, shares=shares, reserves=reserves,
+            longest=longest,
+        )  # fmt: skip
+    else:
+        scheduler = PagedScheduler(
+            flags, blocks, size, ahead=ahead, shares=shares, reserves=reserves
+        )
     arrivals = Arrivals(case)
     rows = _rows_of(case) if shares else _alone(case)
     found: list[Any] = []
-    under_way: list[Any] = []
+    under_way: list[Any] | None = None  # the rows that end with the pass that is under way
 
     def settle(ended: list[Any]) -> None:
         scheduler.settle(ended)
@@ -314,21 +344,21 @@ def passes_of_case(case: Case) -> list[Any]:
         if step["rows"]:
             found.append(step)
             ended = scheduler.commit()
-            settle(under_way if case["ahead"] else ended)
-            under_way = ended if case["ahead"] else []
+            settle((under_way or []) if ahead else ended)
+            under_way = ended if ahead else None
             continue
         if step["preempted"]:
             found.append(step)
-        if under_way:
+        if under_way is not None:
             settle(under_way)
-            under_way = []
-        elif not arrivals.skip(len(found)):
+            under_way = None
+        elif not step["preempted"] and not arrivals.skip(len(found)):
             return found
 
 
 def _alone(case: Case) -> list[PagedRequest]:
     return [
-        PagedRequest(number, prompt, output, stops=output < limit)
+        PagedRequest(number, prompt, output, stops=output < limit, limit=limit)
         for number, (_, prompt, output, limit) in enumerate(case["requests"])
     ]
 
@@ -351,6 +381,7 @@ def _rows_of(case: Case) -> list[PagedRequest]:
             prompt,
             output,
             stops=output < limit,
+            limit=limit,
             content=leaves[number],
             watched=continued[number] and not case["closed"],
         )
@@ -358,12 +389,13 @@ def _rows_of(case: Case) -> list[PagedRequest]:
     ]
 
 
-def _step(scheduler: PagedScheduler, *, counts: bool = False) -> dict[str, Any]:
+def _step(scheduler: PagedScheduler | DraftScheduler, *, counts: bool = False) -> dict[str, Any]:
     pool = scheduler.pool
     before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     plan = scheduler.schedule()
-    # vLLM does not know yet that these rows have ended
-    over = sum(not row.left for row in plan.preempted)
+    over = 0  # rows that have ended, which vLLM does not know yet
+    if isinstance(scheduler, PagedScheduler):
+        over = sum(not row.left for row in plan.preempted)
     after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     return {
         "rows": [list(row) for row in scheduler.rows()],
@@ -404,6 +436,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--timed", action="store_true")
+    parser.add_argument("--drafts", help="vLLM's method of speculative decoding")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
@@ -439,8 +472,11 @@ def main() -> None:
 
 def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The workloads that the options ask for; a trace's with both schedulers."""
+    seeds = range(given.seed, given.seed + given.cases)
+    if not given.trace and given.drafts:
+        return [with_drafts(make_case(seed), given.drafts, seed) for seed in seeds]
     if not given.trace:
-        return [make_case(given.seed + k) for k in range(given.cases)]
+        return [make_case(seed) for seed in seeds]
     flags = {
         "block_tokens": given.block_tokens,
         "blocks": given.blocks,
@@ -495,12 +531,15 @@ def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> N
     queries, hits, again, again_hits = (
         sum(one.get("found", (0, 0, 0, 0))[k] for one in every) for k in range(4)
     )
+    drafts = sum(row[3] for one in every for row in one["rows"] if len(row) > 3)
     print(f"{len(differences)} of {len(ours)} workloads differ; {len(every):,} passes")
     print(f"{preempted:,} preempted, {chunks:,} passes of chunks beside decodes")
     print(
         f"found in the cache: {hits:,} of {queries:,} tokens when first admitted, {again_hits:,} "
         f"of {again:,} when admitted again"
     )
+    if drafts:
+        print(f"{drafts:,} drafts verified")
 
 
 if __name__ == "__main__":

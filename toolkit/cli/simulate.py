@@ -35,6 +35,13 @@ from toolkit.cli.basis import (
     read_tuning,
     refuse_workers,
 )
+from toolkit.cli.installed import (
+    INSTALLED,
+    MODEL,
+    python_of,
+    refuse_other_schedulers,
+    simulate_installed,
+)
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
@@ -566,6 +573,18 @@ class SimulateOptions(StageOptions):
         "that costs.",
         "--failures",
     )
+    scheduler: str = option(
+        MODEL,
+        "Who plans vLLM's passes: llmctl's model of its scheduler, or the installed vLLM's own "
+        "scheduler, without a GPU, exact and slow.",
+        metavar="model|installed",
+    )
+    vllm_python: str | None = option(
+        None,
+        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
+        "or this one.",
+        metavar="FILE",
+    )
     as_json: JsonOption = False
 
 
@@ -583,6 +602,8 @@ def command(args: SimulateOptions) -> None:
     from toolkit.sim.api import simulate
     from toolkit.traces.windows import scale_rate
 
+    valid = (MODEL, INSTALLED)
+    refuse_other_schedulers("--scheduler", args.scheduler, valid, args.vllm_python)
     stage = open_stage(args, args.rate)
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
@@ -592,7 +613,12 @@ def command(args: SimulateOptions) -> None:
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
-    result = simulate(requests, chosen, world)
+    version = None
+    if args.scheduler == INSTALLED:
+        python = python_of(args.vllm_python, stage.recipe)
+        result, version = simulate_installed(requests, chosen, world, python)
+    else:
+        result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     note(*_failure_notes(requests, chosen, world, result, targets))
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
@@ -611,6 +637,7 @@ def command(args: SimulateOptions) -> None:
         verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
         concurrency=result.concurrency,
+        installed_vllm=version,
         kinds=of_kinds or None,
         kind_parameters=flags or None,
         **metrics,

@@ -44,7 +44,7 @@ def verdict(result: Tuning) -> list[str]:
         *_router_lines(result),
         *_cost_lines(result),
     ]
-    lines += [*_alternative_lines(result), *_how_sure(result)]
+    lines += [*_alternative_lines(result), *_how_sure(result), *_confirmed_lines(result)]
     best = result.best.policy
     refused = next((one.refusal for one in result.policies if one.policy == best), None)
     if refused and not result.keep_defaults:
@@ -79,6 +79,21 @@ def _judged_lines(result: Tuning) -> list[str]:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"  {further}, since the search's best broke a limit there")
     return lines
+
+
+def _confirmed_lines(result: Tuning) -> list[str]:
+    """Whether the installed vLLM's own scheduler finds the same; empty where it was not asked."""
+    confirmation = result.confirmation
+    if confirmation is None:
+        return []
+    count = len(confirmation.settings)
+    which = f"the best {count} settings by the scheduler of vLLM {confirmation.vllm_version}"
+    if confirmation.holds:
+        return [f"confirmed: {which} give the same figures"]
+    apart = [one for one in confirmation.settings if one.metric is not None]
+    worst = max(apart, key=lambda one: one.apart_percent)
+    far = f"{worst.metric} by {number(worst.apart_percent)} %"
+    return [f"not confirmed: {len(apart)} of {which} differ, {far} at most"]
 
 
 def _capacity_lines(result: Tuning) -> list[str]:
