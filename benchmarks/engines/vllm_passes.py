@@ -154,15 +154,18 @@ def with_drafts(case: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
     tokens = draw.choice([1, 2, 3, 4])
     rate = draw.choice([0.0, 0.3, 0.6, 0.9, 1.0])
     rates = [rate**k for k in range(1, tokens + 1)]
-    drafts = Drafts(method, tuple(rates), seed)
+    proposed = draw.choice([1.0, 0.5]) if method == "ngram" and not case["ahead"] else 1.0
+    drafts = Drafts(method, tuple(rates), proposed, seed)
     turns = range(max(one[3] for one in case["requests"]) + 1)
     accepts = [[drafts.accepted(k, turn) for turn in turns] for k in range(len(case["requests"]))]
     pass_tokens = max(case["max_num_batched_tokens"], case["max_num_seqs"] * (1 + tokens))
-    of_drafts = {"method": method, "tokens": tokens, "rates": rates, "seed": seed}
+    offers = [[drafts.offered(k, turn) for turn in turns] for k in range(len(case["requests"]))]
+    of_drafts = {"method": method, "tokens": tokens, "rates": rates, "proposed": proposed}
+    of_drafts |= {"seed": seed, "accepts": accepts, "offers": offers}
     # slots for drafts beside the longest request
     blocks = case["blocks"] + draw.choice([0, 2, 10])
     more = {"max_num_batched_tokens": pass_tokens, "blocks": blocks}
-    return case | more | {"drafts": of_drafts | {"accepts": accepts}}
+    return case | more | {"drafts": of_drafts}
 
 
 def timed_case(seed: int) -> dict[str, Any]:
@@ -317,7 +320,12 @@ def passes_of_case(case: Case) -> list[Any]:
     scheduler: PagedScheduler | DraftScheduler
     if case.get("drafts"):
         of_drafts = case["drafts"]
-        drafts = Drafts(of_drafts["method"], tuple(of_drafts["rates"]), of_drafts["seed"])
+        drafts = Drafts(
+            of_drafts["method"],
+            tuple(of_drafts["rates"]),
+            of_drafts["proposed"],
+            of_drafts["seed"],
+        )
         longest = case["max_model_len"]
         scheduler = DraftScheduler(
             flags, blocks, size, drafts, ahead=ahead, shares=shares, reserves=reserves,

@@ -323,10 +323,10 @@ class Stage:
         )
         world = flagged(world, self.kinds, flags)
         if self.recipe:
-            pairs = zip(world.others, others, strict=True)
-            further = [replace(one, flush_s=kind.recipe.engine.flush_s) for one, kind in pairs]
-            flush_s = self.recipe.engine.flush_s
-            world = replace(world, flush_s=flush_s, others=tuple(further))
+            further = [
+                _of_recipe(one, k.recipe) for one, k in zip(world.others, others, strict=True)
+            ]
+            world = replace(_of_recipe(world, self.recipe), others=tuple(further))
         traffic = self.traffic
         world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
         routing = world.routing or Routing()
@@ -346,6 +346,12 @@ class Stage:
             )
         made = make_router(router.name, parameters(router) | known)
         return replace(world, routing=replace(routing, router=made, limits=limits))
+
+
+def _of_recipe(world: World, recipe: Recipe) -> World:
+    """The world with what a recipe says and a fit does not."""
+    acceptance = world.acceptance or recipe.serve.acceptance
+    return replace(world, flush_s=recipe.engine.flush_s, acceptance=acceptance)
 
 
 def open_stage(args: StageOptions, rate: object = None) -> Stage:

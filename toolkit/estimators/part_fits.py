@@ -483,6 +483,8 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
+        draft_method=measured.draft_method,
+        draft_tokens=measured.draft_tokens,
         pipeline=pipeline,
     )
 
@@ -510,6 +512,7 @@ def shape_of(point: StepPoint) -> StepShape:
         point.prefill_tokens,
         point.prefill_attended,
         point.prefill_cached,
+        point.draft_tokens,
     )
 
 

@@ -126,6 +126,7 @@ class StepPoint(Strict):
     idle: bool = Field(
         False, description="no pass was under way when the first of these was scheduled"
     )
+    draft_tokens: int = Field(0, description="drafts that the decodes verify, together")
     launch_s: list[float] = Field(
         [], description="from scheduling a pass to its last kernel launched; empty: not known"
     )
@@ -176,6 +177,8 @@ class StepsProfile(Strict):
     )
     experts: int = Field(0, description="of a layer; 0: there are none, or they are not known")
     experts_per_token: int = 0
+    draft_method: str = Field("", description="of speculative decoding; empty: there was none")
+    draft_tokens: int = Field(0, description="drafts of a row in a pass")
     points: list[StepPoint]
     front: list[FrontPoint]
     front_in_traffic: list[TrafficFront] = Field(

@@ -485,6 +485,16 @@ class ParallelSize(Strict):
     refused: str | None = optional("why it was not tried, or has no answer")
 
 
+class DraftGain(Strict):
+    """Up to how many rows a token takes less time with drafts than without, in passes of decodes
+    alone.
+    """
+
+    tokens: int = Field(description="drafts of a row in a pass")
+    rows: int = Field(description="0: they never pay; `most_rows`: as far as rows go")
+    most_rows: int = Field(description="max_num_seqs of the recommended settings")
+
+
 class Confirmed(Strict):
     """The settings of a trial on the search windows, by the installed vLLM's own scheduler."""
 
@@ -584,6 +594,9 @@ class Tuning(Envelope):
     )
     alternatives: Alternatives | None = optional("none for a fleet")
     cost: Cost | None = optional("where the recipe has a price, and requests are served")
+    draft_gain: DraftGain | None = optional(
+        "of vLLM with laws for several numbers of drafts; none elsewhere"
+    )
     confirmation: Confirmation | None = optional("where --confirm asked for it")
 
     @property

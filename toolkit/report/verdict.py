@@ -43,6 +43,7 @@ def verdict(result: Tuning) -> list[str]:
         *_parallel_lines(result),
         *_router_lines(result),
         *_cost_lines(result),
+        *_draft_lines(result),
     ]
     lines += [*_alternative_lines(result), *_how_sure(result), *_confirmed_lines(result)]
     best = result.best.policy
@@ -79,6 +80,20 @@ def _judged_lines(result: Tuning) -> list[str]:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"  {further}, since the search's best broke a limit there")
     return lines
+
+
+def _draft_lines(result: Tuning) -> list[str]:
+    """From how many running requests on drafts cost more than they give; empty without drafts."""
+    gain = result.draft_gain
+    if gain is None:
+        return []
+    which = f"{gain.tokens} draft{'s' * (gain.tokens > 1)} of a request in a pass"
+    if gain.rows == gain.most_rows:
+        return [f"{which} pay up to {gain.rows} running requests, as many as run"]
+    if not gain.rows:
+        return [f"{which} cost more than they give, however few requests run"]
+    more = gain.rows + 1
+    return [f"from {more} running requests on, {which} cost more than they give"]
 
 
 def _confirmed_lines(result: Tuning) -> list[str]:

@@ -56,6 +56,8 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     graph_mode: str = ""  # vLLM's cudagraph_mode, such as FULL_AND_PIECEWISE; empty: not known
     executor: str = ""  # vLLM's distributed_executor_backend; empty: not known
     not_modelled: list[str] = []  # what the server does that no law or simulation knows
+    draft_method: str = ""  # of speculative decoding; empty: there is none
+    draft_tokens: int = 0  # drafts of a row in a pass
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +66,8 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
     tokens. With async scheduling passes overlap: a pass is scheduled and launched while the one
     before it runs. `launched_s` is when its forward pass was launched, `ready_s` when its tokens
-    had come from the GPU; 0: not known.
+    had come from the GPU; 0: not known. `accepted` are the drafts that became tokens, of each row
+    with drafts.
     """
 
     step: int
@@ -77,6 +80,7 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     free_blocks: int
     launched_s: float = 0.0
     ready_s: float = 0.0
+    accepted: list[int] = []
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

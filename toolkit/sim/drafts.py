@@ -37,6 +37,7 @@ import numpy as np
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.files.recipe import AcceptanceSpec
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, Node, PagedRequest, SharedPool
 from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
@@ -56,12 +57,15 @@ class Drafts:
         method: one of `METHODS`.
         rates: of each position, the share of passes in which the draft there is accepted; none
             exceeds the one before it. As many as there are drafts.
+        proposed: share of a row's passes with drafts; in the others none is proposed.
         seed: of the draws.
     """
 
     method: str
     rates: tuple[float, ...]
+    proposed: float = 1.0
     seed: int = 0
+    _proposals: bytes = field(init=False, repr=False, compare=False, default=b"")
     _table: bytes = field(init=False, repr=False, compare=False, default=b"")
 
     def __post_init__(self) -> None:
@@ -72,12 +76,19 @@ class Drafts:
             )
         if not self.rates:
             raise InputError("speculative decoding needs at least one draft")
+        if not 0.0 < self.proposed <= 1.0:
+            raise InputError(
+                f"drafts are proposed in a share of {self.proposed:g} of passes; the "
+                "share is above 0 and at most 1"
+            )
         if any(not after <= before for before, after in pairwise((1.0, *self.rates, 0.0))):
             raise InputError(
                 f"rates of acceptance are {list(self.rates)}; they go from at most 1 to at least 0,"
                 " and none exceeds the one before it"
             )
         object.__setattr__(self, "_table", _drawn(self.rates, self.seed))
+        if self.proposed < 1.0:
+            object.__setattr__(self, "_proposals", _drawn((self.proposed,), self.seed + 1))
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -95,7 +106,13 @@ class Drafts:
     @property
     def length(self) -> float:
         """The mean number of tokens that a row gets from a pass."""
-        return 1.0 + math.fsum(self.rates)
+        return 1.0 + self.proposed * math.fsum(self.rates)
+
+    def offered(self, number: int, turn: int) -> int:
+        """How many drafts are proposed for a request, when that is asked for time `turn`."""
+        if self._proposals and not self._proposals[(number * APART + turn) % DRAWS]:
+            return 0
+        return self.tokens
 
     def accepted(self, number: int, turn: int) -> int:
         """How many of a request's drafts are accepted in its pass number `turn` with drafts."""
@@ -131,6 +148,33 @@ def rates_of_length(length: float, tokens: int) -> tuple[float, ...]:
     return tuple(high**k for k in range(1, tokens + 1))
 
 
+def drafts_of(method: str, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> Drafts:
+    """`tokens` drafts by a method of vLLM, accepted as the traffic's `acceptance` says.
+
+    `InputError` without any, and for rates of fewer drafts.
+    """
+    if acceptance is None:
+        raise InputError(
+            f"{tokens} drafts of a row in a pass, and nothing says how many are accepted",
+            "set serve.acceptance in the recipe, or give --set acceptance_length=TOKENS",
+        )
+    return Drafts(method, rates_of(acceptance, tokens), acceptance.proposed, seed)
+
+
+def rates_of(acceptance: AcceptanceSpec, tokens: int) -> tuple[float, ...]:
+    """The rate of each of `tokens` positions. `InputError` for rates of fewer drafts."""
+    if acceptance.rates is None:
+        assert acceptance.length is not None
+        first = rates_of_length(acceptance.length, acceptance.tokens or tokens)[0]
+        return tuple(first**k for k in range(1, tokens + 1))
+    if len(acceptance.rates) < tokens:
+        raise InputError(
+            f"serve.acceptance has rates of {len(acceptance.rates)} drafts, and {tokens} are used",
+            "give a rate for each position, or `length`",
+        )
+    return tuple(acceptance.rates[:tokens])
+
+
 class DraftRow:
     """What the scheduler knows of a request.
 
@@ -142,14 +186,14 @@ class DraftRow:
         in_flight: tokens in those passes; `stale` of them were planned before it lost its blocks.
         drafts: that wait to be verified.
         blocks: that it holds.
-        turn: passes with drafts of its own so far.
+        turn, asked: passes with drafts of its own so far, and times that drafts were asked for.
         left: tokens that it still generates behind the known ones.
         entered: its input is complete since it was last admitted.
     """
 
     __slots__ = (
-        "blocks", "computed", "drafts", "ended", "entered", "expected", "in_flight", "is_chunk",
-        "known", "left", "limit", "prompt", "row", "running", "stale", "turn",
+        "asked", "blocks", "computed", "drafts", "ended", "entered", "expected", "in_flight",
+        "is_chunk", "known", "left", "limit", "prompt", "row", "running", "stale", "turn",
     )  # fmt: skip
 
     def __init__(self, row: PagedRequest) -> None:
@@ -159,7 +203,7 @@ class DraftRow:
         self.known = row.prompt
         self.left = row.left
         self.computed = self.expected = self.in_flight = self.stale = 0
-        self.drafts = self.blocks = self.turn = 0
+        self.drafts = self.blocks = self.turn = self.asked = 0
         self.running = self.ended = self.entered = self.is_chunk = False
 
 
@@ -470,7 +514,8 @@ class DraftScheduler(PassScheduler):
             one.running = False
             one.ended = True
         elif not self._ahead:
-            one.drafts = self._count
+            one.drafts = self._drafts.offered(one.row.number, one.asked)
+            one.asked += 1
 
     def _register(self, one: DraftRow, tokens: int) -> None:
         """The first `tokens` tokens of a running row are known and in its cache."""

@@ -49,7 +49,9 @@ class InstalledScheduler(PassScheduler):
         self._next_token = FIRST_TOKEN
         self._plan: InstalledPlan | None = None
         self._fresh: set[int] = set()  # rows that the planned pass admits
-        self._under_way: deque[dict[int, int]] = deque()  # accepted drafts of passes
+        # of passes that are under way, by request: accepted drafts, and drafts proposed next
+        self._under_way: deque[tuple[dict[int, int], dict[int, int]]] = deque()
+        self._asked: dict[int, int] = {}  # times that drafts were asked for, of each request
         self._idle = False  # the last plan had no rows
 
     def add(self, row: PagedRequest) -> None:
@@ -111,6 +113,7 @@ class InstalledScheduler(PassScheduler):
         self._plan = None
         self.accepted = self.drafted = 0
         accepted_of: dict[int, int] = {}
+        offered: dict[int, int] = {}
         ended: list[PagedRequest] = []
         for number, _, _, drafts, samples in plan.rows:
             if not samples:
@@ -124,6 +127,10 @@ class InstalledScheduler(PassScheduler):
                 accepted_of[number] = accepted
                 if row.left:
                     self.drafted += drafts
+            if self._drafts is not None and not self._ahead:
+                asked = self._asked.get(number, 0)
+                self._asked[number] = asked + 1
+                offered[number] = self._drafts.offered(number, asked)
             self._entered.add(number)
             if not row.left:
                 continue  # it has ended, which vLLM does not know
@@ -133,13 +140,14 @@ class InstalledScheduler(PassScheduler):
             self.accepted += gets - 1
             if not row.left:
                 ended.append(row)
-        self._under_way.append(accepted_of)
+        self._under_way.append((accepted_of, offered))
         return ended
 
     def settle(self, ended: Sequence[PagedRequest]) -> None:
         under_way = self._under_way
         if under_way and (not self._ahead or len(under_way) == 2 or self._idle):
-            self.pool.free = self._link.update(self._number, under_way.popleft())
+            accepted, offered = under_way.popleft()
+            self.pool.free = self._link.update(self._number, accepted, offered)
         for row in ended:
             self.running.pop(row, None)
             self._entered.discard(row.number)

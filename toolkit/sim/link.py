@@ -47,8 +47,12 @@ class Link(Protocol):
         """Plan a pass."""
         ...
 
-    def update(self, scheduler: int, accepted: Mapping[int, int]) -> int:
-        """The tokens of the oldest pass exist; accepted drafts by request. Free blocks then."""
+    def update(
+        self, scheduler: int, accepted: Mapping[int, int], offered: Mapping[int, int]
+    ) -> int:
+        """The tokens of the oldest pass exist; accepted drafts, and drafts that are proposed next,
+        by request. Free blocks then.
+        """
         ...
 
     def close(self, scheduler: int) -> None:

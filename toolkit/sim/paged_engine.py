@@ -23,17 +23,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from toolkit.compiled import Reduced, reduced
+from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
+from toolkit.files.recipe import AcceptanceSpec
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
-from toolkit.sim.drafts import Drafts, DraftScheduler
+from toolkit.sim.drafts import Drafts, DraftScheduler, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
@@ -75,7 +77,9 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `believed` is the law that a router believes; None: `steps`. `drafts`: None: it has none.
+    `believed` is the law that a router believes; None: `steps`.
+    `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
+    are accepted. `others` are the same engine with other numbers of drafts.
     `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
@@ -87,7 +91,10 @@ class PagedEngine:
     front_s: float = 0.0
     front_row_s: float = 0.0
     believed: EngineLaw | None = None
+    draft_method: str = ""
+    draft_tokens: int = 0
     drafts: Drafts | None = None
+    others: tuple[PagedEngine, ...] = ()
     link: Link | None = None
 
     def __reduce__(self) -> Reduced:
@@ -104,7 +111,27 @@ class PagedEngine:
             PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
             fit.front_s,
             fit.front_row_s,
+            draft_method=fit.draft_method,
+            draft_tokens=fit.draft_tokens,
         )
+
+    def with_drafts(self, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> PagedEngine:
+        """The engine with so many drafts of a row in a pass. `InputError` where their law was not
+        measured, or nothing says how many are accepted.
+        """
+        several = [self, *self.others]
+        found = [engine for engine in several if engine.draft_tokens == tokens]
+        if not found:
+            numbers = " and ".join(str(engine.draft_tokens) for engine in several)
+            raise InputError(
+                f"num_speculative_tokens is {tokens}, and the laws are of {numbers} drafts",
+                "measure them: llmctl profile RECIPE --drafts N, and llmctl fit PROFILE --also "
+                "OTHER",
+            )
+        if not tokens:
+            return replace(found[0], link=self.link, others=())
+        drafts = drafts_of(found[0].draft_method, tokens, acceptance, seed)
+        return replace(found[0], drafts=drafts, link=self.link, others=())
 
     @property
     def capacity_tokens(self) -> int:
@@ -130,18 +157,27 @@ class PagedEngine:
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
 
-    def drawn(self, steps: EngineLaw) -> PagedEngine:
-        """The same engine with passes by another law, while routers believe the one so far."""
-        return replace(self, steps=steps, believed=self.believed or self.steps)
+    def drawn(self, steps: EngineLaw, others: Sequence[EngineLaw] = ()) -> PagedEngine:
+        """The same engine with passes by another law, while routers believe the one so far; and
+        with `others` for other numbers of drafts.
+        """
+        pairs = zip(self.others, others, strict=True)
+        return replace(
+            self,
+            steps=steps,
+            believed=self.believed or self.steps,
+            others=tuple(engine.drawn(law) for engine, law in pairs),
+        )
 
     def slowed(self, factor: float, launch_factor: float | None = None) -> PagedEngine:
         """The same engine with every pass `factor` times as long, and every launch, where the law
         has them, `launch_factor` times (None: as all else).
         """
         steps = self.steps
+        others = tuple(engine.slowed(factor, launch_factor) for engine in self.others)
         if isinstance(steps, PipelineLaw):
-            return replace(self, steps=steps.times(factor, launch_factor))
-        return replace(self, steps=steps.times(factor))
+            return replace(self, steps=steps.times(factor, launch_factor), others=others)
+        return replace(self, steps=steps.times(factor), others=others)
 
 
 @dataclass(slots=True, frozen=True)

@@ -175,8 +175,11 @@ class VllmDriver:
         planned: Planned = self.ask(Plan(scheduler=scheduler))
         return planned
 
-    def update(self, scheduler: int, accepted: Mapping[int, int]) -> int:
-        free: int = self.ask(Update(scheduler=scheduler, accepted=list(accepted.items()))).free
+    def update(
+        self, scheduler: int, accepted: Mapping[int, int], offered: Mapping[int, int]
+    ) -> int:
+        pairs = {"accepted": list(accepted.items()), "offered": list(offered.items())}
+        free: int = self.ask(Update(scheduler=scheduler, **pairs)).free
         return free
 
     def close(self, scheduler: int) -> None:

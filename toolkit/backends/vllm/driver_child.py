@@ -198,9 +198,12 @@ class DrivenScheduler:
             found=(stats.queries, stats.hits, stats.preempted_queries, stats.preempted_hits),
         )
 
-    def update(self, accepted: Mapping[int, int]) -> list[int]:
+    def update(
+        self, accepted: Mapping[int, int], offered: Mapping[int, int] | None = None
+    ) -> list[int]:
         """The tokens of the oldest pass that is under way exist; `accepted` drafts by request, 0
-        where it has none. The requests that ended with it.
+        where it has none, and drafts that are proposed next, as many as can be where it has none.
+        The requests that ended with it.
         """
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
@@ -233,7 +236,8 @@ class DrivenScheduler:
             most = getattr(output, "num_spec_tokens_to_schedule", drafts.tokens)
             count = min(drafts.tokens, most)
             sampled = [name for name in names if name in gives]
-            drafted_next = DraftTokenIds(sampled, [[FILLER] * count for _ in sampled])
+            counts = [min((offered or {}).get(int(name), count), count) for name in sampled]
+            drafted_next = DraftTokenIds(sampled, [[FILLER] * each for each in counts])
             self.scheduler.update_draft_token_ids(drafted_next)
         ended = before - set(self.scheduler.requests)
         for name in ended:
@@ -314,6 +318,7 @@ class DrivenWorkload:
         self.passes: list[dict[str, Any]] = []
         self._prompts = tokens_of(case)
         self._verified: dict[int, int] = {}  # passes with real drafts of each request so far
+        self._asked: dict[int, int] = {}  # times that drafts were asked for
 
     def make(self, model: str, settings: SchedulerSettings) -> DrivenScheduler:
         """The scheduler."""
@@ -378,7 +383,15 @@ class DrivenWorkload:
                     self._verified[number] = turn + 1
                     plan = drafts["accepts"][number]
                     accepted[number] = plan[turn % len(plan)]
-        return self.driven.update(accepted)
+        offered: dict[int, int] = {}
+        if drafts and "offers" in drafts:
+            for name in self.driven.under_way[0][1]:
+                number = int(name)
+                turn = self._asked.get(number, 0)
+                self._asked[number] = turn + 1
+                plan = drafts["offers"][number]
+                offered[number] = plan[turn % len(plan)]
+        return self.driven.update(accepted, offered)
 
 
 def _answer(model: str, schedulers: dict[int, DrivenScheduler], line: bytes) -> object:
@@ -400,7 +413,7 @@ def _answer(model: str, schedulers: dict[int, DrivenScheduler], line: bytes) -> 
             return schedulers[message.scheduler].plan()
         case Update():
             driven = schedulers[message.scheduler]
-            ended = driven.update(dict(message.accepted))
+            ended = driven.update(dict(message.accepted), dict(message.offered))
             return Updated(ended=ended, free=driven.free, waiting=len(driven.scheduler.waiting))
         case Close():
             schedulers.pop(message.scheduler).scheduler.shutdown()

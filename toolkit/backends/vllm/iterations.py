@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+from toolkit.sim.drafts import METHODS
 
 MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
 
@@ -59,13 +60,28 @@ def _not_modelled(config: Any, groups: Any) -> list[str]:
             found.append(f"a sliding window of {spec.sliding_window} tokens")
     if getattr(config, "lora_config", None) is not None:
         found.append("LoRA adapters")
-    if config.speculative_config is not None:
-        found.append("speculative decoding")
+    found += _drafts_not_modelled(config.speculative_config)
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1:
         found.append(f"data_parallel_size {parallel.data_parallel_size}")
     if parallel.pipeline_parallel_size > 1:
         found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
+    return found
+
+
+def _drafts_not_modelled(drafts: Any) -> list[str]:
+    """What of vLLM's speculative decoding is not modelled; empty without any."""
+    if drafts is None:
+        return []
+    found = []
+    if drafts.method not in METHODS:
+        found.append(f"speculative decoding by '{drafts.method}'")
+    elif drafts.use_multi_module_mtp():
+        found.append("several modules that draft (MTP)")
+    if drafts.parallel_drafting:
+        found.append("parallel drafting")
+    if drafts.uses_dynamic_speculative_decoding():
+        found.append("a number of drafts that follows the batch")
     return found
 
 
@@ -107,6 +123,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         groups = self.kv_cache_config.kv_cache_groups
         spec = groups[0].kv_cache_spec
         layers = sum(len(group.layer_names) for group in groups)
+        drafts = config.speculative_config
         return IterationLogHeader(
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
@@ -127,6 +144,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
             executor=str(config.parallel_config.distributed_executor_backend or ""),
             not_modelled=_not_modelled(config, groups),
+            draft_method=drafts.method if drafts else "",
+            draft_tokens=drafts.num_speculative_tokens if drafts else 0,
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -136,7 +155,10 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         for request_id, new in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens - new  # which already includes this pass
-            rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
+            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            prompt = request.num_prompt_tokens
+            is_chunk = request.is_prefill_chunk
+            rows.append(LoggedRow(request_id, computed, new, prompt, drafts, is_chunk))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
@@ -179,6 +201,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 free_blocks=done.free_blocks,
                 launched_s=done.launched_s,
                 ready_s=ready_s,
+                accepted=accepted_drafts(done.rows, model_runner_output),
             )
             self._gone = []
             self._passed(logged)
@@ -196,6 +219,16 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
     ) -> None:
         self._preempted.append(request.request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+
+def accepted_drafts(rows: Sequence[LoggedRow], model_runner_output: Any) -> list[int]:
+    """How many drafts of each row with drafts became tokens, by what the model gave."""
+    drafting = [row.request_id for row in rows if row.drafts]
+    if not drafting or not model_runner_output.sampled_token_ids:
+        return []
+    places = model_runner_output.req_id_to_index
+    tokens = model_runner_output.sampled_token_ids
+    return [max(len(tokens[places[name]]) - 1, 0) for name in drafting]
 
 
 class PassLog:

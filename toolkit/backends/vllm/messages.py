@@ -88,10 +88,13 @@ class Plan(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Update(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The tokens of the oldest pass that is under way exist; (request, accepted drafts)."""
+    """The tokens of the oldest pass that is under way exist: (request, accepted drafts), and
+    (request, drafts that are proposed next) where these are not all.
+    """
 
     scheduler: int
     accepted: list[tuple[int, int]] = []
+    offered: list[tuple[int, int]] = []
 
 
 class Close(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -23,7 +23,15 @@ from time import perf_counter
 from typing import IO
 
 from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
-from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.backends.vllm.command import (
+    DRAFTS,
+    POLICY,
+    VllmCommand,
+    VllmServer,
+    draft_flags,
+    flags_of,
+    vllm_server,
+)
 from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
 from toolkit.catalogue.models import EXPERTS, experts_of, text_config
@@ -112,7 +120,8 @@ def _continues(before: TimedPass, one: TimedPass) -> bool:
     if before.shape.prefills or one.shape.prefills:
         return False
     rested = one.idle and before.host_s is None
-    return before.shape.decodes == one.shape.decodes and not rested
+    alike = before.shape.decodes == one.shape.decodes
+    return alike and before.shape.draft_tokens == one.shape.draft_tokens and not rested
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -128,6 +137,7 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
         idle=stretch[0].idle,
+        draft_tokens=shape.draft_tokens,
         launch_s=launches if len(launches) == len(stretch) else [],
     )
 
@@ -156,6 +166,7 @@ def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
 
 
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
+ACCEPTED = 0.7  # of drafts whose predecessors were accepted, while it is measured
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
 LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load
@@ -202,6 +213,8 @@ class VllmBench(ServerBench):
             executor=header.executor,
             experts=experts,
             experts_per_token=per_token,
+            draft_method=header.draft_method,
+            draft_tokens=header.draft_tokens,
             points=[],
             front=[],
         )
@@ -543,6 +556,11 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
         path = Path(name) / "passes.jsonl"
         policy = recipe.policy
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
+        if policy.name == POLICY:
+            # of random prompts no draft would be accepted
+            tokens = int(policy.parameters.get(DRAFTS, 0))
+            rates = [ACCEPTED**k for k in range(1, tokens + 1)]
+            flags += draft_flags(recipe, policy.parameters, rates)
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
         with (
