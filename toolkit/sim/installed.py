@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from toolkit.errors import EngineError
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, Node, PagedRequest
@@ -147,7 +148,15 @@ class InstalledScheduler(PassScheduler):
         under_way = self._under_way
         if under_way and (not self._ahead or len(under_way) == 2 or self._idle):
             accepted, offered = under_way.popleft()
-            self.pool.free = self._link.update(self._number, accepted, offered)
+            updated = self._link.update(self._number, accepted, offered)
+            self.pool.free = updated.free
+            expected = sorted([row.number for row in ended])
+            if sorted(updated.ended) != expected:
+                raise EngineError(
+                    f"vLLM ended the requests {sorted(updated.ended)} with a pass, and by their "
+                    f"lengths {expected} end",
+                    "it has a limit that is not simulated, such as a shorter context",
+                )
         for row in ended:
             self.running.pop(row, None)
             self._entered.discard(row.number)

@@ -24,6 +24,15 @@ class InstalledPlan(Protocol):
     def found(self) -> tuple[int, int, int, int]: ...
 
 
+class InstalledUpdate(Protocol):
+    """What vLLM did with the tokens of a pass: see `toolkit.backends.vllm.messages.Updated`."""
+
+    @property
+    def ended(self) -> Sequence[int]: ...
+    @property
+    def free(self) -> int: ...
+
+
 class Link(Protocol):
     """The way to vLLM's schedulers, each with a number."""
 
@@ -49,9 +58,9 @@ class Link(Protocol):
 
     def update(
         self, scheduler: int, accepted: Mapping[int, int], offered: Mapping[int, int]
-    ) -> int:
+    ) -> InstalledUpdate:
         """The tokens of the oldest pass exist; accepted drafts, and drafts that are proposed next,
-        by request. Free blocks then.
+        by request.
         """
         ...
 

@@ -638,8 +638,9 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    limit = f"the cache holds {engine.capacity_tokens:,}"
-    if most <= engine.capacity_tokens:
+    capacity = engine.capacity_tokens - (engine.drafts is not None)  # vLLM's longest context
+    limit = f"the cache holds {capacity:,}"
+    if most <= capacity:
         if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
             return None
         limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"

@@ -147,7 +147,7 @@ class VllmDriver:
         drafts: Drafts | None,
     ) -> int:
         """See `toolkit.sim.link.Link`; so are the following."""
-        longest = blocks * block_tokens
+        longest = blocks * block_tokens + (drafts is None)  # the last token is not cached
         if not flags.chunked_prefill:
             longest = min(longest, flags.max_num_batched_tokens)
         settings = SchedulerSettings(
@@ -177,10 +177,10 @@ class VllmDriver:
 
     def update(
         self, scheduler: int, accepted: Mapping[int, int], offered: Mapping[int, int]
-    ) -> int:
+    ) -> Updated:
         pairs = {"accepted": list(accepted.items()), "offered": list(offered.items())}
-        free: int = self.ask(Update(scheduler=scheduler, **pairs)).free
-        return free
+        updated: Updated = self.ask(Update(scheduler=scheduler, **pairs))
+        return updated
 
     def close(self, scheduler: int) -> None:
         self.ask(Close(scheduler=scheduler))

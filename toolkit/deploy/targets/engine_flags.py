@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.backends.vllm.command import TRIED, flags_of
+from toolkit.backends.vllm.command import TRIED, draft_flags, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
@@ -278,6 +278,9 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
         rest = flags_of(VllmPolicy.name, plan.policy.parameters)
         switches = [word for word in rest if word.startswith(("--enable", "--no-enable"))]
         lines = [ExplainedValue(word, "", source) for word in switches]
+        drafts = draft_flags(plan.recipe, plan.policy.parameters, [])
+        if drafts:
+            lines.append(ExplainedValue(drafts[0], drafts[1], source))
         watermark = str(plan.policy.parameters.get("watermark", 0.0))
         return [*lines, ExplainedValue("--watermark", watermark, source)]
     try:
