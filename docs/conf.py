@@ -68,6 +68,7 @@ NAVIGATION = {
         "recipe-keys",
         "policies",
         "engines",
+        "vllm-versions",
         "traces",
         "api",
         "metrics",

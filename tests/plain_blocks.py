@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.backends.vllm.workloads import Arrivals, outputs_of, tokens_of
+from toolkit.backends.vllm.conformance.workloads import Arrivals, outputs_of, tokens_of
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import pytest
 from said import says
 from test_sim_paged import FLAT, LAW, trace_of, world
 
-from benchmarks.engines import vllm_passes as bench
+from toolkit.backends.vllm.conformance.drafted import passes_of_case
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import GRAPH, PIECEWISE, GraphSettings
 from toolkit.estimators.steps import StepShape
@@ -19,7 +19,7 @@ from toolkit.files.recipe import AcceptanceSpec
 from toolkit.sched.iterations import LoggedRow
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.drafts import DRAWS, Drafts, drafts_of, rates_of_length
+from toolkit.sim.drafts import DRAWS, DrawnDrafts, drafts_of, rates_of_length
 from toolkit.sim.paged_engine import PagedEngine
 
 DATA = Path(__file__).parent / "data"
@@ -30,7 +30,7 @@ ROWS = [(0.3 * k, 5 + k, 9 + 2 * k % 7, k % 3) for k in range(12)]
 def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     """As vLLM 0.32.0 planned them, by n-grams and EAGLE, without and with async scheduling."""
     case, theirs = json.loads((DATA / "vllm-0.32.0-drafts.json").read_text())[number]
-    assert bench.passes_of_case(case) == theirs
+    assert passes_of_case(case) == theirs
 
 
 def engine(rates: tuple[float, ...], law=FLAT, **more) -> PagedEngine:
@@ -60,9 +60,11 @@ def test_drafts_that_are_never_accepted_leave_all_times_as_they_are(ahead: bool)
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_with_all_drafts_accepted_a_request_takes_a_share_of_the_passes(ahead: bool) -> None:
-    """13 tokens: one of the prompt's pass, then three of each pass of two drafts."""
+    """13 tokens: one of the prompt's pass, then three of each pass of two drafts. Planned ahead it
+    is in one more pass: that it ends with the last one is not sure before.
+    """
     result = run((1.0, 1.0), [(0, 6, 13, 0)], ahead=ahead)
-    assert result.counters["rounds"] == 5
+    assert result.counters["rounds"] == 5 + ahead
     assert result.counters["accepted_tokens"] == 8
     assert result.served.finish_s[0] - result.served.first_token_s[0] == pytest.approx(4.0)
 
@@ -76,7 +78,7 @@ def test_every_token_has_a_gap_before_it() -> None:
 
 def test_where_no_draft_is_proposed_passes_have_none() -> None:
     rows = [(0, 4, 200, 0)]
-    flags = VllmPolicy(max_num_batched_tokens=64, num_speculative_tokens=2)
+    flags = VllmPolicy(num_speculative_tokens=2)
     seldom = AcceptanceSpec(rates=[1.0, 1.0], proposed=0.25)
     result = simulate(trace_of(rows), flags, world(engine((1.0, 1.0)), acceptance=seldom))
     assert result.counters["drafted_tokens"] == result.counters["accepted_tokens"]
@@ -87,16 +89,16 @@ def test_where_no_draft_is_proposed_passes_have_none() -> None:
 def test_the_same_seed_draws_the_same() -> None:
     one = run((0.7, 0.4), law=LAW).metrics({})
     assert one == run((0.7, 0.4), law=LAW).metrics({})
-    drafts = Drafts("ngram", (0.7, 0.4), seed=3)
+    drafts = DrawnDrafts("ngram", (0.7, 0.4), seed=3)
     copied = pickle.loads(pickle.dumps(drafts))
     assert [copied.accepted(5, k) for k in range(50)] == [drafts.accepted(5, k) for k in range(50)]
 
 
 def test_draws_have_the_rates_of_the_positions() -> None:
-    drafts = Drafts("eagle", (0.8, 0.5, 0.1), seed=1)
-    drawn = [drafts.accepted(0, k) for k in range(DRAWS)]
+    drafts = DrawnDrafts("eagle", (0.8, 0.5, 0.1), seed=1)
+    drawn = [drafts.accepted(0, k) for k in range(DRAWS // 10)]
     for position, rate in enumerate(drafts.rates):
-        assert sum(one > position for one in drawn) / DRAWS == pytest.approx(rate, abs=2e-3)
+        assert sum(one > position for one in drawn) / len(drawn) == pytest.approx(rate, abs=0.01)
     assert drafts.length == pytest.approx(2.4)
 
 
@@ -129,12 +131,12 @@ def test_drafts_without_rates_are_refused(acceptance, words: list[str]) -> None:
 @pytest.mark.parametrize("rates", [(0.4, 0.5), (1.1,), (), (-0.1,)])
 def test_rates_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
     with pytest.raises(InputError):
-        Drafts("ngram", rates)
+        DrawnDrafts("ngram", rates)
 
 
 def test_another_method_is_refused_by_its_name() -> None:
     with pytest.raises(InputError) as error:
-        Drafts("medusa", (0.5,))
+        DrawnDrafts("medusa", (0.5,))
     assert says(error.value.whole, "medusa", "ngram")
 
 

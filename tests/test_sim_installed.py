@@ -16,7 +16,7 @@ from toolkit.files.recipe import AcceptanceSpec
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.blocks import Node, PagedRequest
-from toolkit.sim.drafts import Drafts, DraftScheduler
+from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
 from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.passes import PagedPass, PassScheduler
@@ -58,7 +58,7 @@ class ModelLink:
         block_tokens: int,
         *,
         ahead: bool,
-        drafts: Drafts | None,
+        drafts: DrawnDrafts | None,
     ) -> int:
         number = len(self.schedulers)
         self.ahead = ahead
@@ -148,8 +148,9 @@ def test_a_link_to_the_model_changes_nothing(ahead: bool, blocks: int, closed: b
     trace = shared(ROWS) if closed else trace_of(ROWS)
     model = simulate(trace, flags, world(engine))
     asked = simulate(trace, flags, world(replace(engine, link=link)))
-    assert asked.served.first_token_s.tolist() == model.served.first_token_s.tolist()
-    assert asked.served.finish_s.tolist() == model.served.finish_s.tolist()
+    first_s = pytest.approx(model.served.first_token_s.tolist())  # leaps add up in another order
+    assert asked.served.first_token_s.tolist() == first_s
+    assert asked.served.finish_s.tolist() == pytest.approx(model.served.finish_s.tolist())
     assert asked.counters["rounds"] == model.counters["rounds"]
     assert asked.counters["evicted_percent"] == model.counters["evicted_percent"]
     assert asked.counters.get("hit_tokens") == model.counters.get("hit_tokens")

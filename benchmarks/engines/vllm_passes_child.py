@@ -1,77 +1,35 @@
-"""The side of `vllm_passes` that runs in vLLM's Python: its schedulers, without an engine.
+"""The side of `vllm_passes --timed` that runs in vLLM's Python: its schedulers in its loop.
 
-    VLLM-PYTHON -m benchmarks.engines.vllm_passes_child CASES.json PASSES.json MODEL-FOLDER
+    VLLM-PYTHON -m benchmarks.engines.vllm_passes_child CASES.json TIMES.json MODEL-FOLDER
 
-Started by `vllm_passes`. `toolkit.backends.vllm.driver_child` drives the schedulers; here they also
-run on a clock, and beside our scheduler inside vLLM.
+Started by `vllm_passes`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.command import read_words
-from toolkit.backends.vllm.driver_child import ENVIRONMENT, DrivenScheduler, DrivenWorkload
-from toolkit.backends.vllm.messages import SchedulerSettings
-from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.backends.vllm.conformance.child import main
+from toolkit.backends.vllm.conformance.driven import Driven
 
-os.environ |= ENVIRONMENT
+if TYPE_CHECKING:
+    from toolkit.estimators.steps import StepShape
 
 
-class OursInside(DrivenScheduler):
-    """Our scheduler inside vLLM."""
-
-    def kind(self) -> Any:
-        from toolkit.backends.vllm.scheduler import LlmctlScheduler
-
-        return LlmctlScheduler
-
-
-class PolicyWorkload(DrivenWorkload):
-    """A workload under a policy of ours, which the case names."""
-
-    def make(self, model: str, settings: SchedulerSettings) -> DrivenScheduler:
-        os.environ["LLMCTL_VLLM_POLICY"] = self.case["policy"]
-        return OursInside(model, settings)
-
-    def plan(self) -> bool:
-        count = len(self.passes)
-        has_rows = super().plan()
-        if len(self.passes) > count:
-            self.passes[-1]["blocks"] = self._blocks_of_prompts()
-        return has_rows
-
-    def _blocks_of_prompts(self) -> list[int]:
-        """The full blocks of prompts that the running requests hold: by vLLM's block manager; as
-        our scheduler inside vLLM counts them with the requests; and those that it counts with none.
-        """
-        scheduler = self.driven.scheduler
-        held = set()
-        counted = 0
-        size = self.case["block_tokens"]
-        for job in scheduler.steps.scheduler.workers[0].running.jobs:
-            request = self.driven.requests[job.request_id]
-            (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)
-            held.update(blocks[: request.num_prompt_tokens // size])
-            counted += (job.prompt_tokens - size // 2) // size
-        return [len(held), counted, scheduler._counted.uncounted]
-
-
-class TimedWorkload(DrivenWorkload):
-    """A workload whose requests come at times, in vLLM's loop without its executor."""
+class Timed(Driven):
+    """One of vLLM's schedulers on one workload whose requests come at times."""
 
     def times(self) -> list[list[float]]:
         """The times of all tokens of each request, as vLLM's loop hands them out: statement by
         statement `EngineCore.step_with_batch_queue`, with a clock that launches, plans without rows
         and waits for the GPU move on, by the law and the arrivals in the case.
         """
+        from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
+        from toolkit.estimators.steps import StepShape
+
         case = self.case
         coefficients = dict(case["law"])
         mode, sizes, apart = coefficients.pop("graphs")
@@ -81,32 +39,28 @@ class TimedWorkload(DrivenWorkload):
         tokens: list[list[float]] = [[] for _ in arrivals]
         inputs = [prompt for _, prompt, *_ in case["requests"]]  # to compute before the next token
         generated = [0] * len(arrivals)  # also by passes that are under way
-        given: deque[list[tuple[int, int]]] = deque()  # by each pass: a request's token, from 1
         depth = 2 if case["ahead"] else 1
         queue: deque[float | None] = deque()  # when the GPU has computed each; None: no rows
+        samples: deque[dict[str, int]] = deque()  # of the passes that are under way
         now_s = gpu_s = launched_s = -math.inf
         arrived = launches = 0
         while True:
-            if not queue and not self.driven.scheduler.has_requests():
+            if not queue and not self.scheduler.has_requests():
                 if arrived == len(arrivals):
                     return tokens
                 now_s = max(now_s, arrivals[arrived])
             while arrived < len(arrivals) and arrivals[arrived] <= now_s:
                 self.add(arrived)
                 arrived += 1
-            if self.driven.scheduler.has_requests():
-                executed = self.plan()
-                for number in self.driven.preempted:
+            if self.scheduler.has_requests():
+                executed = self.schedule()
+                for number in self.preempted:
                     inputs[number] = case["requests"][number][1] + generated[number]
                 if executed:
-                    rows = self.passes[-1]["rows"]
-                    shape = _shape(rows, inputs)
-                    given.append([])
-                    for number, computed, new in rows:
-                        which = computed + new - case["requests"][number][1] + 1
-                        if computed + new >= inputs[number]:
-                            generated[number] = which
-                            given[-1].append((number, which))
+                    shape = _shape(self.passes[-1]["rows"], inputs)
+                    samples.append(self._sampled())
+                    for name, which in samples[-1].items():
+                        generated[int(name)] = which
                     launch_s = law.launch_s(shape)
                     if depth > 1:
                         launch_s = law.drawn_launch_s(shape, launches)
@@ -123,20 +77,30 @@ class TimedWorkload(DrivenWorkload):
                     if any(one is not None for one in queue):
                         now_s += min(case["empty_s"], law.launch_s(StepShape(1, 1)))
                     queue.appendleft(None)
-                if len(queue) < depth and (executed or self.driven.scheduler.has_requests()):
+                if len(queue) < depth and (executed or self.scheduler.has_requests()):
                     continue
             ready_s = queue.pop()
             if ready_s is None:
                 continue
             now_s = max(now_s, ready_s)
-            for number, which in given.popleft():
-                if which <= case["requests"][number][2]:
-                    tokens[number].append(now_s)
+            for name, which in samples.popleft().items():
+                if which <= case["requests"][int(name)][2]:
+                    tokens[int(name)].append(now_s)
             self.update()
+
+    def _sampled(self) -> dict[str, int]:
+        """The rows of the last scheduled pass that sample, and the number of the token, from 1."""
+        found = {}
+        for name in self.under_way[-1][1]:
+            request = self.requests[name]
+            found[name] = request.num_computed_tokens - request.num_prompt_tokens + 1
+        return found
 
 
 def _shape(rows: Sequence[Sequence[int]], inputs: Sequence[int]) -> StepShape:
     """What a pass computes, of rows of request, tokens computed before and new tokens."""
+    from toolkit.estimators.steps import StepShape, chunk_attended
+
     chunks = [row for row in rows if row[1] < inputs[row[0]]]
     decodes = [row for row in rows if row[1] >= inputs[row[0]]]
     return StepShape(
@@ -149,17 +113,10 @@ def _shape(rows: Sequence[Sequence[int]], inputs: Sequence[int]) -> StepShape:
     )
 
 
-def main() -> None:
-    cases, passes, model = read_words(__doc__, "CASES.json", "PASSES.json", "MODEL-FOLDER")
-    found: list[Any] = []
-    for case in json.loads(Path(cases).read_text(encoding="utf-8")):
-        if "law" in case:
-            found.append(TimedWorkload(model, case).times())
-        else:
-            kind = PolicyWorkload if "policy" in case else DrivenWorkload
-            found.append(kind(model, case).run())
-    Path(passes).write_text(json.dumps(found), encoding="utf-8")
+def times_of(model: str, case: dict[str, Any]) -> list[list[float]]:
+    """The times of all tokens of each request."""
+    return Timed(model, case).times()
 
 
 if __name__ == "__main__":
-    main()
+    main(times_of)

@@ -251,6 +251,8 @@ def show_profile(measured: Profile) -> None:
     if facts.deepspeed:
         print(f"DeepSpeed: {facts.deepspeed}")
     workers = f"{measured.workers} worker{'s' * (measured.workers != 1)}"
+    if measured.steps and measured.steps.resolved:
+        print(f"measured with {measured.steps.resolved.words(facts.dtype)}")
     print(f"KV cache {kv_cache}; times in {measured.clock} seconds, {workers}\n")
     prefill = {(p.batch_size, p.input_length): median(p.seconds) for p in measured.prefill}
     decode = {(p.batch_size, p.cached_length): median(p.seconds) for p in measured.decode}

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.catalogue.resolved import Resolved
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
 from toolkit.files.strict import Envelope, Strict, optional
@@ -237,6 +238,7 @@ class StepsFit(Strict):
     async_scheduling: bool
     draft_method: str = Field("", description="of speculative decoding; empty: there was none")
     draft_tokens: int = Field(0, description="drafts of a row in a pass")
+    resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
     pipeline: PipelineFit | None = optional(
         "none: passes do not overlap, or the profile does not say how they were launched"
     )

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
 from toolkit.files.strict import Envelope, Strict, optional
@@ -179,6 +180,9 @@ class StepsProfile(Strict):
     experts_per_token: int = 0
     draft_method: str = Field("", description="of speculative decoding; empty: there was none")
     draft_tokens: int = Field(0, description="drafts of a row in a pass")
+    resolved: Resolved | None = optional(
+        "what vLLM resolved: cache groups, parallelism, limits; none: not known"
+    )
     points: list[StepPoint]
     front: list[FrontPoint]
     front_in_traffic: list[TrafficFront] = Field(

@@ -94,6 +94,13 @@ def sla_problem(key: str, limit: float) -> str:
 SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
+# What vLLM stores a KV cache as, in all releases that llmctl was tried with.
+KV_CACHE_DTYPES = (
+    *("bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("fp8_per_token_head", "int8_per_token_head"),
+)
+
+
 class DraftsSpec(Strict):
     """Speculative decoding of vLLM: how drafts are made. How many is the parameter
     `num_speculative_tokens` of policy `vllm`, and `serve.acceptance` says how many are accepted.
@@ -155,6 +162,9 @@ class VllmSpec(Strict):
         "the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else llmctl's own"
     )
     block_size: Positive | None = optional("tokens of a KV block; None: vLLM's default")
+    kv_cache_dtype: Literal[KV_CACHE_DTYPES] | None = optional(
+        "of the KV cache, where it is not model.dtype; model.kv_bytes_per_token counts its bytes"
+    )
     num_gpu_blocks_override: Positive | None = optional(
         "KV blocks; vLLM keeps one of them for itself; None: as many as the memory holds"
     )

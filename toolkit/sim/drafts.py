@@ -1,8 +1,8 @@
 """vLLM's scheduler with speculative decoding, row by row: `DraftScheduler`.
 
 A row that decodes computes its last token and the drafts of those that follow; the model accepts
-the first so many of them, and adds one token of its own. How many it accepts is drawn (`Drafts`):
-acceptance depends on texts, which a simulation does not have.
+the first so many of them, and adds one token of its own. How many it accepts is drawn
+(`DrawnDrafts`): acceptance depends on texts, which a simulation does not have.
 
 The rules of vLLM 0.32 (`v1/core/sched/scheduler.py`) beside those of `toolkit.sim.paged`:
 
@@ -34,6 +34,7 @@ from typing import Final
 
 import numpy as np
 
+from toolkit.catalogue.classes import DRAFTING
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.steps import StepShape, chunk_attended
@@ -42,19 +43,17 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, Node, PagedRequest, SharedPool
 from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 
-# vLLM's methods: whether they draft with states of the model, and so cache them
-METHODS: Final[dict[str, bool]] = {"ngram": False, "eagle": True, "eagle3": True, "mtp": True}
 DRAWS: Final = 1_000_003  # a prime: requests begin at places of their own in the table of draws
 APART: Final = 7_919  # places between two requests
 ROUNDS: Final = 100  # of the bisection
 
 
 @dataclass(slots=True, frozen=True)
-class Drafts:
+class DrawnDrafts:
     """Speculative decoding.
 
     Attributes:
-        method: one of `METHODS`.
+        method: one of `DRAFTING`.
         rates: of each position, the share of passes in which the draft there is accepted; none
             exceeds the one before it. As many as there are drafts.
         proposed: share of a row's passes with drafts; in the others none is proposed.
@@ -69,10 +68,10 @@ class Drafts:
     _table: bytes = field(init=False, repr=False, compare=False, default=b"")
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method not in DRAFTING:
             raise InputError(
                 f"speculative decoding by '{self.method}' is not modelled",
-                nearest(self.method, METHODS),
+                nearest(self.method, DRAFTING),
             )
         if not self.rates:
             raise InputError("speculative decoding needs at least one draft")
@@ -101,7 +100,7 @@ class Drafts:
     @property
     def uses_states(self) -> bool:
         """Whether drafting uses the model's states, as EAGLE and MTP do."""
-        return METHODS[self.method]
+        return DRAFTING[self.method]
 
     @property
     def length(self) -> float:
@@ -148,7 +147,9 @@ def rates_of_length(length: float, tokens: int) -> tuple[float, ...]:
     return tuple(high**k for k in range(1, tokens + 1))
 
 
-def drafts_of(method: str, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> Drafts:
+def drafts_of(
+    method: str, tokens: int, acceptance: AcceptanceSpec | None, seed: int
+) -> DrawnDrafts:
     """`tokens` drafts by a method of vLLM, accepted as the traffic's `acceptance` says.
 
     `InputError` without any, and for rates of fewer drafts.
@@ -158,7 +159,7 @@ def drafts_of(method: str, tokens: int, acceptance: AcceptanceSpec | None, seed:
             f"{tokens} drafts of a row in a pass, and nothing says how many are accepted",
             "set serve.acceptance in the recipe, or give --set acceptance_length=TOKENS",
         )
-    return Drafts(method, rates_of(acceptance, tokens), acceptance.proposed, seed)
+    return DrawnDrafts(method, rates_of(acceptance, tokens), acceptance.proposed, seed)
 
 
 def rates_of(acceptance: AcceptanceSpec, tokens: int) -> tuple[float, ...]:
@@ -242,7 +243,7 @@ class DraftScheduler(PassScheduler):
         flags: VllmPolicy,
         blocks: int,
         block_tokens: int,
-        drafts: Drafts,
+        drafts: DrawnDrafts,
         *,
         ahead: bool = False,
         shares: bool = False,

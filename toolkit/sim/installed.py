@@ -15,7 +15,7 @@ from toolkit.errors import EngineError
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, Node, PagedRequest
-from toolkit.sim.drafts import Drafts
+from toolkit.sim.drafts import DrawnDrafts
 from toolkit.sim.link import InstalledPlan, Link
 from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 
@@ -36,7 +36,7 @@ class InstalledScheduler(PassScheduler):
         block_tokens: int,
         *,
         ahead: bool,
-        drafts: Drafts | None,
+        drafts: DrawnDrafts | None,
     ) -> None:
         super().__init__(BlockPool(blocks, block_tokens, keeps=False))
         self._link = link

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.blocks import PagedRequest
-    from toolkit.sim.drafts import Drafts
+    from toolkit.sim.drafts import DrawnDrafts
 
 
 class InstalledPlan(Protocol):
-    """A pass as vLLM plans it: see `toolkit.backends.vllm.messages.Planned`."""
+    """A pass as vLLM plans it: see `toolkit.backends.vllm.messages.PlannedPass`."""
 
     @property
     def rows(self) -> Sequence[tuple[int, int, int, int, bool]]: ...
@@ -25,7 +25,7 @@ class InstalledPlan(Protocol):
 
 
 class InstalledUpdate(Protocol):
-    """What vLLM did with the tokens of a pass: see `toolkit.backends.vllm.messages.Updated`."""
+    """What vLLM did with the tokens of a pass: see `toolkit.backends.vllm.messages.GivenTokens`."""
 
     @property
     def ended(self) -> Sequence[int]: ...
@@ -43,7 +43,7 @@ class Link(Protocol):
         block_tokens: int,
         *,
         ahead: bool,
-        drafts: Drafts | None,
+        drafts: DrawnDrafts | None,
     ) -> int:
         """Make a scheduler; its number."""
         ...

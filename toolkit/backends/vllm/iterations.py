@@ -32,8 +32,14 @@ from vllm.v1.request import Request as VllmRequest
 
 from toolkit.backends.vllm.command import POLICY
 from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
+from toolkit.backends.vllm.resolved import rank_of, refuse_unlike, resolved_of
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
-from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
+from toolkit.backends.vllm.setup import (
+    ITERATIONS_VARIABLE,
+    PLAN_VARIABLE,
+    log_of_rank,
+    one_line,
+)
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
@@ -41,48 +47,6 @@ from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
-from toolkit.sim.drafts import METHODS
-
-MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
-
-
-def _not_modelled(config: Any, groups: Any) -> list[str]:
-    """What this server does that llmctl's laws and its model of vLLM's scheduler do not know."""
-    found = []
-    if len(groups) > 1:
-        found.append(f"{len(groups)} groups of KV caches (sliding windows or hybrid layers)")
-    for group in groups:
-        spec = group.kv_cache_spec
-        name = type(spec).__name__
-        if name not in MODELLED_CACHES:
-            found.append(f"a KV cache of kind {name}")
-        elif getattr(spec, "sliding_window", None):
-            found.append(f"a sliding window of {spec.sliding_window} tokens")
-    if getattr(config, "lora_config", None) is not None:
-        found.append("LoRA adapters")
-    found += _drafts_not_modelled(config.speculative_config)
-    parallel = config.parallel_config
-    if parallel.data_parallel_size > 1:
-        found.append(f"data_parallel_size {parallel.data_parallel_size}")
-    if parallel.pipeline_parallel_size > 1:
-        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
-    return found
-
-
-def _drafts_not_modelled(drafts: Any) -> list[str]:
-    """What of vLLM's speculative decoding is not modelled; empty without any."""
-    if drafts is None:
-        return []
-    found = []
-    if drafts.method not in METHODS:
-        found.append(f"speculative decoding by '{drafts.method}'")
-    elif drafts.use_multi_module_mtp():
-        found.append("several modules that draft (MTP)")
-    if drafts.parallel_drafting:
-        found.append("parallel drafting")
-    if drafts.uses_dynamic_speculative_decoding():
-        found.append("a number of drafts that follows the batch")
-    return found
 
 
 @dataclass(slots=True)
@@ -120,32 +84,28 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
     def _header(self) -> IterationLogHeader:
         config = self.vllm_config
         cache = self.cache_config
-        groups = self.kv_cache_config.kv_cache_groups
-        spec = groups[0].kv_cache_spec
-        layers = sum(len(group.layer_names) for group in groups)
-        drafts = config.speculative_config
+        resolved = resolved_of(self)
         return IterationLogHeader(
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             block_tokens=self.block_size,
-            blocks=cache.num_gpu_blocks - 1,
+            blocks=resolved.blocks,
             enable_chunked_prefill=bool(self.scheduler_config.enable_chunked_prefill),
             prefix_caching=bool(cache.enable_prefix_caching),
             async_scheduling=bool(self.scheduler_config.async_scheduling),
-            policy=str(self.scheduler_config.policy),
+            policy=resolved.policy,
             version=vllm.__version__,
             model_type=config.model_config.hf_config.model_type,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             device=str(config.device_config.device_type),
             max_model_len=self.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
-            kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
+            kv_bytes_per_token=resolved.bytes_per_block // self.block_size,
             graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
             graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
             executor=str(config.parallel_config.distributed_executor_backend or ""),
-            not_modelled=_not_modelled(config, groups),
-            draft_method=drafts.method if drafts else "",
-            draft_tokens=drafts.num_speculative_tokens if drafts else 0,
+            header=2,
+            resolved=resolved,
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -232,11 +192,14 @@ def accepted_drafts(rows: Sequence[LoggedRow], model_runner_output: Any) -> list
 
 
 class PassLog:
-    """The log of passes. Raises `InputError` if it is not named or not writable."""
+    """The log of passes of an engine; of data-parallel ones, each has its own (`log_of_rank`).
+    Raises `InputError` if it is not named or not writable.
+    """
 
-    def __init__(self, header: IterationLogHeader) -> None:
+    def __init__(self, header: IterationLogHeader, rank: int) -> None:
         with one_line():
-            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            named = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            path = log_of_rank(named, rank)
             try:
                 self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
             except OSError as error:
@@ -255,7 +218,7 @@ class Logged(PassLoggingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = PassLog(self._header())
+        self._log = PassLog(self._header(), rank_of(self.vllm_config))
 
     def shutdown(self) -> None:
         self._log.close()
@@ -402,9 +365,14 @@ class Counted(PassLoggingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
+        header = self._header()
+        self._log: PassLog | None = None
+        if os.environ.get(ITERATIONS_VARIABLE):
+            self._log = PassLog(header, rank_of(self.vllm_config))
         with one_line():
             fit = _plan().fit.steps
+            assert header.resolved is not None
+            refuse_unlike(header.resolved, fit.resolved if fit else None)
             if fit is None:
                 raise InputError(
                     f"{PLAN_VARIABLE}: its fit has no law of passes",

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 
-class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A group of layers with one kind of KV cache.
 
     Attributes:
@@ -55,21 +55,21 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reserve_full_isl: bool = True
     watermark: float = 0.0
     ahead: bool = False
-    groups: list[CacheGroup] = []
+    groups: list[GroupSettings] = []
     retention: int | None = None
     match_unit: int | None = None
     drafts: DraftSettings | None = None
     flags: dict[str, Any] = {}
 
 
-class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class OpenScheduler(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Make a scheduler, with a number that no open one has."""
 
     scheduler: int
     settings: SchedulerSettings
 
 
-class Add(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A request comes. `tokens` are (first token, how many consecutive ones) of its prompt, of
     `prompt` tokens, and of its output.
     """
@@ -81,13 +81,13 @@ class Add(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens: list[tuple[int, int]]
 
 
-class Plan(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class PlanPass(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Plan a pass."""
 
     scheduler: int
 
 
-class Update(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class GiveTokens(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The tokens of the oldest pass that is under way exist: (request, accepted drafts), and
     (request, drafts that are proposed next) where these are not all.
     """
@@ -97,30 +97,24 @@ class Update(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     offered: list[tuple[int, int]] = []
 
 
-class Close(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class CloseScheduler(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Forget a scheduler."""
 
     scheduler: int
 
 
-class RunCase(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Run a made-up workload."""
-
-    case: dict[str, Any]
-
-
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedVllm(msgspec.Struct, frozen=True, kw_only=True):
     """The first line: the vLLM that was loaded, and the folder of its package."""
 
     version: str
     path: str
 
 
-class Opened(msgspec.Struct, frozen=True):
+class Done(msgspec.Struct, frozen=True):
     """It is done."""
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedPass(msgspec.Struct, frozen=True, kw_only=True):
     """A planned pass.
 
     Attributes:
@@ -138,7 +132,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     found: tuple[int, int, int, int]
 
 
-class Updated(msgspec.Struct, frozen=True, kw_only=True):
+class GivenTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The requests that ended, and free blocks and waiting requests now."""
 
     ended: list[int]
@@ -146,11 +140,5 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of a workload, in the form of `benchmarks.engines.vllm_passes`."""
-
-    passes: list[dict[str, Any]]
-
-
-Request: TypeAlias = Open | Add | Plan | Update | Close | RunCase
-REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+Message: TypeAlias = OpenScheduler | AddRequest | PlanPass | GiveTokens | CloseScheduler
+REQUESTS: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)

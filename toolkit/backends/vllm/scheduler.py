@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -24,9 +25,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.backends.vllm.command import check_version
 from toolkit.backends.vllm.rounds import AdmissionGate, CountedBlocks, StepOrders, Steps
 from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup, warm_up
+from toolkit.backends.vllm.touched import Installed, refuse_missing
 from toolkit.errors import InputError
 from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, lost_line, to_line
@@ -37,7 +38,8 @@ from toolkit.sched.types import Request
 MAX_LOG_BYTES = 1 << 30
 
 with one_line():
-    check_version(vllm.__version__)
+    _folder = Path(vllm.__file__).parent
+    refuse_missing(Installed(vllm.__version__.partition("+")[0], _folder), "inside")
 
 
 def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
