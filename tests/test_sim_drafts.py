@@ -81,8 +81,8 @@ def test_where_no_draft_is_proposed_passes_have_none() -> None:
     flags = VllmPolicy(num_speculative_tokens=2)
     seldom = AcceptanceSpec(rates=[1.0, 1.0], proposed=0.25)
     result = simulate(trace_of(rows), flags, world(engine((1.0, 1.0)), acceptance=seldom))
-    assert result.counters["drafted_tokens"] == result.counters["accepted_tokens"]
-    assert 150 < result.counters["rounds"] < 200
+    assert 0 <= result.counters["drafted_tokens"] - result.counters["accepted_tokens"] <= 2
+    assert 110 < result.counters["rounds"] < 170  # half a draft a pass
     assert run((1.0, 1.0), rows).counters["rounds"] < 75
 
 

@@ -1,7 +1,7 @@
 """The installed vLLM's own scheduler in the simulator: it plans, and this simulator keeps the time.
 
-vLLM's classes run in another process, which a `Link` leads to (`toolkit.backends.vllm.driver`).
-Each pass is a question to it, so that a simulation takes as long as vLLM's scheduler does: 0.5 to 5
+vLLM's classes run in another process, which a `SchedulerLink` leads to
+(`toolkit.backends.vllm.driver`). Each pass is a question to it, so that a simulation takes as long as vLLM's scheduler does: 0.5 to 5
 ms a pass. What requests have in common it gets as tokens, which are numbers of no meaning.
 """
 
@@ -16,7 +16,7 @@ from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, Node, PagedRequest
 from toolkit.sim.drafts import DrawnDrafts
-from toolkit.sim.link import InstalledPlan, Link
+from toolkit.sim.link import InstalledPlan, SchedulerLink
 from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 
 FIRST_TOKEN: Final = 1_000  # vLLM's side has tokens below for itself
@@ -30,7 +30,7 @@ class InstalledScheduler(PassScheduler):
 
     def __init__(
         self,
-        link: Link,
+        link: SchedulerLink,
         flags: VllmPolicy,
         blocks: int,
         block_tokens: int,

@@ -33,7 +33,7 @@ class InstalledUpdate(Protocol):
     def free(self) -> int: ...
 
 
-class Link(Protocol):
+class SchedulerLink(Protocol):
     """The way to vLLM's schedulers, each with a number."""
 
     def open(

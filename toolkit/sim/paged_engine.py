@@ -39,7 +39,7 @@ from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.link import Link
+from toolkit.sim.link import SchedulerLink
 from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.passes import PagedPass, PassScheduler
@@ -95,7 +95,7 @@ class PagedEngine:
     draft_tokens: int = 0
     drafts: DrawnDrafts | None = None
     others: tuple[PagedEngine, ...] = ()
-    link: Link | None = None
+    link: SchedulerLink | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)

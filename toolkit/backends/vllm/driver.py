@@ -30,8 +30,8 @@ from toolkit import guard
 from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.messages import (
     AddRequest,
+    Answered,
     CloseScheduler,
-    Done,
     DraftSettings,
     GivenTokens,
     GiveTokens,
@@ -65,8 +65,8 @@ Reply = TypeVar("Reply")
 
 
 class VllmDriver:
-    """A child with vLLM's schedulers, and the `Link` of a simulation to them. It ends with the
-    block, and never outlives this process.
+    """A child with vLLM's schedulers, and the `SchedulerLink` of a simulation to them. It ends with
+    the block, and never outlives this process.
 
     Args:
         python: of the environment that has vLLM; None: `LLMCTL_VLLM_PYTHON`, else this one.
@@ -123,7 +123,7 @@ class VllmDriver:
             self._input.flush()
         except BrokenPipeError:
             raise self._died() from None
-        return self._read(REPLIES.get(type(message), Done))
+        return self._read(REPLIES.get(type(message), Answered))
 
     def open(
         self,
@@ -134,7 +134,7 @@ class VllmDriver:
         ahead: bool,
         drafts: DrawnDrafts | None,
     ) -> int:
-        """See `toolkit.sim.link.Link`; so are the following."""
+        """See `toolkit.sim.link.SchedulerLink`; so are the following."""
         longest = blocks * block_tokens + (drafts is None)  # the last token is not cached
         if not flags.chunked_prefill:
             longest = min(longest, flags.max_num_batched_tokens)

@@ -19,8 +19,8 @@ from toolkit.backends.vllm.driven import DrivenScheduler
 from toolkit.backends.vllm.messages import (
     REQUESTS,
     AddRequest,
+    Answered,
     CloseScheduler,
-    Done,
     GivenTokens,
     GiveTokens,
     LoadedVllm,
@@ -35,7 +35,7 @@ def _answer(model: str, schedulers: dict[int, DrivenScheduler], line: bytes) -> 
     match message:
         case OpenScheduler():
             schedulers[message.scheduler] = DrivenScheduler(model, message.settings)
-            return Done()
+            return Answered()
         case AddRequest():
             tokens = [
                 token for first, count in message.tokens for token in range(first, first + count)
@@ -43,7 +43,7 @@ def _answer(model: str, schedulers: dict[int, DrivenScheduler], line: bytes) -> 
             prompt = tokens[: message.prompt]
             outputs = tokens[message.prompt :]
             schedulers[message.scheduler].enter(message.number, prompt, outputs, message.limit)
-            return Done()
+            return Answered()
         case PlanPass():
             return schedulers[message.scheduler].plan()
         case GiveTokens():
@@ -52,7 +52,7 @@ def _answer(model: str, schedulers: dict[int, DrivenScheduler], line: bytes) -> 
             return GivenTokens(ended=ended, free=driven.free, waiting=len(driven.scheduler.waiting))
         case CloseScheduler():
             schedulers.pop(message.scheduler).scheduler.shutdown()
-            return Done()
+            return Answered()
 
 
 def main() -> None:

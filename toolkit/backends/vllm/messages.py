@@ -110,7 +110,7 @@ class LoadedVllm(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-class Done(msgspec.Struct, frozen=True):
+class Answered(msgspec.Struct, frozen=True):
     """It is done."""
 
 
