@@ -1,8 +1,9 @@
 """The installed vLLM's own scheduler in the simulator: it plans, and this simulator keeps the time.
 
 vLLM's classes run in another process, which a `SchedulerLink` leads to
-(`toolkit.backends.vllm.driver`). Each pass is a question to it, so that a simulation takes as long as vLLM's scheduler does: 0.5 to 5
-ms a pass. What requests have in common it gets as tokens, which are numbers of no meaning.
+(`toolkit.backends.vllm.driver`). Each pass is a question to it, so that a simulation takes as long
+as vLLM's scheduler does: 0.5 to 5 ms a pass. What requests have in common it gets as tokens, which
+are numbers of no meaning.
 """
 
 from __future__ import annotations
