@@ -96,7 +96,7 @@ STATE = CacheGroup("state", "MambaSpec", 1056, 12, 1 << 20, mode="align")
 ONE = Resolved([FULL], blocks=1000, bytes_per_block=524288, hash_block=16, scheduler_block=16)
 
 
-def names(found: list[classes.Found]) -> set[str]:
+def names(found: list[classes.ClassFound]) -> set[str]:
     return {one.name for one in found}
 
 

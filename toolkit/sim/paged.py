@@ -148,11 +148,13 @@ class PagedScheduler(PassScheduler):
         chunks = {
             chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
         }
-        ended = {row for row in self._ended if not row.stops}
+        absent = {row for row in self._ended if not row.stops}
+        if self._partial is not None and self._defers:
+            absent.add(self._partial)
         return [
             chunks.get(r) or (r.number, r.computed + self._steps, 1)
             for r in self.running
-            if r not in ended
+            if r not in absent
         ]
 
     def ahead(self) -> int:

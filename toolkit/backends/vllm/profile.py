@@ -35,7 +35,7 @@ from toolkit.backends.vllm.command import (
 )
 from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
-from toolkit.catalogue.classes import Found, of_resolved, refuse
+from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
 from toolkit.catalogue.models import EXPERTS, experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
@@ -152,7 +152,7 @@ def refuse_not_modelled(header: IterationLogHeader, ranks: int = 1) -> None:
     """
     server = "this vLLM server"
     if ranks > 1:
-        refuse(server, [Found("data parallel", f"{ranks} engines of data parallelism")])
+        refuse(server, [ClassFound("data parallel", f"{ranks} engines of data parallelism")])
     if header.resolved is not None:
         refuse(server, of_resolved(header.resolved))
     found = list(header.not_modelled)

@@ -5,7 +5,7 @@ what needs it: to start and tune a server, to compare the simulator with its sch
 our scheduler inside. `read_vllm` finds the package of a Python, `check` reads its source files and
 imports nothing, so that all is known in a second.
 
-The releases in `KNOWN` have all of it. Another release is checked, not refused.
+The releases from `FIRST` to `LAST` have all of it. Another release is checked, not refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from toolkit.errors import EngineError, InputError
 
 Kind = Literal["import", "method", "attribute", "flag", "metric"]
 Need = Literal["start", "simulation", "inside"]
-KNOWN = ("0.28", "0.33")  # the first and the last minor release that was tried
-REQUIREMENT = f"vllm>={KNOWN[0]}"
-TRY = f"install another release, of {KNOWN[0]} to {KNOWN[1]}"
+FIRST = "0.28"  # of the minor releases that were tried
+LAST = "0.33"
+REQUIREMENT = f"vllm>={FIRST}"
+TRY = f"install another release, of {FIRST} to {LAST}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,13 @@ class Capability:
     Attributes:
         what: in words.
         without: the commands that still work if the version lacks something of it.
+        first, last: the minor releases that were tried; others are checked.
     """
 
     what: str
     without: str
+    first: str = FIRST
+    last: str = LAST
 
 
 CAPABILITIES: dict[Need, Capability] = {
@@ -114,19 +118,24 @@ def _imports() -> Iterator[Touched]:
     yield Touched("import", "vllm.utils.hashing:sha256", ("simulation",))
 
 
+Methods = tuple[tuple[str, tuple[str, ...], tuple[Need, ...]], ...]
+
+
 def _methods() -> Iterator[Touched]:
-    ours = (  # overridden: their parameters are exactly these
+    ours: tuple[
+        tuple[str, tuple[str, ...], tuple[Need, ...]], ...
+    ] = (  # overridden: their parameters are exactly these
         ("schedule", ("throttle_prefills",), LOGGED),
         ("update_from_output", ("scheduler_output", "model_runner_output"), LOGGED),
         ("finish_requests", ("request_ids", "finished_status"), LOGGED),
-        ("_preempt_request", ("request", "timestamp", "drop_stale_output"), LOGGED),
+        ("_preempt_request", ("request", "timestamp", "drop_stale_output"), ALL),
         ("add_request", ("request",), LOGGED),
         ("get_grammar_bitmask", ("scheduler_output",), ("start",)),
         ("shutdown", (), LOGGED),
     )
     for name, parameters, needs in ours:
         yield Touched("method", f"{SCHEDULER}.{name}", needs, parameters, exact=True)
-    called = (
+    called: Methods = (
         (f"{SCHEDULER}.get_request_counts", (), ("start",)),
         (f"{SCHEDULER}.update_draft_token_ids", ("draft_token_ids",), ("simulation",)),
         (f"{CORE}.block_pool:BlockPool.get_num_free_blocks", (), ("start", "simulation")),
@@ -161,7 +170,7 @@ def _attributes() -> Iterator[Touched]:
     yield Touched("attribute", f"{SCHEDULER}.kv_cache_manager", ("start", "simulation"))
     for name in ("running", "waiting", "max_num_running_reqs"):
         yield Touched("attribute", f"{SCHEDULER}.{name}", ("inside",))
-    yield Touched("attribute", f"{SCHEDULER}.max_num_active_reqs", ("inside",))
+    yield Touched("attribute", f"{SCHEDULER}.max_num_active_reqs", ("inside",), since="0.31")
     request = "vllm.v1.request:Request"
     for name in ("request_id", "num_computed_tokens", "num_prompt_tokens", "arrival_time"):
         yield Touched("attribute", f"{request}.{name}", ALL)
@@ -260,11 +269,11 @@ class Installed:
         first = Version(since)
         return self.release >= (first.major, first.minor)
 
-    @property
-    def known(self) -> bool:
-        """Whether it is a release of `KNOWN`."""
-        first, last = (Version(one) for one in KNOWN)
-        return (first.major, first.minor) <= self.release <= (last.major, last.minor)
+    def known(self, need: Need) -> bool:
+        """Whether it is a release that was tried."""
+        capability = CAPABILITIES[need]
+        last = Version(capability.last)
+        return self.has(capability.first) and self.release <= (last.major, last.minor)
 
 
 # Without importing vLLM, which takes seconds: where the package is, and the distribution's version.
@@ -296,7 +305,7 @@ def read_vllm(python: str, remedy: str = "") -> Installed:
         raise EngineError(f"{python}: cannot be run: {error.strerror}", remedy) from None
     except subprocess.TimeoutExpired:
         raise EngineError(f"{python} did not answer within {FIND_TIMEOUT_S:g} s", remedy) from None
-    version, _, origin = done.stdout.strip().partition("\n")
+    version, origin = [*done.stdout.splitlines(), "", ""][:2]
     if done.returncode or not (version or origin):
         raise EngineError(f"{python} has no vLLM", remedy)
     folder = Path(origin).parent if origin else None
@@ -337,9 +346,9 @@ def check(installed: Installed, needs: Iterable[Need] = CAPABILITIES) -> list[Mi
 
 def refuse_missing(installed: Installed, need: Need) -> None:
     """Raise `InputError` where a version lacks what `need` needs: which item, and which commands
-    still work. Releases of `KNOWN` were tried, and are not read again.
+    still work. Releases that were tried are not read again.
     """
-    if installed.known:
+    if installed.known(need):
         return
     capability = CAPABILITIES[need]
     if installed.folder is None:
@@ -481,11 +490,11 @@ def _functions(owner: ast.ClassDef) -> list[ast.FunctionDef]:
 def _attributes_of(owner: ast.ClassDef) -> set[str]:
     """Fields of the class, and what its methods set on self."""
     found = set()
-    for node in owner.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-        if isinstance(node, ast.Assign):
-            found.update(one.id for one in node.targets if isinstance(one, ast.Name))
+    for field in owner.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            found.add(field.target.id)
+        if isinstance(field, ast.Assign):
+            found.update(one.id for one in field.targets if isinstance(one, ast.Name))
     for method in _functions(owner):
         for node in ast.walk(method):
             targets: Sequence[ast.expr] = ()

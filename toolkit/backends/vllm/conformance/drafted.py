@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from toolkit.backends.vllm.conformance.kinds import Kind, first_difference
+from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
 from toolkit.backends.vllm.conformance.kinds.full import passes_of
 from toolkit.backends.vllm.conformance.workloads import Case, Pass, make_case
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
 
 
-def kind_of(method: str, order: int) -> Kind:
+def kind_of(method: str, order: int) -> ModelKind:
     """The kind of models with drafts by a method of vLLM."""
-    return Kind(f"drafts by {method}", ("drafts",), partial(make, method), differs, order=order)
+    return ModelKind(
+        f"drafts by {method}", ("drafts",), partial(make, method), differs, order=order
+    )
 
 
 def make(method: str, seed: int, ahead: bool) -> Case:

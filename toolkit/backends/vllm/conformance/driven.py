@@ -14,7 +14,13 @@ from typing import Any
 
 import msgspec
 
-from toolkit.backends.vllm.conformance.workloads import Arrivals, Case, Pass, outputs_of, tokens_of
+from toolkit.backends.vllm.conformance.workloads import (
+    Case,
+    CaseArrivals,
+    Pass,
+    outputs_of,
+    tokens_of,
+)
 from toolkit.backends.vllm.driven import DrivenScheduler
 from toolkit.backends.vllm.messages import SchedulerSettings
 
@@ -42,7 +48,7 @@ class Driven(DrivenScheduler):
 
     def run(self) -> list[Pass]:
         """The passes of the workload; the last one is {"stuck": ...} where it does not end."""
-        arrivals = Arrivals(self.case)
+        arrivals = CaseArrivals(self.case)
         while len(self.passes) < MOST_PASSES:
             for number in arrivals.due(len(self.passes)):
                 self.add(number)

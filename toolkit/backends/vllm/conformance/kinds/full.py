@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.backends.vllm.conformance.kinds import Kind, first_difference
-from toolkit.backends.vllm.conformance.workloads import Arrivals, Case, Pass, make_case
+from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
+from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass, make_case
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
 from toolkit.sim.drafts import DraftScheduler
@@ -40,7 +40,7 @@ def passes_of_case(case: Case) -> list[Pass]:
 def passes_of(scheduler: PagedScheduler | DraftScheduler, case: Case) -> list[Pass]:
     """The passes of a scheduler that serves the requests of a made-up workload."""
     shares = "ids" in case
-    arrivals = Arrivals(case)
+    arrivals = CaseArrivals(case)
     rows = rows_of(case) if shares else _alone(case)
     found: list[Any] = []
     under_way: list[Any] | None = None  # the rows that end with the pass that is under way
@@ -129,4 +129,4 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     return first_difference(passes_of_case(case), theirs)
 
 
-KIND = Kind("full attention", (), make, differs, order=0)
+KIND = ModelKind("full attention", (), make, differs, order=0)
