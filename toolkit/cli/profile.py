@@ -26,6 +26,7 @@ from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
+from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.units import number, percent, seconds, size
 
@@ -58,6 +59,12 @@ class ProfileOptions:
         "and that profile's recipe.",
         metavar="PROFILE RECIPE",
     )
+    drafts: int | None = option(
+        None,
+        "Of vLLM with speculative decoding: drafts of a row in a pass, in place of the recipe's; "
+        "0: none.",
+        min=0,
+    )
     as_json: JsonOption = False
 
 
@@ -81,7 +88,7 @@ def profile(args: ProfileOptions) -> None:
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        loaded = open_recipe(recipe).measured
+        loaded = _with_drafts(open_recipe(recipe).measured, args.drafts)
         timed = backend_of(loaded.engine.name).timed
         measured = measure(loaded, recipe, out, TerminalWatch(stack), fresh=args.fresh, timed=timed)
     write_file(measured, out)
@@ -95,11 +102,32 @@ def profile(args: ProfileOptions) -> None:
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
 
+def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
+    """The recipe with so many drafts of a row in a pass; None: with its own number."""
+    if tokens is None:
+        return recipe
+    policy = recipe.policy
+    if policy.name != "vllm":
+        raise InputError(
+            f"--drafts {tokens}: policy '{policy.name}' of recipe '{recipe.name}' has none",
+            "set policy.name to vllm, or leave it out",
+        )
+    parameters = policy.parameters | {"num_speculative_tokens": tokens}
+    changed = policy.model_copy(update={"parameters": parameters})
+    return recipe.model_copy(update={"policy": changed})
+
+
 @dataclass(frozen=True, slots=True)
 class FitOptions:
     """The command line of `llmctl fit`."""
 
     profile: Path = argument("profile.json, from `llmctl profile`.", metavar="PROFILE")
+    also: list[Path] | None = option(
+        None,
+        "A profile of the same recipe with another number of drafts (`profile --drafts`); "
+        "repeatable.",
+        metavar="PROFILE",
+    )
     out: Path = option(Path("fit.json"), "Write the fit to this file.")
     seed: int = option(0, "Split the points into held-out parts by this seed.", min=0)
     points: bool = option(False, "Print the held-out error of every point, too.")
@@ -116,12 +144,15 @@ def fit(args: FitOptions) -> None:
     Several forms of each law compete; the one with the least held-out error is kept and fitted to
     all points.
     """
-    from toolkit.estimators.fitting import fit_file, fit_profile
+    from toolkit.estimators.fitting import fit_file, fit_profile, laws_of_drafts
 
     measured = read_file(Profile, args.profile)
     fitted = fit_profile(measured, args.seed)
     made_from = head(inputs={"profile": args.profile}, device=measured.environment.device)
     made = fit_file(measured, fitted, made_from)
+    if args.also:
+        others = [read_file(Profile, path) for path in args.also]
+        made = made.model_copy(update={"drafts": laws_of_drafts(measured, others, args.seed)})
     write_file(made, args.out)
     emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
     note(*analytic_notes(measured.engine))

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -42,6 +42,12 @@ from toolkit.cli.basis import (
     open_fleet,
     parallel_size,
     refuse_workers,
+)
+from toolkit.cli.installed import (
+    INSTALLED,
+    confirm,
+    python_of,
+    refuse_other_schedulers,
 )
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
@@ -213,6 +219,18 @@ class TuneOptions(LengthOptions):
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
+    confirm: str | None = _computing(
+        None,
+        "Simulate the best five settings once more by the installed vLLM's own scheduler "
+        "(installed), and say whether it finds the same.",
+        metavar="installed",
+    )
+    vllm_python: str | None = _computing(
+        None,
+        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
+        "or this one.",
+        metavar="FILE",
+    )
     storage: str = _computing(
         "",
         "Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a file "
@@ -238,6 +256,7 @@ def command(args: TuneOptions) -> None:
     from toolkit.tuning.tune import settings_of
     from toolkit.tuning.workload import make_workload
 
+    refuse_other_schedulers("--confirm", args.confirm, (INSTALLED,), args.vllm_python)
     opened = _open(args)
     keep_inputs({**opened.inputs, "out": args.out})  # also a fit that was found here
     recipe = opened.recipe
@@ -256,6 +275,9 @@ def command(args: TuneOptions) -> None:
     made_from = head(opened.inputs | ({"trace": file} if file else {}))
     searches = Searches(args, opened, machines, workload, made_from, "" if file else trace.source)
     result = searches.run(refused)
+    if args.confirm == INSTALLED:
+        inputs = searches.inputs_of(result)
+        result = confirm(result, inputs, python_of(args.vllm_python, inputs.recipe))
     write_file(result, args.out)
     searches.forget()
     emit(args.as_json, result, lambda: show(result))
@@ -454,6 +476,15 @@ class Searches:
         if failed and not tunings:
             raise failed
         return compared(able, tunings, refused) if len(self.machines) > 1 or refused else tunings[0]
+
+    def inputs_of(self, result: Tuning) -> Inputs:
+        """What the search of the chosen machine started from, with its number of workers."""
+        size = result.tensor_parallel_size
+        [inputs, *_] = [self._inputs(one) for one in self.machines if size in (None, one.size)]
+        if inputs.others or inputs.recipe.workers == result.workers:
+            return inputs
+        recipe = inputs.recipe.model_copy(update={"workers": result.workers})
+        return replace(inputs, recipe=recipe)
 
     def forget(self) -> None:
         """Drop what the stores keep: the result is written."""

@@ -26,58 +26,17 @@ addition.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, PagedRequest, SharedPool
+from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 
 
-class Chunk:
-    """`new` tokens of an input that a row computes in a pass, after its `computed` ones."""
-
-    __slots__ = ("computed", "new", "row")
-
-    def __init__(self, row: PagedRequest, computed: int, new: int) -> None:
-        self.row = row
-        self.computed = computed
-        self.new = new
-
-    @property
-    def completes(self) -> bool:
-        """Whether the row gets a token in this pass."""
-        return self.computed + self.new == self.row.prompt
-
-
-NO_ROWS: list[PagedRequest] = []  # of passes where each row that decodes gets its token
-
-
-class PagedPass:
-    """What the next forward pass computes, and the rows that were preempted for it.
-
-    Attributes:
-        paused: rows that decode, but get no token in this pass as in those before.
-        resumed: rows that decode again after such a pass.
-    """
-
-    __slots__ = ("chunks", "paused", "preempted", "resumed", "rows", "shape")
-
-    def __init__(
-        self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
-    ) -> None:
-        self.shape = shape
-        self.rows = shape.rows  # kept, because each pass reads it several times
-        self.chunks = chunks
-        self.preempted = preempted
-        self.paused: list[PagedRequest] = NO_ROWS
-        self.resumed: list[PagedRequest] = NO_ROWS
-
-
-class PagedScheduler:
-    """The passes of one engine. `schedule` plans one, `commit` records that it was made (and more
-    of the same rows), `settle` frees the blocks of rows that ended.
+class PagedScheduler(PassScheduler):
+    """The passes of one engine.
 
     Args:
         flags: vLLM's.
@@ -99,19 +58,17 @@ class PagedScheduler:
         shares: bool = False,
         reserves: bool = True,
     ) -> None:
+        super().__init__(
+            SharedPool(blocks, block_tokens)
+            if shares and flags.prefix_caching
+            else BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
+        )
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
         self._chunked: bool = flags.chunked_prefill
         self._unknown = int(ahead)
         self._shares = shares and flags.prefix_caching
         self._reserves_input = reserves
-        self.pool: BlockPool = (
-            SharedPool(blocks, block_tokens)
-            if self._shares
-            else BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
-        )
-        self.waiting: deque[PagedRequest] = deque()
-        self.running: dict[PagedRequest, None] = {}  # in order of admission
         self._interval: int = flags.prefill_schedule_interval
         self._executed = 0  # passes that computed something
         self._last_prefill = -self._interval  # the last of them with a prefill
@@ -121,7 +78,6 @@ class PagedScheduler:
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
         self._admissions = 0
-        self.decoding = 0  # rows that decode
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
         # heap of (end, order, row), for rows leave in the order of their admission; an entry is
@@ -131,14 +87,7 @@ class PagedScheduler:
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
         self._plan: PagedPass | None = None
 
-    def add(self, row: PagedRequest) -> None:
-        """A request arrives."""
-        self.waiting.append(row)
-
     def schedule(self) -> PagedPass:
-        """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
-        or waits, and the pass is not made.
-        """
         if self._interval > 1:
             self._defers = self._defers_prefills()
         due = self._due()
@@ -209,10 +158,6 @@ class PagedScheduler:
         ]
 
     def ahead(self) -> int:
-        """How many passes, the planned one included, decode the same rows whatever arrives, >= 1.
-
-        Only the last of them may end a row, and all find the blocks that they need free.
-        """
         plan = self._plan
         assert plan is not None
         if plan.chunks or plan.preempted or self._ended or not self.decoding:
@@ -236,7 +181,6 @@ class PagedScheduler:
         return most
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
-        """Record the planned pass and `steps - 1` more of its rows; return those that ended."""
         plan = self._plan
         tokens = self._block_tokens
         assert plan is not None
@@ -283,7 +227,6 @@ class PagedScheduler:
         return ended
 
     def settle(self, ended: Sequence[PagedRequest]) -> None:
-        """Free the blocks of rows that ended, now that their last tokens are known."""
         for row in ended:
             if row in self.running:  # else it was preempted since
                 del self.running[row]
@@ -293,7 +236,6 @@ class PagedScheduler:
                 self.pool.give(row, held, held - (self._unknown if row.stops else 0))
 
     def abort(self) -> list[PagedRequest]:
-        """The engine dies: its unfinished requests. What they generated is off their `left`."""
         for row in self.running:
             if row.end:
                 self._leave(row)

@@ -25,26 +25,32 @@ from typing import TypeAlias
 import numpy as np
 
 from toolkit.compiled import Reduced, reduced
+from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
+from toolkit.files.recipe import AcceptanceSpec
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
+from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.link import SchedulerLink
 from toolkit.sim.loop import CHECK_EVERY
-from toolkit.sim.paged import PagedPass, PagedScheduler
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.passes import PagedPass, PassScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
-EngineScheduler: TypeAlias = PagedScheduler | GroupedScheduler
+EngineScheduler: TypeAlias = PassScheduler | GroupedScheduler
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,6 +85,9 @@ class PagedEngine:
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
     `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
     caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
+    `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
+    are accepted. `others` are the same engine with other numbers of drafts.
+    `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
     steps: EngineLaw
@@ -90,6 +99,11 @@ class PagedEngine:
     front_row_s: float = 0.0
     believed: EngineLaw | None = None
     caches: CacheSettings | None = None
+    draft_method: str = ""
+    draft_tokens: int = 0
+    drafts: DrawnDrafts | None = None
+    others: tuple[PagedEngine, ...] = ()
+    link: SchedulerLink | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -111,7 +125,27 @@ class PagedEngine:
             fit.front_s,
             fit.front_row_s,
             caches=caches,
+            draft_method=fit.draft_method,
+            draft_tokens=fit.draft_tokens,
         )
+
+    def with_drafts(self, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> PagedEngine:
+        """The engine with so many drafts of a row in a pass. `InputError` where their law was not
+        measured, or nothing says how many are accepted.
+        """
+        several = [self, *self.others]
+        found = [engine for engine in several if engine.draft_tokens == tokens]
+        if not found:
+            numbers = " and ".join(str(engine.draft_tokens) for engine in several)
+            raise InputError(
+                f"num_speculative_tokens is {tokens}, and the laws are of {numbers} drafts",
+                "measure them: llmctl profile RECIPE --drafts N, and llmctl fit PROFILE --also "
+                "OTHER",
+            )
+        if not tokens:
+            return replace(found[0], link=self.link, others=())
+        drafts = drafts_of(found[0].draft_method, tokens, acceptance, seed)
+        return replace(found[0], drafts=drafts, link=self.link, others=())
 
     @property
     def capacity_tokens(self) -> int:
@@ -125,7 +159,7 @@ class PagedEngine:
         """Tokens of the longest request that it can serve."""
         if self.caches is not None:
             return self.caches.max_model_len - 1
-        return self.capacity_tokens
+        return self.capacity_tokens - (self.drafts is not None)  # vLLM's longest context
 
     def allowed(self, flags: VllmPolicy) -> VllmPolicy:
         """The flags nearest to `flags` with which vLLM starts."""
@@ -134,14 +168,32 @@ class PagedEngine:
         return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
 
     def scheduler(self, flags: VllmPolicy, *, shares: bool) -> EngineScheduler:
-        """A scheduler of it, without requests; `shares` as of `PagedScheduler`. `InputError` where
-        vLLM would not start with these flags.
+        """A scheduler of its passes, with an empty cache; `shares`: requests have contents.
+
+        Raises `InputError` where vLLM would not start with these flags, or they are not modelled.
         """
+        blocks = self.blocks
+        size = self.block_tokens
+        if self.link is not None:
+            return InstalledScheduler(
+                self.link, flags, blocks, size, ahead=self.ahead, drafts=self.drafts
+            )
         if self.caches is not None:
-            return GroupedScheduler(self.caches, flags, self.blocks, ahead=self.ahead)
-        return PagedScheduler(
-            flags, self.blocks, self.block_tokens, ahead=self.ahead, shares=shares
-        )
+            if self.drafts is not None:
+                raise InputError(
+                    "speculative decoding is not modelled with several groups of caches",
+                    "leave engine.vllm.drafts out of the recipe",
+                )
+            return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
+        if self.drafts is not None:
+            if flags.prefill_schedule_interval > 1:
+                raise InputError(
+                    f"prefill_schedule_interval is {flags.prefill_schedule_interval}, which is not "
+                    "modelled with speculative decoding",
+                    "leave it at 1, or simulate with --scheduler installed",
+                )
+            return DraftScheduler(flags, blocks, size, self.drafts, ahead=self.ahead, shares=shares)
+        return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
 
     def front(self, rows: float) -> FrontDelay:
         """What clients wait beyond passes of so many rows. A single delay covers the way in and
@@ -150,18 +202,27 @@ class PagedEngine:
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
 
-    def drawn(self, steps: EngineLaw) -> PagedEngine:
-        """The same engine with passes by another law, while routers believe the one so far."""
-        return replace(self, steps=steps, believed=self.believed or self.steps)
+    def drawn(self, steps: EngineLaw, others: Sequence[EngineLaw] = ()) -> PagedEngine:
+        """The same engine with passes by another law, while routers believe the one so far; and
+        with `others` for other numbers of drafts.
+        """
+        pairs = zip(self.others, others, strict=True)
+        return replace(
+            self,
+            steps=steps,
+            believed=self.believed or self.steps,
+            others=tuple(engine.drawn(law) for engine, law in pairs),
+        )
 
     def slowed(self, factor: float, launch_factor: float | None = None) -> PagedEngine:
         """The same engine with every pass `factor` times as long, and every launch, where the law
         has them, `launch_factor` times (None: as all else).
         """
         steps = self.steps
+        others = tuple(engine.slowed(factor, launch_factor) for engine in self.others)
         if isinstance(steps, PipelineLaw):
-            return replace(self, steps=steps.times(factor, launch_factor))
-        return replace(self, steps=steps.times(factor))
+            return replace(self, steps=steps.times(factor, launch_factor), others=others)
+        return replace(self, steps=steps.times(factor), others=others)
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,17 +296,24 @@ class Tokens:
 
     Attributes:
         decoding: how many rows get one from each pass.
+        drafts: how many more tokens they get, which were drafts.
         joined: the rows that get one from the first pass, as their input is complete.
         ended: the rows that get their last from the last pass.
         running: how many rows ran.
     """
 
-    __slots__ = ("decoding", "ended", "joined", "running")
+    __slots__ = ("decoding", "drafts", "ended", "joined", "running")
 
     def __init__(
-        self, decoding: int, joined: list[PagedRequest], ended: list[PagedRequest], running: int
+        self,
+        decoding: int,
+        joined: list[PagedRequest],
+        ended: list[PagedRequest],
+        running: int,
+        drafts: int,
     ) -> None:
         self.decoding = decoding
+        self.drafts = drafts
         self.joined = joined
         self.ended = ended
         self.running = running
@@ -388,7 +456,7 @@ class PagedRun:
                 end_s = flight.tokens_s(ended)
                 flight.keep(ended)
                 self._give(self._commit(leap), end_s)
-        self.close()
+        self._count()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
             if row.mark:
@@ -408,6 +476,11 @@ class PagedRun:
         return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
 
     def close(self) -> None:
+        """It will do no more: write what was found in the cache into the ledger."""
+        self._count()
+        self._scheduler.close()
+
+    def _count(self) -> None:
         """Write what was found in the cache into the ledger."""
         ledger = self._ledger
         pool = self._scheduler.pool
@@ -470,7 +543,11 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        return Tokens(decoding, joined, ended, len(scheduler.running))
+        drafts = scheduler.accepted
+        if scheduler.drafted:
+            ledger.drafted_tokens += scheduler.drafted
+            ledger.accepted_tokens += drafts
+        return Tokens(decoding, joined, ended, len(scheduler.running), drafts)
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
@@ -487,6 +564,8 @@ class PagedRun:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
                 if steps > 1:
                     flight.add_gaps(ledger.token_gaps, decoding, end_s)
+                if tokens.drafts:
+                    ledger.token_gaps.add(tokens.drafts, 0.0, 0.0)
         if tokens.joined:
             self._join(tokens.joined, gaps.mark(alone=not decoding), first_s)
         self._last_s = self._done_s = end_s
@@ -556,6 +635,7 @@ def serve(
                 requests[number].prompt_tokens,
                 outputs[number],
                 stops=outputs[number] < requests[number].max_new_tokens,
+                limit=requests[number].max_new_tokens,
                 content=leaves[place] if shares else None,
                 watched=shares and watched[place],
             )

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +33,12 @@ from toolkit.backends import Check, GivenDevices, ServerCommand, ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
+    DRAFTS,
     NO_TELEMETRY,
     POLICY,
     VllmCommand,
     VllmServer,
+    draft_flags,
     flags_of,
     free_port,
     vllm_beside,
@@ -69,6 +71,7 @@ from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.process import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
+from toolkit.sim.drafts import rates_of
 from toolkit.workers.process import (
     GPUS_VARIABLE,
     gpu_models,
@@ -349,6 +352,8 @@ def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
     """The scheduler's flags: vLLM's own, or ours inside it. `counted`: its passes are counted."""
     policy = plan.policy
     flags = flags_of(policy.name, policy.parameters)
+    if policy.name == POLICY:
+        flags += draft_flags(plan.recipe, policy.parameters, _synthetic_rates(plan))
     if counted:
         flags += ["--scheduler-cls", COUNTING_SCHEDULER]
     elif policy.name != POLICY:
@@ -356,6 +361,15 @@ def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
     if policy.name == "mlfq":
         flags += ["--no-async-scheduling"]
     return flags
+
+
+def _synthetic_rates(plan: Plan) -> Sequence[float]:
+    """The rates at which vLLM is to accept drafts, whatever they are; none where it decides."""
+    acceptance = plan.recipe.serve.acceptance
+    tokens = int(plan.policy.parameters.get(DRAFTS, 0))
+    if acceptance is None or not acceptance.synthetic or not tokens:
+        return []
+    return rates_of(acceptance, tokens)
 
 
 def _count_ended(metrics: Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,10 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         for request_id, new in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens - new  # which already includes this pass
-            rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
+            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            prompt = request.num_prompt_tokens
+            is_chunk = request.is_prefill_chunk
+            rows.append(LoggedRow(request_id, computed, new, prompt, drafts, is_chunk))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
@@ -158,6 +161,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 free_blocks=done.free_blocks,
                 launched_s=done.launched_s,
                 ready_s=ready_s,
+                accepted=accepted_drafts(done.rows, model_runner_output),
             )
             self._gone = []
             self._passed(logged)
@@ -175,6 +179,16 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
     ) -> None:
         self._preempted.append(request.request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+
+def accepted_drafts(rows: Sequence[LoggedRow], model_runner_output: Any) -> list[int]:
+    """How many drafts of each row with drafts became tokens, by what the model gave."""
+    drafting = [row.request_id for row in rows if row.drafts]
+    if not drafting or not model_runner_output.sampled_token_ids:
+        return []
+    places = model_runner_output.req_id_to_index
+    tokens = model_runner_output.sampled_token_ids
+    return [max(len(tokens[places[name]]) - 1, 0) for name in drafting]
 
 
 class PassLog:

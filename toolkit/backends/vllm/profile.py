@@ -24,9 +24,11 @@ from typing import IO
 
 from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
 from toolkit.backends.vllm.command import (
+    DRAFTS,
     POLICY,
     VllmCommand,
     VllmServer,
+    draft_flags,
     flags_of,
     vllm_server,
     vllm_version,
@@ -125,7 +127,8 @@ def _continues(before: TimedPass, one: TimedPass) -> bool:
     if before.shape.prefills or one.shape.prefills:
         return False
     rested = one.idle and before.host_s is None
-    return before.shape.decodes == one.shape.decodes and not rested
+    alike = before.shape.decodes == one.shape.decodes
+    return alike and before.shape.draft_tokens == one.shape.draft_tokens and not rested
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -143,6 +146,7 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
         idle=stretch[0].idle,
+        draft_tokens=shape.draft_tokens,
         launch_s=launches if len(launches) == len(stretch) else [],
     )
 
@@ -178,6 +182,7 @@ def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
 
 
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
+ACCEPTED = 0.7  # of drafts whose predecessors were accepted, while it is measured
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
 LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load
@@ -216,6 +221,7 @@ class VllmBench(ServerBench):
     def steps(self) -> StepsProfile:
         header = self._header
         experts, per_token = experts_of(text_config(self._recipe.model.config))
+        drafts = header.resolved.drafts if header.resolved else None
         return StepsProfile(
             block_tokens=header.block_tokens,
             blocks=header.blocks,
@@ -227,6 +233,8 @@ class VllmBench(ServerBench):
             experts=experts,
             experts_per_token=per_token,
             resolved=header.resolved,
+            draft_method=drafts.method if drafts else "",
+            draft_tokens=drafts.tokens if drafts else 0,
             points=[],
             front=[],
         )
@@ -582,6 +590,11 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
         if policy.name == POLICY:
             refuse_later(policy.parameters, vllm_version(recipe))
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
+        if policy.name == POLICY:
+            # of random prompts no draft would be accepted
+            tokens = int(policy.parameters.get(DRAFTS, 0))
+            rates = [ACCEPTED**k for k in range(1, tokens + 1)]
+            flags += draft_flags(recipe, policy.parameters, rates)
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
         with (

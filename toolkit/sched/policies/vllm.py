@@ -16,6 +16,8 @@ from typing import ClassVar
 from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import Value, defaults, parameter, validate
 
+MOST_DRAFTS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class LaterFlag:
@@ -75,6 +77,12 @@ class VllmPolicy:
         high=0.99,
         search=(0.0, 0.3),
         doc="share of the blocks that stay free when one more is admitted",
+    )
+    num_speculative_tokens: int = parameter(
+        0,
+        high=MOST_DRAFTS,
+        doc="drafts of a row in a pass, of speculative decoding; the recipe's engine.vllm.drafts "
+        "says how they are made",
     )
 
     prefill_schedule_interval: int = parameter(

@@ -32,7 +32,7 @@ from toolkit.sim.groups.pool import GroupPool
 from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.steady import SteadyRows
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.paged import Chunk, PagedPass
+from toolkit.sim.passes import Chunk, PagedPass
 
 LEAP_MAX = 1 << 30  # passes
 # So many passes in a row that only preempt their last row, without a token for any: a live-lock.
@@ -56,7 +56,7 @@ class Part:
 
 class GroupedScheduler:
     """The passes of one engine; calls, `pool`, `waiting`, `running` and `decoding` as of
-    `PagedScheduler`. Args as there, with `settings` of the cache groups.
+    `PassScheduler`. Args as of `PagedScheduler`, with `settings` of the cache groups.
 
     Raises `InputError` where vLLM would not start with these flags and blocks.
     """
@@ -89,6 +89,8 @@ class GroupedScheduler:
         self._admissions = 0
         self._admitted_before = 0  # the pass that is planned
         self.decoding = 0  # rows of the planned pass that get one token after another
+        self.accepted = 0  # it has no drafts
+        self.drafted = 0
         self._plan: list[Part] | None = None
         self._made: deque[list[Part]] = deque()  # passes with outputs that are not known yet
         self._passes = 0  # with rows
@@ -233,6 +235,9 @@ class GroupedScheduler:
         self._leave_all()
         rows = [row.request for row in (*self.running, *self.waiting)]
         return [request for request in rows if request.left]
+
+    def close(self) -> None:
+        """It is needed no more."""
 
     def _defers_prefills(self) -> bool:
         """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""
