@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER [--cases 400]
-        [--timed]
+        [--timed] [--live]
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER --trace TRACE [...]
 
 Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM 0.32.
@@ -16,6 +16,9 @@ scheduler classes, also the asynchronous one, without an engine (`vllm_passes_ch
 arrivals before each pass are given, and so is which requests end before their limit. Two thirds of
 them have prompts that share blocks, or sessions in which each turn begins with those before, in
 open and closed loop. FOLDER has a model's config.json; no weights are read.
+
+With --live all settings of a running server are changed every few passes, by the code that changes
+them there (`toolkit.backends.vllm.knobs`).
 
 With --timed the requests come at times, and vLLM's loop, without its executor, hands out tokens by
 a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
@@ -142,6 +145,29 @@ def make_case(seed: int) -> dict[str, Any]:
         "previous": made.previous,
         "requests": requests,
     }
+
+
+def live_case(seed: int) -> dict[str, Any]:
+    """A made-up workload with new settings before some passes: {pass: {name: value}}."""
+    draw = random.Random(f"{seed} live")
+    case = make_case(seed)
+    rows = case["max_num_seqs"]
+    tokens = case["max_num_batched_tokens"]
+    chunked = case["chunked_prefill"]
+    changes: dict[str, dict[str, Any]] = {}
+    for at in range(0, 600, draw.choice([2, 5, 12, 30])):
+        drawn = {
+            "max_num_seqs": draw.randint(1, rows),
+            "max_num_batched_tokens": draw.randint(rows, tokens) if chunked else tokens,
+            "watermark": draw.choice([0.0, 0.1, 0.3]),
+            "scheduler_reserve_full_isl": draw.random() < 0.5,
+            "policy": draw.choice(["fcfs", "priority"]),
+        }
+        if chunked:
+            longest = case["max_model_len"]
+            drawn["long_prefill_token_threshold"] = min(draw.choice([0, 0, 1, 7, 40]), longest)
+        changes[str(at)] = {name: drawn[name] for name in drawn if draw.random() < 0.5}
+    return case | {"changes": changes}
 
 
 def timed_case(seed: int) -> dict[str, Any]:
@@ -310,6 +336,7 @@ def passes_of_case(case: Case) -> list[Any]:
     while True:
         for number in arrivals.due(len(found)):
             scheduler.add(rows[number])
+        scheduler.change(case.get("changes", {}).get(str(len(found)), {}))
         step = _step(scheduler, counts=shares)
         if step["rows"]:
             found.append(step)
@@ -404,6 +431,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--timed", action="store_true")
+    parser.add_argument("--live", action="store_true")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
@@ -440,7 +468,8 @@ def main() -> None:
 def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The workloads that the options ask for; a trace's with both schedulers."""
     if not given.trace:
-        return [make_case(given.seed + k) for k in range(given.cases)]
+        make = live_case if given.live else make_case
+        return [make(given.seed + k) for k in range(given.cases)]
     flags = {
         "block_tokens": given.block_tokens,
         "blocks": given.blocks,

@@ -150,6 +150,10 @@ class Driven:
             block_size=case["block_tokens"],
             log_stats=True,
         )
+        if "changes" in case:
+            from toolkit.backends.vllm.knobs import LiveSettings
+
+            self.live = LiveSettings(self.scheduler)
         self.hasher = get_request_block_hasher(case["block_tokens"], sha256)
         self.case = case
         self.prompts = tokens_of(case)
@@ -172,6 +176,7 @@ class Driven:
             for number in arrivals.due(len(self.passes)):
                 self._add(number)
             before = set(self.scheduler.requests)
+            self._change(len(self.passes))
             if self._schedule():
                 if not self.case["ahead"] or len(self.under_way) == 2:
                     self._update()
@@ -263,11 +268,17 @@ class Driven:
             self.prompts[number],
             sampling,
             None,
-            arrival_time=float(number),
+            arrival_time=float(len(self.requests)),
             block_hasher=self.hasher,
         )
         self.requests[str(number)] = request
         self.scheduler.add_request(request)
+
+    def _change(self, passes: int) -> None:
+        """Give the scheduler the settings that it has from this pass on."""
+        settings = self.case.get("changes", {}).get(str(passes))
+        if settings:
+            self.live.apply(settings)
 
     def _schedule(self) -> bool:
         """Plan a pass; False where there is nothing to compute."""

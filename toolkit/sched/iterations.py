@@ -73,6 +73,7 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     free_blocks: int
     launched_s: float = 0.0
     ready_s: float = 0.0
+    changed: dict[str, bool | int | float | str] = {}  # settings that are new with this pass
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

@@ -8,6 +8,7 @@ law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one 
 arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
+Settings may change at given times, as those of a live engine do (`SettingsChange`).
 
 `PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, and
 `toolkit.sim.flight` times them. `serve` gives the engines of a world requests in turn;
@@ -29,6 +30,7 @@ from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
@@ -191,24 +193,43 @@ class Reuse:
         return DueRequests(arrival_s, first, turns)
 
 
+@dataclass(slots=True, frozen=True)
+class SettingsChange:
+    """New values of an engine's settings, which the first pass that is planned after `at_s` has."""
+
+    at_s: float
+    settings: Mapping[str, Value]
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
+
 class Tokens:
     """The rows that get tokens from passes of the same rows.
 
     Attributes:
         decoding: how many rows get one from each pass.
-        joined: the rows that get one from the first pass, as their input is complete.
+        joined: the rows that get one from the first pass, as their input is complete, or as they
+            missed the pass before.
         ended: the rows that get their last from the last pass.
+        missed: the rows that decode, and get none.
         running: how many rows ran.
     """
 
-    __slots__ = ("decoding", "ended", "joined", "running")
+    __slots__ = ("decoding", "ended", "joined", "missed", "running")
 
     def __init__(
-        self, decoding: int, joined: list[PagedRequest], ended: list[PagedRequest], running: int
+        self,
+        decoding: int,
+        joined: list[PagedRequest],
+        ended: list[PagedRequest],
+        missed: list[PagedRequest],
+        running: int,
     ) -> None:
         self.decoding = decoding
         self.joined = joined
         self.ended = ended
+        self.missed = missed
         self.running = running
 
 
@@ -253,6 +274,7 @@ class PagedRun:
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
+        self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
         self._restart(0.0)
@@ -281,6 +303,14 @@ class PagedRun:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
+            self._can_cut = False
+            self._flight.cut(now_s)
+            self.next_s = self._flight.due_s
+
+    def change(self, settings: Mapping[str, Value], now_s: float) -> None:
+        """The engine has new settings, from the next pass that is planned on."""
+        self._changed.append(settings)
+        if self._leap is not None and self._flight.steps > 1:
             self._can_cut = False
             self._flight.cut(now_s)
             self.next_s = self._flight.due_s
@@ -379,6 +409,9 @@ class PagedRun:
     def _planned(self) -> PagedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self._scheduler
+        for settings in self._changed:
+            scheduler.change(settings)
+        self._changed.clear()
         for row in self._arrived:
             scheduler.add(row)
         self._arrived.clear()
@@ -408,6 +441,10 @@ class PagedRun:
         steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
+        missed = [row for row in plan.missed if row.end] if plan.missed else plan.missed
+        if missed or plan.resumed:
+            decoding -= len(missed) + len(plan.resumed)
+            joined += plan.resumed
         size = self._block_tokens
         used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
@@ -426,7 +463,7 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        return Tokens(decoding, joined, ended, len(scheduler.running))
+        return Tokens(decoding, joined, ended, missed, len(scheduler.running))
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
@@ -436,6 +473,9 @@ class PagedRun:
         steps = flight.steps
         decoding = tokens.decoding
         first_s = end_s if steps == 1 else flight.first_s
+        for row in tokens.missed:
+            if row.mark:  # it had a token with the last pass
+                self._close(row, self._last_s)
         if decoding:
             gap_s = first_s - self._last_s
             gaps.push(gap_s if steps == 1 else max(gap_s, flight.largest_gap_s(end_s)))
@@ -490,11 +530,13 @@ def serve(
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
+    changes: Sequence[SettingsChange] = (),
 ) -> list[Refusal]:
     """Serve requests, dealt in turn to as many engines as the ledger has workers (see
     `Reuse.dealt`). Returns the refusals: requests that can never be served.
 
-    The engine cannot foresee the end of an output that is shorter than its limit.
+    All engines have the `changes`, which are in order of time. An engine cannot foresee the end of
+    an output that is shorter than its limit.
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
@@ -520,7 +562,7 @@ def serve(
         }
         arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
-        _drive(run, rows, arrivals, front, engine, drain)
+        _drive(run, rows, arrivals, front, engine, drain, changes)
     return list(refusals.values())
 
 
@@ -531,17 +573,23 @@ def _drive(
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
+    changes: Sequence[SettingsChange],
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
     admitted. Requests without a row are refused when they arrive.
     """
     left = len(rows)  # to arrive
+    changed = 0
     events = 0
     while arrivals.next_s < math.inf or run.next_s < math.inf:
         events += 1
         if events % CHECK_EVERY == 0:
             check()
         came_s = arrivals.next_s
+        if changed < len(changes) and changes[changed].at_s <= min(came_s, run.next_s):
+            run.change(changes[changed].settings, changes[changed].at_s)
+            changed += 1
+            continue
         if came_s <= run.next_s:
             number = arrivals.take()
             if number in rows:

@@ -388,6 +388,8 @@ def free_port(host: str) -> int:
 POLICY = "vllm"
 SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enable-prefix-caching"}
 
+OFF_AT_ZERO = ("long_prefill_token_threshold",)  # not written where they are off
+
 
 def flags_of(
     policy: str, given: Mapping[str, Value], *, prefix_caching: bool | None = None
@@ -402,6 +404,8 @@ def flags_of(
         values["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in values.items():
+        if name in OFF_AT_ZERO and not value:
+            continue
         if isinstance(value, bool):
             words.append(f"--{SWITCHES[name]}" if value else f"--no-{SWITCHES[name]}")
         else:

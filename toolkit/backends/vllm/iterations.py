@@ -10,6 +10,8 @@ vLLM's own /metrics.
     empty folder, through which vLLM's processes share their metrics; with LLMCTL_VLLM_ITERATIONS
     it writes the same log, too
 
+With LLMCTL_VLLM_CONTROL_KEY their settings change while they run (`toolkit.backends.vllm.control`).
+
 `PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
 them from the passes, and `Counted` feeds it from inside a scheduler.
 """
@@ -30,10 +32,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
+from toolkit.backends.vllm import control
 from toolkit.backends.vllm.command import POLICY
+from toolkit.backends.vllm.control import EngineControl
+from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
-from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
+from toolkit.backends.vllm.setup import (
+    CONTROL_VARIABLE,
+    ITERATIONS_VARIABLE,
+    PLAN_VARIABLE,
+    one_line,
+)
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
@@ -41,6 +51,7 @@ from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+from toolkit.sched.policies.parameters import Value
 
 MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
 
@@ -78,18 +89,27 @@ class ScheduledPass:
     preempted: list[str]
     waiting: int
     free_blocks: int
+    changed: dict[str, Value]
     launched_s: float = 0.0
     settled_before: bool = False  # a pass before it has ended since it was scheduled
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
-    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`."""
+    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`.
+
+    Attributes:
+        control: of its settings; None: they stay as they are.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._under_way: deque[ScheduledPass] = deque()
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
+        self.control: EngineControl | None = None
+        if os.environ.get(CONTROL_VARIABLE):
+            control.install()
+            self.control = EngineControl(LiveSettings(self))
 
     def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
@@ -131,6 +151,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
+        if self.control is not None:
+            self.control.expire()
         output = super().schedule(throttle_prefills)
         rows = []
         for request_id, new in output.num_scheduled_tokens.items():
@@ -139,7 +161,10 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
+        changed = self.control.take() if self.control is not None else {}
+        self._under_way.append(
+            ScheduledPass(start_s, rows, self._preempted, waiting, free, changed)
+        )
         self._preempted = []
         return output
 
@@ -167,7 +192,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             for output in client.outputs
             if output.finish_reason is not None
         ]
-        if done.rows or done.preempted or ended or self._gone:
+        if done.rows or done.preempted or ended or self._gone or done.changed:
             logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
                 start_s=done.start_s,
@@ -179,6 +204,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 free_blocks=done.free_blocks,
                 launched_s=done.launched_s,
                 ready_s=ready_s,
+                changed=done.changed,
             )
             self._gone = []
             self._passed(logged)
