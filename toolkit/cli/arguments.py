@@ -25,6 +25,7 @@ RENDERED = ("local", "systemd", "compose", "kubernetes", "ray", "vllm", "sglang"
 IN_PROCESS = ("local", "ray")  # the command itself is the server
 MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"
+CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
 OUTPUTS = (
     "out",
     "png",

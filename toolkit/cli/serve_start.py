@@ -297,7 +297,7 @@ def start_server(backend: Serves, order: ServerOrder, manager: Manager, args: Se
     note(f"starting {engine} for {plan.recipe.name}")
     announce = partial(announce_plan, args.as_json, plan, model)
     launch = partial(backend.launch, replace(order, beat=manager.beat))
-    serve_recorded(launch, announce, plan, model, manager)
+    serve_recorded(launch, announce, plan, model, manager, control_key=order.control_key)
 
 
 def start_gateway(order: GatewayLaunch, args: ServeOptions) -> None:
@@ -335,14 +335,22 @@ def serve_recorded(
     manager: Manager,
     target: Where = "local",
     certificate: Path | None = None,
+    control_key: str = "",
 ) -> None:
     """Serve, and record the server for `llmctl status` and `llmctl stop`.
 
     `launch` calls its argument with the URL once the server is ready, which `announce` prints. It
     serves until a signal ends it, and returns how the requests ended, which `llmctl stop` waits
-    for. Where the record cannot be written, as in a container, the server runs without one.
+    for. `control_key` is the key of its settings, kept beside the record. Where the record cannot
+    be written, as in a container, the server runs without one.
     """
-    from toolkit.deploy.running import forget, name_of, remember, this_process
+    from toolkit.deploy.running import (
+        forget,
+        keep_control_key,
+        name_of,
+        remember,
+        this_process,
+    )
 
     record: Running | None = None
     was_ready = False
@@ -358,6 +366,8 @@ def serve_recorded(
         server = server.model_copy(update=facts)
         try:
             remember(server)
+            if control_key:
+                keep_control_key(server, control_key)
             record = server
         except InputError as error:
             note(f"llmctl status will not list this server: {error.message}")

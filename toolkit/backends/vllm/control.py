@@ -114,6 +114,11 @@ class EngineControl:
         self.changed = live.values()
         _show(self.changed, changes=0)
 
+    def begin(self, planned: Mapping[str, Value]) -> None:
+        """Begin with the planned values of those settings that are live."""
+        known = self._live.values()
+        self._apply({name: planned[name] for name in planned if name in known}, "the plan's")
+
     def take(self) -> dict[str, Value]:
         """What has changed since the last call."""
         changed = self.changed

@@ -397,7 +397,10 @@ class Counted(PassLoggingMixin):
         super().__init__(*args, **kwargs)
         self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
         with one_line():
-            fit = _plan().fit.steps
+            plan = _plan()
+            if self.control is not None:  # vLLM was started with wider bounds
+                self.control.begin(plan.policy.parameters)
+            fit = plan.fit.steps
             if fit is None:
                 raise InputError(
                     f"{PLAN_VARIABLE}: its fit has no law of passes",
