@@ -1,4 +1,4 @@
-"""The settings of a running vLLM: bounds, leases, and what an attacker of their endpoint changes."""
+"""The settings of a running vLLM: bounds, leases, and what an attack on their endpoint changes."""
 
 import asyncio
 import json

@@ -212,6 +212,7 @@ RecipeArgument = Annotated[
         help="A recipe's file, or the name of a shipped recipe.",
     ),
 ]
+RECIPE: dict[str, Any] = {"callback": resolve_recipe, "autocompletion": recipes}  # of an option
 FIT: dict[str, Any] = {"callback": resolve_fit, "autocompletion": fits}  # of an option for a fit
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
 SET_HELP = "Set a parameter of the policy, like slice_tokens=64; repeatable."
