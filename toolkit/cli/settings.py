@@ -89,6 +89,8 @@ def _show(state: LiveState) -> None:
             bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
         rows.append([one.name, _word(one.value), _word(one.start), bounds])
     table(["setting", ">now", ">at the start", "bounds"], rows)
+    if state.word:
+        note(f"newest: {state.word}")
     if state.lease is not None:
         note(f"{state.lease.owner} tunes it, and holds the settings")
 

@@ -43,12 +43,15 @@ class HeldLease(msgspec.Struct, frozen=True):
 
 
 class LiveState(msgspec.Struct, frozen=True):
-    """The settings, who holds the lease, how many changes there were, and what this one changed."""
+    """The settings, who holds the lease, how many changes there were, what this one changed, and
+    the newest word of those who change them.
+    """
 
     settings: list[LiveSetting]
     lease: HeldLease | None = None
     changes: int = 0
     changed: dict[str, Value] = {}
+    word: str = ""
 
     @property
     def values(self) -> dict[str, Value]:
@@ -88,6 +91,10 @@ class SettingsClient:
     def set(self, settings: Mapping[str, Value], why: str = "") -> LiveState:
         """Change settings, all or none."""
         return self._ask({"set": dict(settings), "owner": self._owner, "why": why})
+
+    def tell(self, word: str) -> LiveState:
+        """Leave a word, which the server shows with its settings."""
+        return self._ask({"owner": self._owner, "why": word})
 
     def hold(self, lease_s: float, settings: Mapping[str, Value] | None = None) -> LiveState:
         """Take the lease or renew it, and change settings. If it is not renewed in time, the

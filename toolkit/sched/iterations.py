@@ -54,6 +54,15 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     not_modelled: list[str] = []  # what the server does that no law or simulation knows
 
 
+class LoggedArrival(NamedTuple):
+    """A request that has come: when, on the clock of the passes, and its lengths."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    max_new_tokens: int
+
+
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
@@ -74,6 +83,7 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     launched_s: float = 0.0
     ready_s: float = 0.0
     changed: dict[str, bool | int | float | str] = {}  # settings that are new with this pass
+    arrived: list[LoggedArrival] = []  # since the pass before; of a server with live settings
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

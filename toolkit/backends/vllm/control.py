@@ -58,7 +58,7 @@ class ControlRequest:
         settings: new values by name; all are taken, or none.
         owner: who holds or wants the lease; '': nobody, for a change by hand.
         lease_s: seconds from now that the lease lasts; 0 ends it; None: nothing about it.
-        why: for the log, in one line.
+        why: for the log, in one line; without settings it is a word that `llmctl set` shows.
     """
 
     __slots__ = ("lease_s", "owner", "settings", "why")
@@ -111,6 +111,7 @@ class EngineControl:
         self._clock = clock
         self._lease: Lease | None = None
         self._changes = 0
+        self._word = ""  # the newest one
         self.changed = live.values()
         _show(self.changed, changes=0)
 
@@ -142,7 +143,7 @@ class EngineControl:
         try:
             request = ControlRequest(fields)
             lease = self._lease
-            wants = bool(request.settings) or request.lease_s is not None
+            wants = bool(request.settings or request.why) or request.lease_s is not None
             if lease is not None and wants and request.owner != lease.owner:
                 return self._held(lease)
             self._live.refuse(request.settings)
@@ -151,6 +152,8 @@ class EngineControl:
         if request.lease_s:
             before = self._live.values() if lease is None else lease.before
             self._lease = Lease(request.owner, self._clock() + request.lease_s, before)
+        if request.why:
+            self._word = request.why
         changed = self._apply(request.settings, request.why or request.owner or "set by hand")
         if request.lease_s == 0:
             self._lease = None
@@ -179,7 +182,12 @@ class EngineControl:
         held = None
         if lease is not None:
             held = {"owner": lease.owner, "left_s": lease.until_s - self._clock()}
-        return {"settings": self._live.described(), "lease": held, "changes": self._changes}
+        return {
+            "settings": self._live.described(),
+            "lease": held,
+            "changes": self._changes,
+            "word": self._word,
+        }
 
 
 @cache

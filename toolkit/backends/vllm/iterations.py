@@ -50,7 +50,13 @@ from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+from toolkit.sched.iterations import (
+    IterationLogHeader,
+    LoggedArrival,
+    LoggedPass,
+    LoggedRow,
+    to_line,
+)
 from toolkit.sched.policies.parameters import Value
 
 MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
@@ -90,6 +96,7 @@ class ScheduledPass:
     waiting: int
     free_blocks: int
     changed: dict[str, Value]
+    arrived: list[LoggedArrival]
     launched_s: float = 0.0
     settled_before: bool = False  # a pass before it has ended since it was scheduled
 
@@ -106,6 +113,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         self._under_way: deque[ScheduledPass] = deque()
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
+        self._arrived: list[LoggedArrival] = []  # since the last pass was planned
         self.control: EngineControl | None = None
         if os.environ.get(CONTROL_VARIABLE):
             control.install()
@@ -149,6 +157,13 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             not_modelled=_not_modelled(config, groups),
         )
 
+    def add_request(self, request: VllmRequest) -> None:
+        if self.control is not None and request.request_id not in self.requests:
+            arrival_s = time.monotonic() - (time.time() - request.arrival_time)
+            lengths = request.num_prompt_tokens, request.max_tokens
+            self._arrived.append(LoggedArrival(request.request_id, arrival_s, *lengths))
+        super().add_request(request)
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
         if self.control is not None:
@@ -163,9 +178,10 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         changed = self.control.take() if self.control is not None else {}
         self._under_way.append(
-            ScheduledPass(start_s, rows, self._preempted, waiting, free, changed)
+            ScheduledPass(start_s, rows, self._preempted, waiting, free, changed, self._arrived)
         )
         self._preempted = []
+        self._arrived = []
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
@@ -192,7 +208,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             for output in client.outputs
             if output.finish_reason is not None
         ]
-        if done.rows or done.preempted or ended or self._gone or done.changed:
+        shown = done.rows or done.preempted or done.changed or done.arrived
+        if shown or ended or self._gone:
             logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
                 start_s=done.start_s,
@@ -205,6 +222,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 launched_s=done.launched_s,
                 ready_s=ready_s,
                 changed=done.changed,
+                arrived=done.arrived,
             )
             self._gone = []
             self._passed(logged)
@@ -231,7 +249,9 @@ class PassLog:
         with one_line():
             path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
             try:
-                self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
+                # appended, so that a reader may cut off what it has read
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+                self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise InputError(f"{path}: cannot be written: {error.strerror}") from None
         self._file.write(to_line(header))
