@@ -220,6 +220,23 @@ class ServeOptions:
         "reads.",
         envvar=CONTROL_KEY_VARIABLE,
     )
+    keep_tuned: bool = _live(
+        False,
+        "With --live: look at the server's own traffic, and say which setting would serve it "
+        "better; with --keep-apply, change it.",
+    )
+    keep_apply: bool = _live(
+        False, "Change a setting where the gain is sure, watch it, and take it back if it is worse."
+    )
+    keep: list[str] | None = _live(
+        None,
+        "Change only this setting, within these bounds; again for each further one. Default: all "
+        "that --live allows.",
+        metavar="KEY=LOW:HIGH",
+    )
+    keep_minutes: float = _live(
+        60.0, "Look at the traffic of so many minutes.", min=1.0, max=24 * 60.0
+    )
     as_json: JsonOption = False
 
 
@@ -264,7 +281,8 @@ def command(args: ServeOptions) -> None:
         serve_start.start_gateway(gateway, args)
     elif isinstance(backend, Serves):
         order = _server_order(args, plan, access)
-        serve_start.start_server(backend, order, manager, args)
+        with serve_start.keeping(args, order) as (order, keep):
+            serve_start.start_server(backend, order, manager, args, keep)
     else:
         serve_start.start(_launch(args, plan, access, ray, manager), args)
 
@@ -276,7 +294,7 @@ def _launch(args: ServeOptions, plan: Plan, access: Access, ray: str, manager: M
     from toolkit.serve.launch import Launch
     from toolkit.serve.server import Ending, is_loopback
 
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live", "--keep-tuned")
     callers, watched_keys = access
     host, port = _address(args, plan)
     return Launch(
@@ -359,7 +377,7 @@ def _gateway(
     from toolkit.serve.server import Ending, is_loopback
 
     _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-            "--pass-log", "--live")  # fmt: skip
+            "--pass-log", "--live", "--keep-tuned")  # fmt: skip
     source = _replica_source(args, ray)
     callers, watched_keys = access
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)
