@@ -89,6 +89,52 @@ def passes_of_log(
     return found
 
 
+def passes_of_live_log(header: IterationLogHeader, passes: Sequence[LoggedPass]) -> list[Any]:
+    """The passes of our model for a server with live settings, whose log says which requests have
+    come and which settings are new with each pass. No request stops before its limit.
+    """
+    flags = VllmPolicy(
+        max_num_seqs=header.max_num_seqs,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        chunked_prefill=header.enable_chunked_prefill,
+        prefix_caching=header.prefix_caching,
+    )
+    scheduler = PagedScheduler(
+        flags, header.blocks, header.block_tokens, ahead=header.async_scheduling
+    )
+    arrived = 0
+    found: list[Any] = []
+    under_way: list[PagedRequest] = []
+    for one in passes:
+        scheduler.change(one.changed)
+        for _, _, prompt, limit in one.arrived:
+            scheduler.add(PagedRequest(arrived, prompt, limit))
+            arrived += 1
+        step = _step(scheduler)
+        found.append(step)
+        ended: list[PagedRequest] = []
+        if step["rows"]:
+            ended = scheduler.commit()
+        scheduler.settle(under_way if header.async_scheduling else ended)
+        under_way = ended if header.async_scheduling else []
+    return found
+
+
+def logged_live(passes: Sequence[LoggedPass]) -> list[Any]:
+    """The same log's passes in the same form."""
+    names = [arrival.request_id for one in passes for arrival in one.arrived]
+    number = {name: k for k, name in enumerate(names)}
+    return [
+        {
+            "rows": [[number[row.request_id], row.computed, row.new] for row in one.rows],
+            "preempted": [number[name] for name in one.preempted],
+            "free": one.free_blocks,
+            "waiting": one.waiting,
+        }
+        for one in passes
+    ]
+
+
 def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A log's passes in the same form. vLLM appends to the ids that clients give."""
     number = {one["id"]: k for k, one in enumerate(requests)}
