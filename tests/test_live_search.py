@@ -128,6 +128,7 @@ def search_on(tmp_path, *, noise=0.0, budget_s=300.0, dies_at=0, control=None):
     return search, control, clock
 
 
+@pytest.mark.slow
 def test_it_finds_settings_that_are_surely_better_within_its_time(tmp_path):
     search, control, clock = search_on(tmp_path, noise=0.01)
     search.run()
@@ -148,6 +149,7 @@ def test_it_finds_settings_that_are_surely_better_within_its_time(tmp_path):
     assert control.values == {**START, **best}
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_gives_the_settings_back_and_goes_on(tmp_path):
     whole, *_ = search_on(tmp_path)
     whole.run()
@@ -219,6 +221,7 @@ def test_ranks_and_errors_of_predictions():
     assert error.e2e_percent == pytest.approx(5.0)
 
 
+@pytest.mark.slow
 def test_what_a_restart_would_add_is_predicted(tmp_path):
     search, *_ = search_on(tmp_path)
     narrow = {"max_num_seqs": 2, "max_num_batched_tokens": 256}
