@@ -17,6 +17,7 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from toolkit.backends.vllm.setup import CONTROL_VARIABLE, ITERATIONS_VARIABLE, P
 from toolkit.endpoints.settings import LiveState, SettingsClient
 from toolkit.engines.saved import saved_model
 from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.sched.iterations import LoggedPass
 from toolkit.sched.policies.parameters import Value
 
 KEY = "of this benchmark"
@@ -117,6 +119,45 @@ async def disturbed(
     return texts, await changing
 
 
+@dataclass(frozen=True)
+class Found:
+    """What became of the requests, and the passes in which the simulator differs."""
+
+    made: int
+    lost: int
+    other: int
+    passes: list[LoggedPass]
+    differ: list[int]
+    ours: list[Any]
+    theirs: list[Any]
+
+
+def measure(changes: int, count: int, at_once: int, seed: int) -> Found:
+    """Serve the requests by both servers, and follow the second one's log."""
+    recipe = load_recipe(recipe_path("tiny-llama-vllm"))
+    requests = drawn_requests(count, seed)
+    model = saved_model(recipe.model, recipe.hardware)
+    flags = [*flags_of("vllm", FLAGS), "--scheduler-cls", LOGGED, "--middleware", MIDDLEWARE]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "passes.jsonl"
+        variables = {ITERATIONS_VARIABLE: str(log), CONTROL_VARIABLE: KEY}
+        command = VllmCommand(recipe, model, recipe.name, flags, variables)
+        with vllm_server(command, quiet=True) as server:
+            usual = asyncio.run(serve(server.url, recipe.name, requests, at_once))
+        with vllm_server(command, quiet=True) as server:
+            served, made = asyncio.run(
+                disturbed(server.url, recipe.name, requests, at_once, changes, seed)
+            )
+        history = read_passes(log)
+    lost = sum(one is None for one in served)
+    other = sum(one != two for one, two in zip(usual, served, strict=True)) - lost
+    passes = history.passes
+    ours = passes_of_live_log(history.header, passes)
+    theirs = logged_live(passes)
+    differ = [k for k, (one, two) in enumerate(zip(ours, theirs, strict=True)) if one != two]
+    return Found(made, lost, other, passes, differ, ours, theirs)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--vllm-python", required=True)
@@ -126,48 +167,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     os.environ[PYTHON_VARIABLE] = given.vllm_python
-    recipe = load_recipe(recipe_path("tiny-llama-vllm"))
-    requests = drawn_requests(given.requests, given.seed)
-    model = saved_model(recipe.model, recipe.hardware)
-    flags = [*flags_of("vllm", FLAGS), "--scheduler-cls", LOGGED, "--middleware", MIDDLEWARE]
-    texts: list[list[str | None]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("undisturbed", "disturbed"):
-            log = Path(folder) / f"{name}.jsonl"
-            variables = {ITERATIONS_VARIABLE: str(log), CONTROL_VARIABLE: KEY}
-            command = VllmCommand(recipe, model, recipe.name, flags, variables)
-            with vllm_server(command, quiet=True) as server:
-                if name == "undisturbed":
-                    served = asyncio.run(serve(server.url, recipe.name, requests, given.at_once))
-                else:
-                    served, made = asyncio.run(
-                        disturbed(
-                            server.url,
-                            recipe.name,
-                            requests,
-                            given.at_once,
-                            given.changes,
-                            given.seed,
-                        )
-                    )
-                texts.append(served)
-        history = read_passes(log)
-    lost = sum(one is None for one in texts[1])
-    other = sum(one != two for one, two in zip(*texts, strict=True)) - lost
-    print(f"{made} changes; {lost} of {len(requests)} requests lost, {other} with another text")
-    passes = history.passes
-    ours = passes_of_live_log(history.header, passes)
-    theirs = logged_live(passes)
-    differ = [k for k, (one, two) in enumerate(zip(ours, theirs, strict=True)) if one != two]
-    changed = sum(bool(one.changed) for one in passes) - 1
-    preempted = sum(len(one.preempted) for one in passes)
+    found = measure(given.changes, given.requests, given.at_once, given.seed)
+    of_all = f"of {given.requests} requests"
+    print(f"{found.made} changes; {found.lost} {of_all} lost, {found.other} with another text")
+    changed = sum(bool(one.changed) for one in found.passes) - 1
+    preempted = sum(len(one.preempted) for one in found.passes)
     print(
-        f"{len(passes):,} passes, {changed} with new settings, {preempted:,} preemptions; "
-        f"{len(differ)} differ from the simulator's"
+        f"{len(found.passes):,} passes, {changed} with new settings, {preempted:,} preemptions; "
+        f"{len(found.differ)} differ from the simulator's"
     )
-    if differ:
-        at = differ[0]
-        print(f"pass {at}:\n  ours   {ours[at]}\n  vLLM's {theirs[at]}\n  {passes[at].changed}")
+    for at in found.differ[:1]:
+        print(f"pass {at}:\n  ours   {found.ours[at]}\n  vLLM's {found.theirs[at]}")
+        print(f"  {found.passes[at].changed}")
 
 
 if __name__ == "__main__":

@@ -418,7 +418,8 @@ class Counted(PassLoggingMixin):
         self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
         with one_line():
             plan = _plan()
-            if self.control is not None:  # vLLM was started with wider bounds
+            # vLLM was started with wider bounds than the plan's
+            if self.control is not None and plan.policy.name == POLICY:
                 self.control.begin(plan.policy.parameters)
             fit = plan.fit.steps
             if fit is None:
