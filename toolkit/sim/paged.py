@@ -51,30 +51,30 @@ class Chunk:
         return self.computed + self.new == self.row.prompt
 
 
+NO_ROWS: list[PagedRequest] = []  # of passes where each row that decodes gets its token
+
+
 class PagedPass:
     """What the next forward pass computes, and the rows that were preempted for it.
 
     Attributes:
-        missed: rows that decode, and that have no part in this pass, which had no token for them.
-        resumed: rows that decode in this pass and missed the one before.
+        paused: rows that decode, but get no token in this pass as in those before.
+        resumed: rows that decode again after such a pass.
+        apart: how many of the scheduler's decoding rows get no token, or are `resumed`.
     """
 
-    __slots__ = ("chunks", "missed", "preempted", "resumed", "rows", "shape")
+    __slots__ = ("apart", "chunks", "paused", "preempted", "resumed", "rows", "shape")
 
     def __init__(
-        self,
-        shape: StepShape,
-        chunks: list[Chunk],
-        preempted: list[PagedRequest],
-        missed: list[PagedRequest],
-        resumed: list[PagedRequest],
+        self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
     ) -> None:
         self.shape = shape
         self.rows = shape.rows  # kept, because each pass reads it several times
         self.chunks = chunks
         self.preempted = preempted
-        self.missed = missed
-        self.resumed = resumed
+        self.paused: list[PagedRequest] = NO_ROWS
+        self.resumed: list[PagedRequest] = NO_ROWS
+        self.apart = 0
 
 
 class PagedScheduler:
@@ -129,6 +129,7 @@ class PagedScheduler:
         self._partials: dict[PagedRequest, None] = {}
         self._long = 0  # the most tokens of a chunk in the pass that is planned; 0: no such limit
         self._idle: dict[PagedRequest, None] = {}  # decoding rows that missed the last pass
+        self._missed: list[PagedRequest] = NO_ROWS  # those that miss the planned one
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
         self._plan: PagedPass | None = None
 
@@ -182,8 +183,8 @@ class PagedScheduler:
         chunks: list[Chunk] = []
         for row in self._partials:  # at most one
             budget -= self._take_chunk(row, budget, chunks)
-        resumed = [row for row in self._idle if row.end and row in self.running]
-        return self._planned(decodes, cached, budget, chunks, preempted, [], resumed)
+        self._missed = NO_ROWS
+        return self._planned(decodes, cached, budget, chunks, preempted)
 
     def _one_chunk_comes_last(self) -> bool:
         """Whether one row has an incomplete input, and all others have their tokens before it."""
@@ -197,7 +198,6 @@ class PagedScheduler:
         chunks: list[Chunk] = []
         preempted: list[PagedRequest] = []
         missed: list[PagedRequest] = []
-        resumed: list[PagedRequest] = []
         decodes = 0
         cached = 0
         for row in list(self.running):
@@ -225,12 +225,11 @@ class PagedScheduler:
             pool.take(due)
             if row in pool.writers:
                 pool.register(row, self._written(row))
-            if row in self._idle:
-                resumed.append(row)
             budget -= 1
             decodes += 1
             cached += row.computed + steps
-        return self._planned(decodes, cached, budget, chunks, preempted, missed, resumed)
+        self._missed = missed
+        return self._planned(decodes, cached, budget, chunks, preempted)
 
     def _planned(
         self,
@@ -239,8 +238,6 @@ class PagedScheduler:
         budget: int,
         chunks: list[Chunk],
         preempted: list[PagedRequest],
-        missed: list[PagedRequest],
-        resumed: list[PagedRequest],
     ) -> PagedPass:
         """The pass, once its running rows are planned: waiting requests are admitted into it."""
         if self.waiting and not preempted:
@@ -256,8 +253,15 @@ class PagedScheduler:
             shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
-        self._plan = PagedPass(shape, chunks, preempted, missed, resumed)
-        return self._plan
+        plan = PagedPass(shape, chunks, preempted)
+        if self._idle or self._missed:
+            out = [row for row in self._missed if row.end]
+            there = [row for row in self._idle if row.end and row in self.running]
+            plan.paused = [row for row in out if row not in self._idle]
+            plan.resumed = [row for row in there if row not in out]
+            plan.apart = len(out) + len(plan.resumed)
+        self._plan = plan
+        return plan
 
     def _take_chunk(self, row: PagedRequest, budget: int, chunks: list[Chunk]) -> int:
         """Plan the next chunk of a running row's input, and return its tokens. Its blocks are
@@ -295,7 +299,7 @@ class PagedScheduler:
             chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
         }
         out = {row for row in self._ended if not row.stops}
-        out.update(self._plan.missed)
+        out.update(self._missed)
         out.update(row for row in self._partials if row not in chunks)
         return [
             chunks.get(r) or (r.number, r.computed + self._steps, 1)
@@ -312,7 +316,7 @@ class PagedScheduler:
         assert plan is not None
         if plan.chunks or plan.preempted or self._ended or not self.decoding:
             return 1
-        if self._partials or self._idle:
+        if self._partials or self._idle or self._missed:
             return 1
         if self.waiting and self.pool.writers:
             return 1  # a block that is written may let one in
@@ -342,8 +346,8 @@ class PagedScheduler:
                 crossings += self._fill[-(self._steps + k) % tokens]
             self.pool.take(crossings)
         self._plan = None
-        if plan.missed or self._idle:
-            self._miss(plan.missed)
+        if self._missed or self._idle:
+            self._miss()
         for row in self._ended:
             # an ended row is in no further pass, unless its end was not known
             row.computed -= 0 if row.stops else steps
@@ -377,8 +381,10 @@ class PagedScheduler:
         self._ended += ended
         return ended
 
-    def _miss(self, missed: list[PagedRequest]) -> None:
-        """These rows had no part in the pass that is committed."""
+    def _miss(self) -> None:
+        """Some rows had no part in the pass that is committed."""
+        missed = self._missed
+        self._missed = NO_ROWS
         self._idle = dict.fromkeys(missed)
         for row in missed:
             if self._unknown and row in self.pool.writers:  # nothing of it is under way

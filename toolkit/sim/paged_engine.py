@@ -212,24 +212,17 @@ class Tokens:
         joined: the rows that get one from the first pass, as their input is complete, or as they
             missed the pass before.
         ended: the rows that get their last from the last pass.
-        missed: the rows that decode, and get none.
         running: how many rows ran.
     """
 
-    __slots__ = ("decoding", "ended", "joined", "missed", "running")
+    __slots__ = ("decoding", "ended", "joined", "running")
 
     def __init__(
-        self,
-        decoding: int,
-        joined: list[PagedRequest],
-        ended: list[PagedRequest],
-        missed: list[PagedRequest],
-        running: int,
+        self, decoding: int, joined: list[PagedRequest], ended: list[PagedRequest], running: int
     ) -> None:
         self.decoding = decoding
         self.joined = joined
         self.ended = ended
-        self.missed = missed
         self.running = running
 
 
@@ -355,6 +348,8 @@ class PagedRun:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
                     self._close(row, self._last_s)
+            for row in plan.paused:
+                self._close(row, self._last_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
@@ -441,9 +436,8 @@ class PagedRun:
         steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
-        missed = [row for row in plan.missed if row.end] if plan.missed else plan.missed
-        if missed or plan.resumed:
-            decoding -= len(missed) + len(plan.resumed)
+        if plan.apart:
+            decoding -= plan.apart
             joined += plan.resumed
         size = self._block_tokens
         used_first = (self._blocks - scheduler.pool.free) * size
@@ -463,7 +457,7 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        return Tokens(decoding, joined, ended, missed, len(scheduler.running))
+        return Tokens(decoding, joined, ended, len(scheduler.running))
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
@@ -473,9 +467,6 @@ class PagedRun:
         steps = flight.steps
         decoding = tokens.decoding
         first_s = end_s if steps == 1 else flight.first_s
-        for row in tokens.missed:
-            if row.mark:  # it had a token with the last pass
-                self._close(row, self._last_s)
         if decoding:
             gap_s = first_s - self._last_s
             gaps.push(gap_s if steps == 1 else max(gap_s, flight.largest_gap_s(end_s)))
