@@ -88,7 +88,7 @@ def tune_live(args: TuneOptions) -> None:
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
     seed = recipe.tune.seed if args.seed is None else args.seed
     key = [control.url, str(seed), f"{cut.seconds:g}", f"{rate}", args.trace or recipe.tune.trace]
-    key += [digest(file) for file in inputs.values()]
+    key += [digest(file).sha256 for file in inputs.values()]
     journal = Journal(
         out.with_name(f"{out.stem}.journal.jsonl"), sha256(json.dumps(key).encode()).hexdigest()
     )

@@ -227,7 +227,7 @@ class Keeper:
         """The score of each block of the traffic [n]."""
         scores = self._scores(traffic, self._simulated(traffic, settings, world))
         blocks = (traffic.arrival_s // self._rules.block_s).astype(int)
-        sums = np.bincount(blocks, weights=scores)
+        sums: Floats = np.bincount(blocks, weights=scores).astype(np.float64)
         return sums[:-1] if len(sums) > 1 else sums  # the last one is not over
 
     def _scores(self, traffic: Trace, served: Served) -> Floats:

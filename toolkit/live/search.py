@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.errors import InputError
@@ -58,6 +59,7 @@ RESTARTS = 160  # settings of a restart that are simulated
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 Note = Callable[[str], None]
+Floats = NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -212,7 +214,7 @@ class LiveSearch:
             self._confirm(max(measured, key=lambda trial: trial.gain))
 
     def _proposed(self, space: Sequence[Dimension], count: int) -> list[Trial]:
-        pool = []
+        pool: list[Trial] = []
         for settings in drawn(space, POOL, self.seed):
             check()
             if settings not in [trial.settings for trial in pool] and settings != self.start:
@@ -382,11 +384,11 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _ranks(values: Floats) -> Floats:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    mean: np.ndarray = ends - (counts - 1) / 2.0  # type: ignore[type-arg]
-    return mean[inverse]  # type: ignore[no-any-return]
+    mean: Floats = ends - (counts - 1) / 2.0
+    return mean[inverse]
 
 
 @dataclass(frozen=True, slots=True)

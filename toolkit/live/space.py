@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ class Dimension:
             return 0 if self.whole else 0.0
         place = (place - self.off) / (1.0 - self.off)
         if self.log:
-            value = self.low * (self.high / self.low) ** place
+            value = self.low * math.exp(math.log(self.high / self.low) * place)
         else:
             value = self.low + (self.high - self.low) * place
         return round(value) if self.whole else round(value, 3)

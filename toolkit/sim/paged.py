@@ -378,6 +378,8 @@ class PagedScheduler:
             self._key_sum += row.computed
             self._fill[row.computed % tokens] += 1
             heappush(ends, (row.end, row.order, row))
+        if plan.chunks and len(ended) > 1:  # a row with a chunk may be before one that decodes
+            ended.sort(key=_admitted)
         self._ended += ended
         return ended
 
@@ -522,3 +524,7 @@ class PagedScheduler:
         self.decoding -= 1
         self._key_sum -= row.computed
         self._fill[row.computed % self._block_tokens] -= 1
+
+
+def _admitted(row: PagedRequest) -> int:
+    return row.order

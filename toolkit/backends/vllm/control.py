@@ -297,7 +297,7 @@ class Control:
 
 async def _body(receive: Receive) -> bytes:
     """The body of a request. `ValueError` where it is long or cut off."""
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
@@ -306,4 +306,4 @@ async def _body(receive: Receive) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise ValueError("too long")
         if not message.get("more_body"):
-            return body
+            return bytes(body)

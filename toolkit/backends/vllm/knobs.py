@@ -269,7 +269,7 @@ def _of_policy(scheduler: Any) -> list[Knob]:
             f"policy.{name}",
             kind,
             limits,
-            lambda: getattr(ours.policy, name),  # type: ignore[no-any-return]
+            lambda: getattr(ours.policy, name),
             lambda value: steps.configure({name: value}),
         )
 
