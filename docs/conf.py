@@ -69,6 +69,7 @@ NAVIGATION = {
         "recipe-keys",
         "policies",
         "engines",
+        "vllm-versions",
         "traces",
         "api",
         "metrics",

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
@@ -22,6 +23,8 @@ from typing import Any, get_args
 from prometheus_client import Metric
 
 from toolkit import api, errors
+from toolkit.backends.vllm.conformance.results import shipped_results
+from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
 from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
 from toolkit.extras import install
@@ -60,6 +63,7 @@ OTHERS = {
     "RAY_ADDRESS": "the cluster of `--ray auto`; `RAY_AUTH_MODE` and `RAY_AUTH_TOKEN_PATH` say how "
     "to join it",
     "SSL_CERT_FILE": "authorities that clients trust, in place of the system's",
+    "XDG_DATA_HOME": "where `vllm-check` keeps its results (`~/.local/share`)",
     "XDG_STATE_HOME": "where running servers are registered (`~/.local/state`)",
     "XDG_CACHE_HOME": "where models of `source: random` are saved for vLLM (`~/.cache`)",
 }
@@ -298,6 +302,51 @@ def metrics() -> str:
     )
 
 
+# Releases of vLLM
+
+
+def vllm_versions() -> str:
+    results = shipped_results()
+    compared = [
+        (
+            one.vllm,
+            one.date,
+            row.kind,
+            f"`{row.scheduler}`",
+            f"{row.workloads:,}",
+            f"{row.passes:,}",
+            f"{row.differing:,}",
+        )
+        for one in results
+        for row in one.rows
+    ]
+    head = ("vLLM", "date", "kind of model", "vLLM's class", "workloads", "passes", "differ")
+    parts = [table(head, compared), "## Flags and metrics that came and went"]
+    changes: list[tuple[str, ...]] = []
+    for before, after in pairwise(results):
+        for what, old, new in (
+            ("flags", before.flags, after.flags),
+            ("metrics", before.metrics, after.metrics),
+        ):
+            came = ", ".join(map(code, sorted(set(new) - set(old))))
+            went = ", ".join(map(code, sorted(set(old) - set(new))))
+            if came or went:
+                changes.append((after.vllm, what, came, went))
+    parts.append(table(("vLLM", "", "came", "went"), changes))
+    parts.append("## What llmctl touches inside vLLM")
+    needs = [
+        f"- `{need}`: to {one.what}. Without it: {one.without}."
+        for need, one in CAPABILITIES.items()
+    ]
+    parts.append("\n".join(needs))
+    named = [(code(one.words), one.kind, ", ".join(one.needs), one.since) for one in TOUCHED]
+    parts.append(table(("what", "", "needed for", "since"), named))
+    lacks = [(one.vllm, code(item), why) for one in results for item, why in one.missing.items()]
+    if lacks:
+        parts += ["## What a release lacks", table(("vLLM", "what", "why"), lacks)]
+    return joined(parts)
+
+
 # Exit codes and variables
 
 
@@ -436,6 +485,13 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "`from toolkit import api`. What it exports keeps its meaning within a minor version. "
         "[How to use it](../how-to/simulate-in-python.md).",
         python_api,
+    ),
+    "vllm-versions": (
+        "results of `llmctl vllm-check` and `toolkit/backends/vllm/touched.py`",
+        "Releases of vLLM",
+        "How the simulator's model of vLLM's scheduler compares with each release, pass by pass, "
+        "and what\nllmctl touches inside vLLM. `llmctl vllm-check` does the same with yours.",
+        vllm_versions,
     ),
     "engines": (
         "`toolkit/engine_traits.py`",

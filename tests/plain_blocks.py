@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.engines.vllm_passes_child import Arrivals, outputs_of, tokens_of
+from toolkit.backends.vllm.conformance.workloads import Arrivals, outputs_of, tokens_of
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from toolkit.estimators.steps import StepLaw
 from toolkit.files.live import BurstFigures
 from toolkit.live.bursts import Bursts
 from toolkit.live.search import (
-    Journal,
+    BurstJournal,
     LiveBounds,
     LiveSearch,
     interval,
@@ -120,7 +120,7 @@ def search_on(tmp_path, *, noise=0.0, budget_s=300.0, dies_at=0, control=None):
         world=world(),
         budget_s=budget_s,
         seed=3,
-        journal=Journal(tmp_path / "journal.jsonl", "key"),
+        journal=BurstJournal(tmp_path / "journal.jsonl", "key"),
         note=lambda text: None,
         advanced=lambda text: None,
         clock=clock,
@@ -178,8 +178,8 @@ def test_a_journal_of_another_search_is_begun_anew(tmp_path):
     search, *_ = search_on(tmp_path, dies_at=5)
     with pytest.raises(InterruptedReplayError):
         search.run()
-    assert Journal(tmp_path / "journal.jsonl", "key").resumed == 5
-    assert Journal(tmp_path / "journal.jsonl", "another").resumed == 0
+    assert BurstJournal(tmp_path / "journal.jsonl", "key").resumed == 5
+    assert BurstJournal(tmp_path / "journal.jsonl", "another").resumed == 0
 
 
 def test_settings_are_drawn_evenly_within_the_bounds():

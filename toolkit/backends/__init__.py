@@ -144,8 +144,8 @@ class StartsReplicas(Protocol):
 class Checks(Protocol):
     """A backend that can check whether its engine is on this machine."""
 
-    def check(self, recipe: Recipe) -> Check:
-        """Return one line for `llmctl doctor`."""
+    def check(self, recipe: Recipe) -> list[Check]:
+        """Return lines for `llmctl doctor`."""
         ...
 
 
@@ -204,12 +204,12 @@ class LocalBackend:
         traits_of(recipe.engine.name).require()
         return engine_process(recipe)
 
-    def check(self, recipe: Recipe) -> Check:
+    def check(self, recipe: Recipe) -> list[Check]:
         """See `Checks.check`: the versions of the engine's libraries."""
         traits = traits_of(recipe.engine.name)
         try:
             traits.require()
         except EngineError as error:
-            return Check("libraries", "missing", error.message, error.hint)
+            return [Check("libraries", "missing", error.message, error.hint)]
         versions = [f"{name} {metadata.version(name)}" for name in traits.libraries]
-        return Check("libraries", "ok", ", ".join(versions) or "none needed")
+        return [Check("libraries", "ok", ", ".join(versions) or "none needed")]

@@ -79,6 +79,9 @@ COMMANDS = {
     ),
     "compare": CommandEntry("Compare policies on one trace: a table, and plots."),
     "trace": CommandEntry("Inspect, convert, generate and record traces."),
+    "vllm-check": CommandEntry(
+        "Compare the installed vLLM with what llmctl knows of it.", module="vllm_check"
+    ),
     "demo": CommandEntry(
         "Run all steps on this machine: profile, fit, tune, serve, bench.",
         "finished stages are kept in the output folder",

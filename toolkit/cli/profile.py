@@ -24,6 +24,7 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
@@ -174,7 +175,7 @@ def _measured(args: FitOptions) -> tuple[Profile, dict[str, Path]]:
     from toolkit.backends.vllm.from_log import profile_of_log, read_passes
 
     recipe = open_recipe(args.recipe)
-    if recipe.engine.name != "vllm":
+    if not traits_of(recipe.engine.name).timed_by_pass:
         raise InputError(
             f"--from-log: engine {recipe.engine.name} writes no passes", "it is for engine vllm"
         )
@@ -260,6 +261,8 @@ def show_profile(measured: Profile) -> None:
     if facts.deepspeed:
         print(f"DeepSpeed: {facts.deepspeed}")
     workers = f"{measured.workers} worker{'s' * (measured.workers != 1)}"
+    if measured.steps and measured.steps.resolved:
+        print(f"measured with {measured.steps.resolved.words(facts.dtype)}")
     print(f"KV cache {kv_cache}; times in {measured.clock} seconds, {workers}\n")
     prefill = {(p.batch_size, p.input_length): median(p.seconds) for p in measured.prefill}
     decode = {(p.batch_size, p.cached_length): median(p.seconds) for p in measured.decode}

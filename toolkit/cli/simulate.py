@@ -43,6 +43,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import sized
 from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
@@ -377,6 +378,8 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         path = _existing_fit(args.fit)
         fitted = read_file(Fit, path)
         spec = _recipe_of(fitted, path, args.recipe, needed=args.max_new_tokens is None)
+        if spec is not None:
+            refuse_recipe(spec)
         made_from = {"fit": path} | ({"recipe": args.recipe} if args.recipe else {})
         tuning = read_tuning(args.tuning, made_from)
         if tuning and "fleet" in tuning.inputs:

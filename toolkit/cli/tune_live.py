@@ -42,7 +42,7 @@ def tune_live(args: TuneOptions) -> None:
     from toolkit.bench.session import RequestSettings, look_at, unused_seed
     from toolkit.endpoints.target import find_target
     from toolkit.live.bursts import Bursts
-    from toolkit.live.search import Journal, LiveSearch
+    from toolkit.live.search import BurstJournal, LiveSearch
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.world import world_of
     from toolkit.traces.windows import fit_windows
@@ -89,7 +89,7 @@ def tune_live(args: TuneOptions) -> None:
     seed = recipe.tune.seed if args.seed is None else args.seed
     key = [control.url, str(seed), f"{cut.seconds:g}", f"{rate}", args.trace or recipe.tune.trace]
     key += [digest(file).sha256 for file in inputs.values()]
-    journal = Journal(
+    journal = BurstJournal(
         out.with_name(f"{out.stem}.journal.jsonl"), sha256(json.dumps(key).encode()).hexdigest()
     )
     if journal.resumed:

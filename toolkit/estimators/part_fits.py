@@ -27,6 +27,7 @@ import numpy as np
 from scipy.optimize import minimize, nnls
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
+from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
 from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
@@ -426,11 +427,13 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     Passes that overlap have a law of their own (`pipeline_fit`), if the profile says how they were
     launched; the error is then that law's.
 
-    Raises `InputError` if there are too few passes, if passes with or without chunks are missing,
-    or if a pass took no time.
+    Raises `InputError` for a server that is not modelled, if there are too few passes, if passes
+    with or without chunks are missing, or if a pass took no time.
     """
     if measured is None:
         return None
+    if measured.resolved is not None:
+        refuse("the measured server", of_resolved(measured.resolved))
     points = measured.points
     _check_passes(points)
     shapes = [shape_of(point) for point in points]
@@ -483,6 +486,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
+        resolved=measured.resolved,
         pipeline=pipeline,
     )
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.catalogue.resolved import Resolved
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
 from toolkit.files.strict import Envelope, Strict, optional
@@ -235,6 +236,7 @@ class StepsFit(Strict):
     block_tokens: int
     blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
+    resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
     pipeline: PipelineFit | None = optional(
         "none: passes do not overlap, or the profile does not say how they were launched"
     )

@@ -13,6 +13,7 @@ from textwrap import wrap
 
 import yaml
 
+from toolkit.catalogue.classes import of_config, refuse
 from toolkit.catalogue.gpus import Gpu
 from toolkit.catalogue.models import DTYPE_BYTES, ModelFacts, facts_of, not_computed
 from toolkit.catalogue.quantization import ONLINE, Config
@@ -125,10 +126,8 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if wish.engine not in POLICIES:
         problem = f"--engine {wish.engine}: no recipe is made for it"
         raise InputError(problem, nearest(wish.engine, POLICIES))
+    refuse(found.name, of_config(found.config))
     facts = facts_of(found.config, wish.quantization)
-    if problem := facts.special.cache_problem:
-        hint = "llmctl knows one kind of KV cache per model; profile and simulate refuse it as well"
-        raise InputError(f"{found.name}: {problem} than llmctl models", hint)
     if facts.scheme and not traits_of(wish.engine).quantizes:
         problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
         raise InputError(problem, "leave --engine out: vLLM runs them")

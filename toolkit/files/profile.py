@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
 from toolkit.files.strict import Envelope, Strict, optional
@@ -176,6 +177,9 @@ class StepsProfile(Strict):
     )
     experts: int = Field(0, description="of a layer; 0: there are none, or they are not known")
     experts_per_token: int = 0
+    resolved: Resolved | None = optional(
+        "what vLLM resolved: cache groups, parallelism, limits; none: not known"
+    )
     points: list[StepPoint]
     front: list[FrontPoint]
     front_in_traffic: list[TrafficFront] = Field(

@@ -93,6 +93,12 @@ def sla_problem(key: str, limit: float) -> str:
 SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
+# What vLLM stores a KV cache as, in all releases that llmctl was tried with.
+CacheDtype = Literal[
+    "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"
+]
+
+
 class VllmSpec(Strict):
     """Flags of `vllm serve` that decide the cost of a forward pass. Flags of the scheduler, which
     decide the rows in a pass, belong to policy `vllm`.
@@ -102,6 +108,9 @@ class VllmSpec(Strict):
         "the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else llmctl's own"
     )
     block_size: Positive | None = optional("tokens of a KV block; None: vLLM's default")
+    kv_cache_dtype: CacheDtype | None = optional(
+        "of the KV cache, where it is not model.dtype; model.kv_bytes_per_token counts its bytes"
+    )
     num_gpu_blocks_override: Positive | None = optional(
         "KV blocks; vLLM keeps one of them for itself; None: as many as the memory holds"
     )

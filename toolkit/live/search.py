@@ -63,7 +63,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(eq=False)
-class Trial:
+class TriedSettings:
     """Settings that are tried: what was predicted, and the scores relative to the start's."""
 
     settings: Settings
@@ -92,7 +92,7 @@ class Trial:
         )
 
 
-class Journal:
+class BurstJournal:
     """The bursts that were measured, in a file: the same search goes on from it. A file of another
     search is begun anew.
     """
@@ -149,16 +149,16 @@ class LiveSearch:
     world: World
     budget_s: float
     seed: int
-    journal: Journal
+    journal: BurstJournal
     note: Note
     advanced: Callable[[str], None]
     refit: Callable[[], World | None] = lambda: None
     clock: Callable[[], float] = time.monotonic
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TriedSettings] = field(default_factory=list)
     start: Settings = field(default_factory=dict)
     spent_s: float = 0.0
     count: int = 0
-    best: Trial | None = None
+    best: TriedSettings | None = None
     gain: LiveInterval | None = None
 
     def run(self) -> None:
@@ -213,12 +213,12 @@ class LiveSearch:
         if measured:
             self._confirm(max(measured, key=lambda trial: trial.gain))
 
-    def _proposed(self, space: Sequence[Dimension], count: int) -> list[Trial]:
-        pool: list[Trial] = []
+    def _proposed(self, space: Sequence[Dimension], count: int) -> list[TriedSettings]:
+        pool: list[TriedSettings] = []
         for settings in drawn(space, POOL, self.seed):
             check()
             if settings not in [trial.settings for trial in pool] and settings != self.start:
-                pool.append(Trial(settings, self._predicted(settings, self.world)))
+                pool.append(TriedSettings(settings, self._predicted(settings, self.world)))
         ranked = sorted(pool, key=lambda trial: -trial.predicted.score)
         chosen = ranked[: round(PROPOSED * count)]
         others = [trial for trial in pool if trial not in chosen]
@@ -226,7 +226,7 @@ class LiveSearch:
         order = np.random.default_rng(self.seed).permutation(len(chosen))
         return [chosen[place] for place in order]
 
-    def _new_by(self, world: World, space: Sequence[Dimension], count: int) -> list[Trial]:
+    def _new_by(self, world: World, space: Sequence[Dimension], count: int) -> list[TriedSettings]:
         """Settings that were not tried, the best ones by the law of the server's own passes."""
         tried = [trial.settings for trial in self.trials]
         pool = [one for one in drawn(space, POOL, self.seed + 1) if one not in tried]
@@ -234,7 +234,7 @@ class LiveSearch:
         new = []
         for _, number in sorted(found, reverse=True)[:count]:
             settings = pool[number]
-            trial = Trial(settings, self._predicted(settings, self.world))
+            trial = TriedSettings(settings, self._predicted(settings, self.world))
             trial.first = self._burst_if_time(settings, 0)
             if trial.first is not None:
                 new.append(trial)
@@ -272,10 +272,10 @@ class LiveSearch:
             trial.gains.append(_relative(trial.first.score, usual))
             trial.rounds = 1
 
-    def _there_and_back(self, trials: Sequence[Trial], window: int) -> None:
+    def _there_and_back(self, trials: Sequence[TriedSettings], window: int) -> None:
         """Each twice and the start, too, in an order and then in its reverse."""
         window %= len(self.bursts.windows)
-        names: list[Trial | None] = [None, *trials]
+        names: list[TriedSettings | None] = [None, *trials]
         found: dict[int, list[BurstFigures]] = {}
         for place in [*range(len(names)), *reversed(range(len(names)))]:
             trial = names[place]
@@ -294,7 +294,7 @@ class LiveSearch:
                 trial.gains.append(_relative(score, mean_of(usual).score))
                 trial.rounds += 1
 
-    def _confirm(self, best: Trial) -> None:
+    def _confirm(self, best: TriedSettings) -> None:
         """The best against the start, in blocks A B B A on the windows in turn."""
         differences: list[float] = []
         while len(differences) < BLOCKS_ENOUGH:
@@ -339,7 +339,7 @@ class LiveSearch:
         return min(LEASE_S + 6.0 * self.bursts.window_s, 600.0)
 
 
-def _better(trials: Sequence[Trial], least: int) -> list[Trial]:
+def _better(trials: Sequence[TriedSettings], least: int) -> list[TriedSettings]:
     """The better part of the trials."""
     count = max(len(trials) // KEPT, least)
     return sorted(trials, key=lambda trial: -trial.gain)[:count]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from toolkit.catalogue.resolved import Resolved
+
 
 class LoggedRow(NamedTuple):
     """One request's part in a pass; the pass that ends its prefill gives its first token."""
@@ -30,12 +32,13 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's resolved settings: its limits, its cache, its model and its CUDA graphs.
 
     `executor` is where passes are launched: `uni` in the thread that schedules them, others in
-    processes of their own. Logs of older versions have no graphs and no executor.
+    processes of their own. Logs of older versions have no graphs and no executor. From `header` 2
+    on, `resolved` has all that the engine resolved.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_tokens: int
+    block_tokens: int  # of the only group of caches; of several: the least common multiple
     blocks: int  # usable by requests: vLLM never gives out one of `num_gpu_blocks`
     enable_chunked_prefill: bool
     prefix_caching: bool
@@ -51,7 +54,9 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: list[int] = []  # the tokens of each CUDA graph, ascending
     graph_mode: str = ""  # vLLM's cudagraph_mode, such as FULL_AND_PIECEWISE; empty: not known
     executor: str = ""  # vLLM's distributed_executor_backend; empty: not known
-    not_modelled: list[str] = []  # what the server does that no law or simulation knows
+    not_modelled: list[str] = []  # of header 1: what the server does that is not modelled
+    header: int = 1  # the version of this header
+    resolved: Resolved | None = None
 
 
 class LoggedArrival(NamedTuple):

@@ -11,6 +11,9 @@ their whole input, beside the blocks of it that running rows hold; they take onl
 this pass needs. A request that does not fit blocks those behind it. With prefix caching a request
 that is admitted computes only what it does not find.
 
+With `prefill_schedule_interval` I, prefills wait until I passes after the last pass that had one,
+as long as a row decodes and the last time that they were let in left no request waiting.
+
 Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
 this one), speculative decoding, several kinds of caches, LoRA, connectors.
 
@@ -115,6 +118,11 @@ class PagedScheduler:
         )
         self.waiting: deque[PagedRequest] = deque()
         self.running: dict[PagedRequest, None] = {}  # in order of admission
+        self._interval: int = flags.prefill_schedule_interval
+        self._executed = 0  # passes that computed something
+        self._last_prefill = -self._interval  # the last of them with a prefill
+        self._bound = False  # requests were left waiting when prefills were let in
+        self._defers = False  # the planned pass has no prefill
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
@@ -159,6 +167,8 @@ class PagedScheduler:
         """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
         or waits, and the pass is not made.
         """
+        if self._interval > 1:
+            self._defers = self._defers_prefills()
         self._long = self._threshold if len(self.running) + len(self.waiting) > 1 else 0
         too_many = len(self.running) > self._most_tokens
         if too_many or (self._partials and not self._one_chunk_comes_last()):
@@ -181,8 +191,9 @@ class PagedScheduler:
         for row in pool.writers:
             pool.register(row, self._written(row))
         chunks: list[Chunk] = []
-        for row in self._partials:  # at most one
-            budget -= self._take_chunk(row, budget, chunks)
+        if not self._defers:
+            for row in self._partials:  # at most one
+                budget -= self._take_chunk(row, budget, chunks)
         self._missed = NO_ROWS
         return self._planned(decodes, cached, budget, chunks, preempted)
 
@@ -204,8 +215,8 @@ class PagedScheduler:
             if row not in self.running:  # it was preempted, and so were all behind it
                 break
             partial = row in self._partials
-            if not (partial or row.end or row.stops):
-                continue  # it has ended
+            if not (partial or row.end or row.stops) or (partial and self._defers):
+                continue  # it has ended, or its chunk is deferred
             if budget == 0:
                 if not partial:
                     missed.append(row)
@@ -242,6 +253,8 @@ class PagedScheduler:
         """The pass, once its running rows are planned: waiting requests are admitted into it."""
         if self.waiting and not preempted:
             self._admit(budget, chunks)
+        if self._interval > 1:
+            self._count_prefills(decodes, chunks, preempted)
         if chunks:
             new = 0
             before = 0
@@ -318,6 +331,8 @@ class PagedScheduler:
             return 1
         if self._partials or self._idle or self._missed:
             return 1
+        if self._interval > 1 and self.waiting:
+            return 1  # a prefill may be let in
         if self.waiting and self.pool.writers:
             return 1  # a block that is written may let one in
         ends = self._ends
@@ -345,6 +360,7 @@ class PagedScheduler:
             for k in range(1, 1 + count % tokens):
                 crossings += self._fill[-(self._steps + k) % tokens]
             self.pool.take(crossings)
+            self._executed += count
         self._plan = None
         if self._missed or self._idle:
             self._miss()
@@ -477,6 +493,8 @@ class PagedScheduler:
 
     def _due_chunk(self) -> int:
         """New blocks that the row with an incomplete input needs for the next pass."""
+        if self._defers:
+            return 0
         for row in self._partials:  # at most one
             # ended rows are in one more pass if their ends were not known
             late = sum([row.stops for row in self._ended])
@@ -484,6 +502,24 @@ class PagedScheduler:
             end = row.computed + self._chunk_tokens(row, budget)
             return self.pool.needed(end) - self.pool.needed(row.computed)
         return 0
+
+    def _defers_prefills(self) -> bool:
+        """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""
+        if self._bound or self._executed + 1 - self._last_prefill >= self._interval:
+            return False
+        return len(self.running) > len(self._partials)
+
+    def _count_prefills(
+        self, decodes: int, chunks: list[Chunk], preempted: list[PagedRequest]
+    ) -> None:
+        """Keep whether the planned pass has a prefill, and whether requests are left waiting."""
+        if not preempted and not self._defers:
+            self._bound = len(self.waiting) > 0
+        if decodes or chunks:
+            self._executed += 1
+        for chunk in chunks:
+            if chunk.row in self._partials or chunk.computed < chunk.row.prompt - 1:
+                self._last_prefill = self._executed
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
@@ -496,6 +532,8 @@ class PagedScheduler:
             reserve = self._reserve if running else 0
             found = pool.find(row)
             new = row.prompt - found
+            if self._defers and new > 1:
+                return
             if 0 < self._long < new:
                 new = self._long
             if new > budget:

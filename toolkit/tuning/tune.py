@@ -44,6 +44,8 @@ from toolkit.files.tuning import (
 from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, engines_for, refusal
+from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow, mean_rate
@@ -137,6 +139,15 @@ class Inputs:
         return label
 
 
+def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
+    """The ranges of flags that not every release of vLLM has, if the measured one has them."""
+    return {
+        f"{VllmPolicy.name}.{name}": list(flag.search)
+        for name, flag in LATER.items()
+        if fit.engine.engine == VllmPolicy.engine and flag.is_in(fit.engine.engine_version)
+    }
+
+
 def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
     """The recipe's settings of the search; `others` are a fleet's further kinds of workers.
 
@@ -145,7 +156,8 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     """
     spec = recipe.tune
     workers = recipe.workers + sum(kind.workers for kind in others)
-    spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers, usual_policies(fit))
+    ranges = {**ranges_of_release(fit), **spec.space}
+    spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
     if router_of(recipe, workers=workers) is not None:
         if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
             raise InputError(

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -36,7 +37,6 @@ from toolkit.backends.vllm.command import (
     POLICY,
     VllmCommand,
     VllmServer,
-    check_version,
     flags_of,
     free_port,
     vllm_beside,
@@ -44,6 +44,7 @@ from toolkit.backends.vllm.command import (
     vllm_server,
     vllm_version,
 )
+from toolkit.backends.vllm.conformance.results import agreement
 from toolkit.backends.vllm.control import MIDDLEWARE
 from toolkit.backends.vllm.setup import (
     CONTROL_VARIABLE,
@@ -52,9 +53,19 @@ from toolkit.backends.vllm.setup import (
     PLAN_VARIABLE,
     PYTHON_VARIABLE,
 )
+from toolkit.backends.vllm.touched import (
+    CAPABILITIES,
+    REQUIREMENT,
+    TOUCHED,
+    Installed,
+    check,
+    read_vllm,
+    refuse_missing,
+)
 from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
+from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
@@ -78,6 +89,7 @@ IMAGES = {
     "cuda": "vllm/vllm-openai:v0.32.0",
     "cpu": "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v0.32.0",
 }
+REMEDY = f"pip install '{REQUIREMENT}' into it, or name another Python in {PYTHON_VARIABLE}"
 NEEDED = "mypy-extensions"  # of llmctl's code inside vLLM, and not in vLLM's environment
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
 ENDED_METRIC = "vllm:request_success"
@@ -166,23 +178,26 @@ class VllmBackend:
         port = free_port(order.host)
         return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
-    def check(self, recipe: Recipe) -> Check:
+    def check(self, recipe: Recipe) -> list[Check]:
         """A recipe is data: a Python that it names is looked at and not run."""
         python = vllm_python(recipe)
+        found: Installed | None
         try:
             if python in (os.environ.get(PYTHON_VARIABLE), sys.executable):
-                return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
+                found = read_vllm(python, REMEDY)
+                return [Check("engine", "ok", f"vLLM {found.version}, of {python}"), *_has(found)]
             found = vllm_beside(Path(python))
             if found:
-                check_version(found)
-                return Check("engine", "ok", f"vLLM {found}, beside {python}")
+                text = f"vLLM {found.version}, beside {python}"
+                return [Check("engine", "ok", text), *_has(found)]
         except LlmctlError as error:
-            return Check("engine", "missing", error.message, error.hint)
+            return [Check("engine", "missing", error.message, error.hint)]
         if not os.access(python, os.X_OK) or not Path(python).is_file():
             text = f"{python}: no program, and the recipe names it"
-            return Check("engine", "missing", text, f"engine.vllm.python, or {PYTHON_VARIABLE}")
+            return [Check("engine", "missing", text, f"engine.vllm.python, or {PYTHON_VARIABLE}")]
         text = f"the recipe names {python}: no vLLM lies beside it, and it is not run here"
-        return Check("engine", "note", text, "llmctl profile and llmctl serve run it, and say more")
+        remedy = "llmctl profile and llmctl serve run it, and say more"
+        return [Check("engine", "note", text, remedy)]
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one
@@ -218,6 +233,31 @@ class VllmBackend:
             python_variable=command.python_variable,
             alive=Path(alive.__file__).read_text(encoding="utf-8"),
         )
+
+
+def _has(installed: Installed) -> list[Check]:
+    """What of all that llmctl touches inside vLLM a version has: a line for each capability, and
+    one for each item that is missing. `InputError` for an unknown release whose files are not here.
+    """
+    if installed.folder is None:
+        refuse_missing(installed, "start")
+        return []
+    missing = check(installed)
+    checks = []
+    for need, capability in CAPABILITIES.items():
+        lacks = [one for one in missing if need in one.item.needs]
+        count = sum(need in item.needs for item in TOUCHED)
+        name = f"vllm: {need}"
+        status: Literal["missing", "note"] = "missing" if need == "start" else "note"
+        text = f"{capability.what}: all {count} items of vLLM that it needs are there"
+        if need == "simulation":
+            text = f"{text}; {agreement(installed.version)}"
+        if not lacks:
+            checks.append(Check(name, "ok", text))
+        checks += [
+            Check(name, status, f"{one.item.words}: {one.why}", capability.without) for one in lacks
+        ]
+    return checks
 
 
 def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
@@ -274,7 +314,11 @@ class EndRequested(BaseException):
 
 
 def _refuse_other(order: ServerOrder) -> None:
-    """Refuse a plan of another engine or CPU, as far as both are known before loading."""
+    """Refuse a plan of what is not modelled, and of another engine or CPU, as far as all is known
+    before loading.
+    """
+    refuse_recipe(order.plan.recipe)
+    refuse_fit(order.plan.fit)
     version = vllm_version(order.plan.recipe).partition("+")[0]  # vLLM omits a build's local one
     identity = {"engine": f"vllm {version}"}
     if order.plan.recipe.hardware.device == "cpu":

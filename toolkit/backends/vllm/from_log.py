@@ -137,6 +137,7 @@ def steps_of_log(recipe: Recipe, history: PassHistory, front_s: float = 0.0) -> 
         executor=header.executor,
         experts=experts,
         experts_per_token=per_token,
+        resolved=header.resolved,
         points=found,
         front=[FrontPoint(rows=n, prompt_tokens=0, seconds=front_s) for n in FRONT_ROWS if front_s],
     )

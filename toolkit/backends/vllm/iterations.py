@@ -37,11 +37,13 @@ from toolkit.backends.vllm.command import POLICY
 from toolkit.backends.vllm.control import EngineControl
 from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
+from toolkit.backends.vllm.resolved import rank_of, refuse_unlike, resolved_of
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import (
     CONTROL_VARIABLE,
     ITERATIONS_VARIABLE,
     PLAN_VARIABLE,
+    log_of_rank,
     one_line,
 )
 from toolkit.errors import InputError
@@ -58,32 +60,6 @@ from toolkit.sched.iterations import (
     to_line,
 )
 from toolkit.sched.policies.parameters import Value
-
-MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
-
-
-def _not_modelled(config: Any, groups: Any) -> list[str]:
-    """What this server does that llmctl's laws and its model of vLLM's scheduler do not know."""
-    found = []
-    if len(groups) > 1:
-        found.append(f"{len(groups)} groups of KV caches (sliding windows or hybrid layers)")
-    for group in groups:
-        spec = group.kv_cache_spec
-        name = type(spec).__name__
-        if name not in MODELLED_CACHES:
-            found.append(f"a KV cache of kind {name}")
-        elif getattr(spec, "sliding_window", None):
-            found.append(f"a sliding window of {spec.sliding_window} tokens")
-    if getattr(config, "lora_config", None) is not None:
-        found.append("LoRA adapters")
-    if config.speculative_config is not None:
-        found.append("speculative decoding")
-    parallel = config.parallel_config
-    if parallel.data_parallel_size > 1:
-        found.append(f"data_parallel_size {parallel.data_parallel_size}")
-    if parallel.pipeline_parallel_size > 1:
-        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
-    return found
 
 
 @dataclass(slots=True)
@@ -132,29 +108,28 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
     def _header(self) -> IterationLogHeader:
         config = self.vllm_config
         cache = self.cache_config
-        groups = self.kv_cache_config.kv_cache_groups
-        spec = groups[0].kv_cache_spec
-        layers = sum(len(group.layer_names) for group in groups)
+        resolved = resolved_of(self)
         return IterationLogHeader(
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             block_tokens=self.block_size,
-            blocks=cache.num_gpu_blocks - 1,
+            blocks=resolved.blocks,
             enable_chunked_prefill=bool(self.scheduler_config.enable_chunked_prefill),
             prefix_caching=bool(cache.enable_prefix_caching),
             async_scheduling=bool(self.scheduler_config.async_scheduling),
-            policy=str(self.scheduler_config.policy),
+            policy=resolved.policy,
             version=vllm.__version__,
             model_type=config.model_config.hf_config.model_type,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             device=str(config.device_config.device_type),
             max_model_len=self.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
-            kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
+            kv_bytes_per_token=resolved.bytes_per_block // self.block_size,
             graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
             graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
             executor=str(config.parallel_config.distributed_executor_backend or ""),
-            not_modelled=_not_modelled(config, groups),
+            header=2,
+            resolved=resolved,
         )
 
     def add_request(self, request: VllmRequest) -> None:
@@ -243,11 +218,14 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
 
 
 class PassLog:
-    """The log of passes. Raises `InputError` if it is not named or not writable."""
+    """The log of passes of an engine; of data-parallel ones, each has its own (`log_of_rank`).
+    Raises `InputError` if it is not named or not writable.
+    """
 
-    def __init__(self, header: IterationLogHeader) -> None:
+    def __init__(self, header: IterationLogHeader, rank: int) -> None:
         with one_line():
-            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            named = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            path = log_of_rank(named, rank)
             try:
                 # appended, so that a reader may cut off what it has read
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -268,7 +246,7 @@ class Logged(PassLoggingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = PassLog(self._header())
+        self._log = PassLog(self._header(), rank_of(self.vllm_config))
 
     def shutdown(self) -> None:
         self._log.close()
@@ -415,13 +393,18 @@ class Counted(PassLoggingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
+        header = self._header()
+        self._log: PassLog | None = None
+        if os.environ.get(ITERATIONS_VARIABLE):
+            self._log = PassLog(header, rank_of(self.vllm_config))
         with one_line():
             plan = _plan()
             # vLLM was started with wider bounds than the plan's
             if self.control is not None and plan.policy.name == POLICY:
                 self.control.begin(plan.policy.parameters)
             fit = plan.fit.steps
+            assert header.resolved is not None
+            refuse_unlike(header.resolved, fit.resolved if fit else None)
             if fit is None:
                 raise InputError(
                     f"{PLAN_VARIABLE}: its fit has no law of passes",

@@ -23,9 +23,17 @@ from time import perf_counter
 from typing import IO
 
 from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
-from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.backends.vllm.command import (
+    POLICY,
+    VllmCommand,
+    VllmServer,
+    flags_of,
+    vllm_server,
+    vllm_version,
+)
 from toolkit.backends.vllm.overlap import Following, sampler_s
-from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
+from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
+from toolkit.catalogue.classes import Found, of_resolved, refuse
 from toolkit.catalogue.models import EXPERTS, experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
@@ -34,6 +42,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import (
@@ -50,6 +59,7 @@ from toolkit.profiling.grid import (
 from toolkit.profiling.pace import ServerPace, samples_of, warm_runs
 from toolkit.profiling.process import Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.sched.policies.vllm import refuse_later
 
 
 @dataclass(slots=True, frozen=True)
@@ -145,14 +155,21 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     )
 
 
-def refuse_not_modelled(header: IterationLogHeader) -> None:
-    """`InputError` for a server that does what no law or simulation knows."""
+def refuse_not_modelled(header: IterationLogHeader, ranks: int = 1) -> None:
+    """`InputError` for a server that does what no law or simulation knows; `ranks`: the engines
+    of data parallelism that wrote a log.
+    """
+    server = "this vLLM server"
+    if ranks > 1:
+        refuse(server, [Found("data parallel", f"{ranks} engines of data parallelism")])
+    if header.resolved is not None:
+        refuse(server, of_resolved(header.resolved))
     found = list(header.not_modelled)
     if header.async_scheduling and header.graph_mode and header.graph_mode not in LAUNCHES:
         found.append(f"cudagraph_mode {header.graph_mode}")
     if found:
         raise InputError(
-            f"this vLLM server has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
+            f"{server} has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
             "profile it without that, or as engine openai, from outside",
         )
 
@@ -179,13 +196,13 @@ PACE_ROWS = 32  # of the larger decode step that shows the pace
 class VllmBench(ServerBench):
     """A running vLLM server, which writes its passes to `log`, open at its first line."""
 
-    def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
+    def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes], ranks: int = 1) -> None:
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server = server
         self._log = log
         self._recipe = recipe
         self._header: IterationLogHeader = header_of(log.readline())
-        refuse_not_modelled(self._header)
+        refuse_not_modelled(self._header, ranks)
         refuse_unknown_experts(recipe, self._header.model_type)
         self.facts = facts_of(recipe, self._header)
         self._endpoint.vocab_size = self.facts.vocab_size
@@ -215,6 +232,7 @@ class VllmBench(ServerBench):
             executor=header.executor,
             experts=experts,
             experts_per_token=per_token,
+            resolved=header.resolved,
             points=[],
             front=[],
         )
@@ -547,15 +565,26 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
     """Yield a bench on a server of its own, with the recipe's flags and a prefix cache, which holds
     no prompt but where a point wants that: prompts are random. Raises as `vllm_server`.
     """
+    refuse_recipe(recipe)
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
         path = Path(name) / "passes.jsonl"
         policy = recipe.policy
+        if policy.name == POLICY:
+            refuse_later(policy.parameters, vllm_version(recipe))
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
         with (
             vllm_server(command, quiet=True) as server,
             path.open("rb") as log,
-            VllmBench(recipe, server, log) as bench,
+            VllmBench(recipe, server, log, _ranks(path)) as bench,
         ):
             yield bench
+
+
+def _ranks(path: Path) -> int:
+    """How many engines of data parallelism wrote a log of passes; each does as it loads."""
+    count = 1
+    while log_of_rank(path, count).exists():
+        count += 1
+    return count

@@ -8,12 +8,42 @@ plan. Parameters are named as vLLM's flags. The defaults are those of its server
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import Value, defaults, parameter, validate
+
+
+@dataclass(frozen=True, slots=True)
+class LaterFlag:
+    """A flag that not every release of vLLM has; its default changes nothing."""
+
+    since: tuple[int, int]
+    default: Value
+    search: tuple[int, int]
+
+    def is_in(self, version: str) -> bool:
+        """Whether a release, such as '0.33.0', has it; '': not known."""
+        found = re.match(r"(\d+)\.(\d+)", version)
+        return found is not None and (int(found[1]), int(found[2])) >= self.since
+
+
+LATER = {"prefill_schedule_interval": LaterFlag((0, 33), 1, (1, 8))}
+
+
+def refuse_later(parameters: Mapping[str, Value], version: str) -> None:
+    """Raise `InputError` for a flag that this release of vLLM does not have; '': not known."""
+    for name, flag in LATER.items():
+        value = parameters.get(name, flag.default)
+        if value != flag.default and version and not flag.is_in(version):
+            since = ".".join(map(str, flag.since))
+            raise InputError(
+                f"policy 'vllm': {name} is {value}, and vLLM {version} does not have it",
+                f"vLLM {since} and newer do; leave it at {flag.default}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +80,13 @@ class VllmPolicy:
         high=0.99,
         search=(0.0, 0.3),
         doc="share of the blocks that stay free when one more is admitted",
+    )
+
+    prefill_schedule_interval: int = parameter(
+        1,
+        low=1,
+        high=1024,
+        doc="passes from one with a prefill to the next, while rows decode; vLLM 0.33 and newer",
     )
 
     def __post_init__(self) -> None:
