@@ -37,11 +37,11 @@ def drive(scheduler: Scheduler, change) -> list[int]:
 
 
 def test_a_new_parameter_holds_from_the_next_tick_on():
-    low = {"reserve": 0.9, "initial_count": 100, "initial_length": 100}
-    usual = drive(Scheduler(make_policy("past-future", low), [worker(30)]), lambda _: None)
+    low = {"watermark": 0.05}
+    usual = drive(Scheduler(make_policy("aggressive", low), [worker(30)]), lambda _: None)
     changed = drive(
-        Scheduler(make_policy("past-future", low), [worker(30)]),
-        lambda scheduler: scheduler.configure({"reserve": 0.05}),
+        Scheduler(make_policy("aggressive", low), [worker(30)]),
+        lambda scheduler: scheduler.configure({"watermark": 0.9}),
     )
     assert changed[:6] == usual[:6]
     assert max(changed[6:]) > max(usual[6:])
@@ -57,15 +57,15 @@ def test_fewer_slots_evict_nobody():
 
 def test_the_log_of_changes_replays():
     events = []
-    policy = make_policy("past-future", {"reserve": 0.9})
-    scheduler = RecordingScheduler(policy, [worker()], events.append)
-    drive(scheduler, lambda one: one.configure({"reserve": 0.0}, slots=3))
-    assert Configure({"reserve": 0.0}, 3) in events
+    policy = make_policy("aggressive", {"watermark": 0.05})
+    scheduler = RecordingScheduler(policy, [worker(30)], events.append)
+    drive(scheduler, lambda one: one.configure({"watermark": 0.9}, slots=25))
+    assert Configure({"watermark": 0.9}, 25) in events
     read = list(from_lines(to_line(event) for event in events))
-    again = Scheduler(make_policy("past-future", {"reserve": 0.9}), [worker()])
+    again = Scheduler(make_policy("aggressive", {"watermark": 0.05}), [worker(30)])
     assert list(replay(read, again)) == []
     without = [event for event in read if not isinstance(event, Configure)]
-    other = Scheduler(make_policy("past-future", {"reserve": 0.9}), [worker()])
+    other = Scheduler(make_policy("aggressive", {"watermark": 0.05}), [worker(30)])
     assert list(replay(without, other)) != []
 
 
