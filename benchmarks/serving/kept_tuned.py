@@ -5,9 +5,9 @@
 
 A minute a seed. Three parts follow one another: short chats, long documents, bursts of chats;
 their order, rates and lengths are drawn. The server is the simulator's engine under a fitted law,
-four times slower than that GPU. The keeper (`toolkit.live.keep`) knows that law with an error of up to 10 %, sees the lengths and
-times of the last minutes, and changes one setting at a time. Beside it stand the settings of the
-start, and of each part those that are best in hindsight, of a grid.
+four times slower than that GPU. The keeper (`toolkit.live.keep`) knows that law with an error of up
+to 10 %, sees the lengths and times of the last minutes, and changes one setting at a time. Beside
+it stand the settings of the start, and of each part those that are best in hindsight, of a grid.
 
 Goodput is the share of a part's requests that keep all targets.
 """
