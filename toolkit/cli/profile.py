@@ -133,6 +133,10 @@ def fit(args: FitOptions) -> None:
     fitted = fit_profile(measured, args.seed)
     made_from = head(inputs=inputs, device=measured.environment.device)
     made = fit_file(measured, fitted, made_from)
+    if args.from_log is not None:
+        from toolkit.backends.vllm.from_log import with_pass_errors
+
+        made = with_pass_errors(made)
     write_file(made, args.out)
     emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
     note(*analytic_notes(measured.engine))

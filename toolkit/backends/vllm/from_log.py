@@ -30,7 +30,7 @@ from toolkit.estimators.forms import Floats
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.estimators.steps import StepShape, features
-from toolkit.files.fit import StepsFit
+from toolkit.files.fit import Fit, StepsFit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import FrontPoint, Profile, StepsProfile
 from toolkit.files.recipe import Recipe
@@ -208,10 +208,11 @@ def profile_of_log(
     return computed_profile(recipe, head, facts, times, steps), found
 
 
-def newest(history: PassHistory, seconds: float) -> PassHistory:
-    """The passes of the last so many seconds of a log."""
-    if not history.passes:
-        return history
-    since_s = history.passes[-1].end_s - seconds
-    kept = [one for one in history.passes if one.start_s >= since_s]
-    return PassHistory(history.header, kept)
+def with_pass_errors(fit: Fit) -> Fit:
+    """The fit of such a profile, whose prefills and decode steps are as far off as its passes: they
+    were computed by the law of these.
+    """
+    assert fit.steps is not None
+    error = {"error": fit.steps.error}
+    laws = {"prefill": fit.prefill, "decode": fit.decode}
+    return fit.model_copy(update={name: law.model_copy(update=error) for name, law in laws.items()})
