@@ -8,6 +8,7 @@ law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one 
 arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
+Settings may change at given times, as those of a live engine do (`SettingsChange`).
 
 `PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, or
 `toolkit.sim.groups` where its model has several groups of caches, and `toolkit.sim.flight` times
@@ -33,6 +34,7 @@ from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
@@ -291,13 +293,25 @@ class Reuse:
         return DueRequests(arrival_s, first, turns)
 
 
+@dataclass(slots=True, frozen=True)
+class SettingsChange:
+    """New values of an engine's settings, which the first pass that is planned after `at_s` has."""
+
+    at_s: float
+    settings: Mapping[str, Value]
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
+
 class Tokens:
     """The rows that get tokens from passes of the same rows.
 
     Attributes:
         decoding: how many rows get one from each pass.
         drafts: how many more tokens they get, which were drafts.
-        joined: the rows that get one from the first pass, as their input is complete.
+        joined: the rows that get one from the first pass, as their input is complete, or as they
+            missed the pass before.
         ended: the rows that get their last from the last pass.
         running: how many rows ran.
     """
@@ -361,6 +375,7 @@ class PagedRun:
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
+        self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
         self._restart(0.0)
@@ -387,6 +402,14 @@ class PagedRun:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
+            self._can_cut = False
+            self._flight.cut(now_s)
+            self.next_s = self._flight.due_s
+
+    def change(self, settings: Mapping[str, Value], now_s: float) -> None:
+        """The engine has new settings, from the next pass that is planned on."""
+        self._changed.append(settings)
+        if self._leap is not None and self._flight.steps > 1:
             self._can_cut = False
             self._flight.cut(now_s)
             self.next_s = self._flight.due_s
@@ -493,6 +516,15 @@ class PagedRun:
     def _planned(self) -> PagedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self._scheduler
+        for settings in self._changed:
+            if not isinstance(scheduler, PagedScheduler):
+                raise InputError(
+                    "settings that change while it runs are modelled of engines with one group of "
+                    "caches, without speculative decoding",
+                    "simulate each setting on its own",
+                )
+            scheduler.change(settings)
+        self._changed.clear()
         for row in self._arrived:
             scheduler.add(row)
         self._arrived.clear()
@@ -524,6 +556,7 @@ class PagedRun:
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
         if plan.resumed:
             joined += plan.resumed
+        decoding -= plan.apart
         blocks = self._blocks
         capacity = self._capacity_tokens
         used_first = (blocks - scheduler.pool.free) * capacity // blocks
@@ -613,11 +646,13 @@ def serve(
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
+    changes: Sequence[SettingsChange] = (),
 ) -> list[Refusal]:
     """Serve requests, dealt in turn to as many engines as the ledger has workers (see
     `Reuse.dealt`). Returns the refusals: requests that can never be served.
 
-    The engine cannot foresee the end of an output that is shorter than its limit.
+    All engines have the `changes`, which are in order of time. An engine cannot foresee the end of
+    an output that is shorter than its limit.
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
@@ -644,7 +679,7 @@ def serve(
         }
         arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
-        _drive(run, rows, arrivals, front, engine, drain)
+        _drive(run, rows, arrivals, front, engine, drain, changes)
     return list(refusals.values())
 
 
@@ -655,17 +690,23 @@ def _drive(
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
+    changes: Sequence[SettingsChange],
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
     admitted. Requests without a row are refused when they arrive.
     """
     left = len(rows)  # to arrive
+    changed = 0
     events = 0
     while arrivals.next_s < math.inf or run.next_s < math.inf:
         events += 1
         if events % CHECK_EVERY == 0:
             check()
         came_s = arrivals.next_s
+        if changed < len(changes) and changes[changed].at_s <= min(came_s, run.next_s):
+            run.change(changes[changed].settings, changes[changed].at_s)
+            changed += 1
+            continue
         if came_s <= run.next_s:
             number = arrivals.take()
             if number in rows:

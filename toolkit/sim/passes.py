@@ -39,9 +39,10 @@ class PagedPass:
     Attributes:
         paused: rows that decode, but get no token in this pass as in those before.
         resumed: rows that decode again after such a pass.
+        apart: how many of the scheduler's decoding rows get no token, or are `resumed`.
     """
 
-    __slots__ = ("chunks", "paused", "preempted", "resumed", "rows", "shape")
+    __slots__ = ("apart", "chunks", "paused", "preempted", "resumed", "rows", "shape")
 
     def __init__(
         self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
@@ -52,6 +53,7 @@ class PagedPass:
         self.preempted = preempted
         self.paused: list[PagedRequest] = NO_ROWS
         self.resumed: list[PagedRequest] = NO_ROWS
+        self.apart = 0
 
 
 class PassScheduler:

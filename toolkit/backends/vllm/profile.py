@@ -111,6 +111,19 @@ def timed(passes: Sequence[LoggedPass], window: int = 0) -> list[TimedPass]:
     return times
 
 
+def least_sampler_s(logged: Sequence[LoggedPass]) -> float:
+    """The least time that a launch went on after its stamp; infinity where no pass shows it."""
+    found_s = math.inf
+    end_s = -math.inf
+    for one, later in pairwise([one for one in logged if one.rows]):
+        if later.start_s < one.end_s:
+            following = Following(later.start_s, later.rows, later.launched_s)
+            shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
+            found_s = min(found_s, shown_s)
+        end_s = one.end_s
+    return found_s
+
+
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
     """One point for each pass with chunks, and one for each stretch of equally many decodes."""
     stretches: list[list[TimedPass]] = []
@@ -376,14 +389,9 @@ class VllmBench(ServerBench):
 
     def _see_sampler(self, logged: Sequence[LoggedPass]) -> None:
         """Keep the least time that a launch went on after its stamp."""
-        end_s = -math.inf
-        for one, later in pairwise([one for one in logged if one.rows]):
-            if later.start_s < one.end_s:
-                following = Following(later.start_s, later.rows, later.launched_s)
-                shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
-                if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
-                    self._sampler_s = shown_s
-            end_s = one.end_s
+        shown_s = least_sampler_s(logged)
+        if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
+            self._sampler_s = shown_s
 
     def _measure_hits(self, point: GridPoint) -> float:
         """A prompt, then others that begin with it, one after another; seconds of such a pass. A

@@ -48,6 +48,10 @@ def passes_of(scheduler: ModelledScheduler, case: Case) -> list[Pass]:
     while True:
         for number in arrivals.due(len(found)):
             scheduler.add(rows[number])
+        settings = case.get("changes", {}).get(str(len(found)))
+        if settings:
+            assert isinstance(scheduler, PagedScheduler)
+            scheduler.change(settings)
         try:
             step = step_of(scheduler, counts=shares)
         except SimulationStalledError as stuck:
