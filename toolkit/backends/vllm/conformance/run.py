@@ -26,7 +26,7 @@ CHILD = "toolkit.backends.vllm.conformance.child"
 WORKLOADS = 100  # of each kind with each of the two schedulers
 SEED = 1000
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
-LOAD_S = 600.0
+LOAD_S = 1800.0
 MODEL = {  # a model without weights: only its limits count
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
