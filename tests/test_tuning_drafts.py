@@ -18,7 +18,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.fitting import laws_of_drafts
 from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.fit import Fit
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import HardwareSpec, Recipe
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import world_from_fit
@@ -154,8 +154,11 @@ def test_the_flags_of_drafts() -> None:
     flag, text = draft_flags(recipe, {"num_speculative_tokens": 2}, [])
     assert flag == "--speculative-config"
     assert json.loads(text) == {"method": "ngram", "num_speculative_tokens": 2}
-    _, text = draft_flags(recipe, {"num_speculative_tokens": 2}, [0.5, 0.2])
+    on_gpu = recipe.model_copy(update={"hardware": HardwareSpec(device="cuda", name="any")})
+    _, text = draft_flags(on_gpu, {"num_speculative_tokens": 2}, [0.5, 0.2])
     assert json.loads(text)["synthetic_acceptance_rates"] == [0.5, 0.2]
+    with pytest.raises(InputError):
+        draft_flags(recipe, {"num_speculative_tokens": 2}, [0.5, 0.2])
 
 
 def test_drafts_without_a_method_are_refused(tmp_path: Path) -> None:

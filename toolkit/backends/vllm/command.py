@@ -391,6 +391,11 @@ def draft_flags(recipe: Recipe, given: Mapping[str, Value], rates: Sequence[floa
     config: dict[str, object] = {"method": spec.method, DRAFTS: tokens}
     if spec.model is not None:
         config["model"] = spec.model
+    if rates and recipe.hardware.device == "cpu":
+        raise InputError(
+            "serve.acceptance.synthetic: vLLM accepts no drafts by made-up rates on a CPU",
+            "leave it out: there it accepts what the model accepts",
+        )
     if rates:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     return ["--speculative-config", json.dumps(config | spec.options)]
