@@ -3,6 +3,7 @@
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON [--cases 400]
         [--timed] [--live]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --caches gpt-oss [--cases 400]
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --trace TRACE [...]
 
 Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM.
@@ -24,7 +25,10 @@ With --timed the requests come at times, and vLLM's loop, without its executor, 
 a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
 of all tokens must be those of the simulated engine, to a nanosecond.
 
-The third does the same with the requests of a trace that says what prompts share, their lengths
+With --caches the workloads are of a model with such groups of caches, in pools that just hold its
+longest request, and the blocks that each group holds for each row must be the same, too.
+
+The last does the same with the requests of a trace that says what prompts share, their lengths
 divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
 
 A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
@@ -46,9 +50,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
+from toolkit.backends.vllm.conformance import groups
+from toolkit.backends.vllm.conformance.groups import make_grouped, without_keys
 from toolkit.backends.vllm.conformance.kinds import first_difference, live
 from toolkit.backends.vllm.conformance.kinds.full import passes_of_case, rows_of, step_of
-from toolkit.backends.vllm.conformance.run import passes_of_vllm
+from toolkit.backends.vllm.conformance.run import passes_of_results, passes_of_vllm, run_cases
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
@@ -62,6 +68,15 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
 
+CACHES = {
+    "gpt-oss": groups.like_gpt_oss,
+    "gpt-oss-128": groups.like_gpt_oss_whole,
+    "gemma": groups.like_gemma,
+    "windows": groups.windows_alone,
+    "sizes": groups.two_sizes,
+    "states": groups.states,
+    "qwen3-next": groups.like_qwen3_next,
+}
 TIMED = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens, not passes
 
 
@@ -252,6 +267,7 @@ def main() -> None:
     parser.add_argument("--timed", action="store_true")
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
+    parser.add_argument("--caches", choices=CACHES)
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
     parser.add_argument("--pass-s", type=float, default=0.5)
@@ -275,7 +291,9 @@ def main() -> None:
             _report_times([timed_case(given.seed + k) for k in range(given.cases)], given)
             return
         cases = _cases(given)
-        theirs = passes_of_vllm(given.vllm_python, cases)
+        loaded = run_cases(given.vllm_python, cases)
+        theirs = [without_keys(passes) for passes in passes_of_results(loaded.results)]
+        cases = [case | {"version": loaded.version} for case in cases]
         ours = [passes_of_case(case) for case in cases]
         ahead = sum(case["ahead"] for case in cases)
         print(f"{len(cases) - ahead} workloads with vLLM's Scheduler, {ahead} with AsyncScheduler")
@@ -286,6 +304,9 @@ def main() -> None:
 
 def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The workloads that the options ask for; a trace's with both schedulers."""
+    if given.caches:
+        maker = CACHES[given.caches]
+        return [make_grouped(maker, given.seed + k, ahead=bool(k % 2)) for k in range(given.cases)]
     if not given.trace:
         seeds = range(given.seed, given.seed + given.cases)
         if given.live:

@@ -20,11 +20,13 @@ CLASSES = {  # each with the reason why it needs rules of its own
     # caches
     "windows": "a window's blocks are freed as it moves, and prefixes must hit in every group",
     "window only": "blocks are freed as the window moves, so memory does not grow with tokens",
+    "several windows": "a step reads another number of tokens in each",
     "full windows": "the cache keeps every token, and a step reads only the window's",
     "chunks": "a step reads only the tokens of its own chunk",
     "states": "a state takes a few blocks per request, whatever its length",
     "groups": "several groups of caches share one pool, each with a table of its own",
     "block sizes": "groups with blocks of several sizes share one pool",
+    "compressed caches": "a cache keeps one entry for several tokens",
     "sparse attention": "a step reads only the best cached tokens, and the index reads all",
     "replay": "tokens are computed again after a hit",
     "rings": "a cache of fixed size per request is in the pool, too",
@@ -49,13 +51,13 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "long prefill threshold": "chunks are cut while other requests are there",
     "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
 }
-MODELLED: tuple[str, ...] = ()  # of them
+MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ClassFound:
     """That a model or a server is of a class: the class, and what it has, in words."""
 
     name: str
@@ -67,24 +69,24 @@ class Found:
         return CLASSES[self.name]
 
 
-def refused(found: Iterable[Found]) -> list[Found]:
+def refused(found: Iterable[ClassFound]) -> list[ClassFound]:
     """Those that llmctl does not model, each once."""
     return [one for one in dict.fromkeys(found) if one.name not in MODELLED]
 
 
-def refusal(found: Iterable[Found]) -> str:
+def refusal(found: Iterable[ClassFound]) -> str:
     """What is not modelled and why, in one line; '': all is modelled."""
     refuses = refused(found)
     return "; ".join(f"{one.what}: {one.reason}" for one in refuses)
 
 
-def refuse(subject: str, found: Iterable[Found]) -> None:
+def refuse(subject: str, found: Iterable[ClassFound]) -> None:
     """Raise `InputError` in one line for what is not modelled; `subject` has it."""
     if why := refusal(found):
         raise InputError(f"{subject} has what llmctl does not model: {why}", HINT)
 
 
-def of_recipe(config: Config, words: Sequence[str]) -> list[Found]:
+def of_recipe(config: Config, words: Sequence[str]) -> list[ClassFound]:
     """The classes of a model with flags on vLLM's command line."""
     found = [*of_config(config), *of_flags(words)]
     if TEXT_ONLY in _flags(words):
@@ -92,7 +94,7 @@ def of_recipe(config: Config, words: Sequence[str]) -> list[Found]:
     return found
 
 
-def of_config(config: Config) -> list[Found]:
+def of_config(config: Config) -> list[ClassFound]:
     """The classes of a model, from the dict of its config.json."""
     found = []
     special = special_of(config)
@@ -101,42 +103,42 @@ def of_config(config: Config) -> list[Found]:
     whole = integer_at(text, "num_hidden_layers")
     if ratios := text.get("compress_ratios"):
         count = len(set(ratios)) if isinstance(ratios, list) else 1
-        found.append(Found("block sizes", f"compressed caches of {count} ratios"))
+        found.append(ClassFound("compressed caches", f"compressed caches of {count} ratios"))
     if special.states:
-        found.append(Found("states", f"{special.states} beside attention"))
+        found.append(ClassFound("states", f"{special.states} beside attention"))
     if chunk := integer_at(text, "attention_chunk_size"):
-        found.append(Found("chunks", f"attention in chunks of {chunk:,} tokens"))
+        found.append(ClassFound("chunks", f"attention in chunks of {chunk:,} tokens"))
     if layers:
         name = "window only" if whole and layers >= whole and not special.states else "windows"
-        found.append(Found(name, f"sliding windows of {window:,} tokens in {layers} layers"))
+        found.append(ClassFound(name, f"sliding windows of {window:,} tokens in {layers} layers"))
     if best := integer_at(text, "index_topk"):
-        found.append(Found("sparse attention", f"sparse attention to {best:,} tokens"))
+        found.append(ClassFound("sparse attention", f"sparse attention to {best:,} tokens"))
     if text.get("canvas_length") is not None:
-        found.append(Found("diffusion", "a diffusion model of text"))
+        found.append(ClassFound("diffusion", "a diffusion model of text"))
     if config.get("is_encoder_decoder"):
-        found.append(Found("encoder", "an encoder beside its decoder"))
+        found.append(ClassFound("encoder", "an encoder beside its decoder"))
     senses = [key for key in SENSES if config.get(key)]
     if senses:
         what = " and ".join(key.removesuffix("_config") for key in senses)
-        found.append(Found("media", f"inputs of {what}"))
+        found.append(ClassFound("media", f"inputs of {what}"))
     return found
 
 
-def of_flags(words: Sequence[str]) -> list[Found]:
+def of_flags(words: Sequence[str]) -> list[ClassFound]:
     """The classes of a server, from flags on vLLM's command line."""
     found = []
     given = _flags(words)
     for flag, name, what in SWITCHES:
         if flag in given:
-            found.append(Found(name, what))
+            found.append(ClassFound(name, what))
     for flag, name, most in NUMBERS:
         value = given.get(flag, "")
         if value and not (value.isdecimal() and int(value) <= most):
-            found.append(Found(name, f"{flag} {value}"))
+            found.append(ClassFound(name, f"{flag} {value}"))
     if given.get("--scheduling-policy", "fcfs") != "fcfs":
-        found.append(Found("priority", f"--scheduling-policy {given['--scheduling-policy']}"))
+        found.append(ClassFound("priority", f"--scheduling-policy {given['--scheduling-policy']}"))
     if given.get("--runner") == "pooling":
-        found.append(Found("no tokens", "--runner pooling"))
+        found.append(ClassFound("no tokens", "--runner pooling"))
     return found
 
 
@@ -190,75 +192,82 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def of_resolved(resolved: Resolved) -> list[Found]:
+def of_resolved(resolved: Resolved) -> list[ClassFound]:
     """The classes of a server, from what vLLM resolved."""
     return [*_of_groups(resolved), *_of_server(resolved)]
 
 
-def _of_groups(resolved: Resolved) -> list[Found]:
+def _of_groups(resolved: Resolved) -> list[ClassFound]:
     groups = resolved.groups
     found = [one for group in groups for one in _of_group(group, alone=len(groups) == 1)]
     if len({group.block for group in groups}) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted({group.block for group in groups}))
-        found.append(Found("block sizes", f"blocks of {sizes} tokens"))
+        found.append(ClassFound("block sizes", f"blocks of {sizes} tokens"))
+    windows = {group.window for group in groups if group.kind == "window"}
+    if len(windows) > 1:
+        words = " and ".join(f"{window:,}" for window in sorted(windows))
+        found.append(ClassFound("several windows", f"sliding windows of {words} tokens"))
     if len(groups) > 1 and not found:
-        found.append(Found("groups", f"{len(groups)} groups of KV caches"))
+        found.append(ClassFound("groups", f"{len(groups)} groups of KV caches"))
     if resolved.fine_hits:
-        found.append(Found("fine hits", "--prefix-match-unit"))
+        found.append(ClassFound("fine hits", "--prefix-match-unit"))
     if resolved.index_topk:
         what = f"sparse attention to {resolved.index_topk:,} tokens"
-        found.append(Found("sparse attention", what))
+        found.append(ClassFound("sparse attention", what))
     return found
 
 
-def _of_group(group: CacheGroup, *, alone: bool) -> list[Found]:
+def _of_group(group: CacheGroup, *, alone: bool) -> list[ClassFound]:
     found = []
     where = f"{group.window:,} tokens in {group.layers} layers"
     match group.kind:
         case "window":
             name = "window only" if alone else "windows"
-            found.append(Found(name, f"sliding windows of {where}"))
+            if group.spec != "SlidingWindowSpec":
+                name = "compressed caches"
+            found.append(ClassFound(name, f"sliding windows of {where}"))
         case "chunk":
-            found.append(Found("chunks", f"attention in chunks of {where}"))
+            found.append(ClassFound("chunks", f"attention in chunks of {where}"))
         case "state":
             mode = f" (mode {group.mode})" if group.mode else ""
-            found.append(Found("states", f"states in {group.layers} layers{mode}"))
+            name = "states" if group.mode in ("align", "none") else "unknown cache"
+            found.append(ClassFound(name, f"states in {group.layers} layers{mode}"))
         case "ring":
-            found.append(Found("rings", f"a {group.spec}"))
+            found.append(ClassFound("rings", f"a {group.spec}"))
         case "full" | "mla":
             if group.window:
-                found.append(Found("full windows", f"sliding windows of {where}, kept whole"))
+                found.append(ClassFound("full windows", f"sliding windows of {where}, kept whole"))
         case _:
-            found.append(Found("unknown cache", f"a KV cache of kind {group.spec}"))
+            found.append(ClassFound("unknown cache", f"a KV cache of kind {group.spec}"))
     if group.replay:
-        found.append(Found("replay", f"{group.replay:,} tokens computed again after a hit"))
+        found.append(ClassFound("replay", f"{group.replay:,} tokens computed again after a hit"))
     return found
 
 
-def _of_server(resolved: Resolved) -> list[Found]:
+def _of_server(resolved: Resolved) -> list[ClassFound]:
     found = []
     sizes = (
         ("data parallel", "data_parallel_size", resolved.dp),
         ("pipeline parallel", "pipeline_parallel_size", resolved.pp),
         ("context parallel", "context parallelism", resolved.cp),
     )
-    found += [Found(name, f"{what} {size}") for name, what, size in sizes if size > 1]
+    found += [ClassFound(name, f"{what} {size}") for name, what, size in sizes if size > 1]
     if resolved.dp == 1 and resolved.dp_rank:  # of engines that count as alone
-        found.append(Found("data parallel", f"engine {resolved.dp_rank} of data parallelism"))
+        found.append(ClassFound("data parallel", f"engine {resolved.dp_rank} of data parallelism"))
     if drafts := resolved.drafts:
         what = f"speculative decoding ({drafts.method}, {drafts.tokens} drafts)"
-        found.append(Found("drafts", what))
-    found += [Found("connector", one) for one in resolved.connectors]
+        found.append(ClassFound("drafts", what))
+    found += [ClassFound("connector", one) for one in resolved.connectors]
     rows = resolved.max_num_active_seqs
     if rows is not None:
-        found.append(Found("active rows", f"max_num_active_seqs {rows}"))
+        found.append(ClassFound("active rows", f"max_num_active_seqs {rows}"))
     if threshold := resolved.long_prefill_token_threshold:
         what = f"long_prefill_token_threshold {threshold}"
-        found.append(Found("long prefill threshold", what))
+        found.append(ClassFound("long prefill threshold", what))
     if resolved.policy != "fcfs":
-        found.append(Found("priority", f"scheduling policy '{resolved.policy}'"))
+        found.append(ClassFound("priority", f"scheduling policy '{resolved.policy}'"))
     if resolved.runner != "generate":
-        found.append(Found("no tokens", f"runner '{resolved.runner}'"))
+        found.append(ClassFound("no tokens", f"runner '{resolved.runner}'"))
     switches: Mapping[str, tuple[bool, str]] = {
         "encoder": (resolved.encoder, "an encoder beside its decoder"),
         "media": (resolved.media, f"inputs of images, audio or video ({TEXT_ONLY}: none)"),
@@ -267,5 +276,5 @@ def _of_server(resolved: Resolved) -> list[Found]:
         "moving experts": (resolved.balanced_experts, "experts that are balanced or elastic"),
         "dual batch": (resolved.dual_batch, "dual batch overlap"),
     }
-    found += [Found(name, what) for name, (is_on, what) in switches.items() if is_on]
+    found += [ClassFound(name, what) for name, (is_on, what) in switches.items() if is_on]
     return found

@@ -84,7 +84,8 @@ def command(args: VllmCheckOptions) -> None:
 
     emit(args.as_json, found, show)
     if kept is not None:
-        note(f"wrote {kept}; tune, capacity and simulate cite it")
+        cited = "" if args.out is not None else "; tune, capacity and simulate cite it"
+        note(f"wrote {kept}{cited}")
     if not found.agrees:
         lacking = {need for item in TOUCHED if item.words in found.missing for need in item.needs}
         without = [CAPABILITIES[need].without for need in CAPABILITIES if need in lacking]

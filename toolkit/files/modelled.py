@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from toolkit.catalogue.classes import Found, of_recipe, of_resolved, refuse
+from toolkit.catalogue.classes import ClassFound, of_recipe, of_resolved, refuse
 from toolkit.engine_traits import traits_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 
 
-def classes_of(recipe: Recipe) -> list[Found]:
+def classes_of(recipe: Recipe) -> list[ClassFound]:
     """The classes of a recipe's model and of its flags; none of a server that runs already, which
     is measured from outside.
     """

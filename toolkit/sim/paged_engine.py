@@ -10,8 +10,9 @@ arrival that could change anything, the first end, or the first missing block.
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
 Settings may change at given times, as those of a live engine do (`SettingsChange`).
 
-`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, and
-`toolkit.sim.flight` times them. `serve` gives the engines of a world requests in turn;
+`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, or
+`toolkit.sim.groups` where its model has several groups of caches, and `toolkit.sim.flight` times
+them. `serve` gives the engines of a world requests in turn;
 `toolkit.sim.replicas` puts them behind a router.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,11 +38,15 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
+from toolkit.sim.groups.caches import CacheSettings
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
+
+EngineScheduler: TypeAlias = PagedScheduler | GroupedScheduler
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +79,8 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `believed` is the law that a router believes; None: `steps`.
+    `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
+    caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     """
 
     steps: EngineLaw
@@ -84,27 +91,59 @@ class PagedEngine:
     front_s: float = 0.0
     front_row_s: float = 0.0
     believed: EngineLaw | None = None
+    caches: CacheSettings | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
 
     @classmethod
-    def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
+    def of(
+        cls, fit: StepsFit, capacity_tokens: int, caches: CacheSettings | None = None
+    ) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
+        blocks = capacity_tokens // fit.block_tokens
+        if caches is not None:
+            blocks = round(fit.blocks * capacity_tokens / caches.capacity_tokens(fit.blocks))
         return cls(
             law_of_steps(fit),
-            capacity_tokens // fit.block_tokens,
+            blocks,
             fit.block_tokens,
             fit.async_scheduling,
             PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
             fit.front_s,
             fit.front_row_s,
+            caches=caches,
         )
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that its cache holds."""
+        """Tokens that its cache holds; with several cache groups, as many as vLLM logs."""
+        if self.caches is not None:
+            return self.caches.capacity_tokens(self.blocks)
         return self.blocks * self.block_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that it can serve."""
+        if self.caches is not None:
+            return self.caches.max_model_len - 1
+        return self.capacity_tokens
+
+    def allowed(self, flags: VllmPolicy) -> VllmPolicy:
+        """The flags nearest to `flags` with which vLLM starts."""
+        if self.caches is None:
+            return flags
+        return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
+
+    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> EngineScheduler:
+        """A scheduler of it, without requests; `shares` as of `PagedScheduler`. `InputError` where
+        vLLM would not start with these flags.
+        """
+        if self.caches is not None:
+            return GroupedScheduler(self.caches, flags, self.blocks, ahead=self.ahead)
+        return PagedScheduler(
+            flags, self.blocks, self.block_tokens, ahead=self.ahead, shares=shares
+        )
 
     def front(self, rows: float) -> FrontDelay:
         """What clients wait beyond passes of so many rows. A single delay covers the way in and
@@ -264,6 +303,7 @@ class PagedRun:
         self._tells = tells
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
+        self._capacity_tokens = engine.capacity_tokens
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
@@ -274,9 +314,7 @@ class PagedRun:
 
     def _restart(self, now_s: float) -> None:
         """It begins with an empty cache and without requests."""
-        self._scheduler = PagedScheduler(
-            self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
-        )
+        self._scheduler = self._engine.scheduler(self._flags, shares=self._shares)
         self._arrived: list[PagedRequest] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
         self._leap: PagedPass | None = None  # the first of the passes that are under way
@@ -355,7 +393,8 @@ class PagedRun:
             return
         self._plan_s = max(self._done_s, now_s)
         self.next_s = math.inf
-        if plan is not None and self._under_way:  # no other row can run before these have left
+        if plan is not None and (self._under_way or plan.preempted):
+            # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
             self.next_s = self._plan_s
@@ -436,13 +475,14 @@ class PagedRun:
         steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
-        if plan.apart:
-            decoding -= plan.apart
+        if plan.resumed:
             joined += plan.resumed
-        size = self._block_tokens
-        used_first = (self._blocks - scheduler.pool.free) * size
+        decoding -= plan.apart
+        blocks = self._blocks
+        capacity = self._capacity_tokens
+        used_first = (blocks - scheduler.pool.free) * capacity // blocks
         ended = scheduler.commit(steps)
-        used = (self._blocks - scheduler.pool.free) * size
+        used = (blocks - scheduler.pool.free) * capacity // blocks
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows
@@ -605,8 +645,8 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    limit = f"the cache holds {engine.capacity_tokens:,}"
-    if most <= engine.capacity_tokens:
+    limit = f"the cache holds {engine.longest:,}"
+    if most <= engine.longest:
         if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
             return None
         limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"

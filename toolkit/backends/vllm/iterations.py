@@ -312,6 +312,7 @@ class PassCounts:
     def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
         self._law = law
         self._series = series
+        self._window = law.window if isinstance(law, StepLaw) else 0
         self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
         self._arrived_s: dict[str, float] = {}  # requests that have not ended
         self._without_token: set[str] = set()  # a subset of them
@@ -351,7 +352,7 @@ class PassCounts:
         if logged.rows and self._overlapping is not None:
             self._count_overlapping(self._overlapping.ended(logged, following))
         elif logged.rows:
-            shape = shape_of_rows(logged.rows)
+            shape = shape_of_rows(logged.rows, self._window)
             start_s = logged.start_s
             predicted_s = self._law.forward_s(shape)
             if self._ended_s is not None:

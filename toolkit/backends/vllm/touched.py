@@ -132,7 +132,7 @@ def _methods() -> Iterator[Touched]:
         ("schedule", ("throttle_prefills",), LOGGED),
         ("update_from_output", ("scheduler_output", "model_runner_output"), LOGGED),
         ("finish_requests", ("request_ids", "finished_status"), LOGGED),
-        ("_preempt_request", ("request", "timestamp", "drop_stale_output"), LOGGED),
+        ("_preempt_request", ("request", "timestamp", "drop_stale_output"), ALL),
         ("add_request", ("request",), LOGGED),
         ("get_grammar_bitmask", ("scheduler_output",), ("start",)),
         ("shutdown", (), LOGGED),
@@ -331,7 +331,7 @@ def read_vllm(python: str, remedy: str = "") -> Installed:
         raise EngineError(f"{python}: cannot be run: {error.strerror}", remedy) from None
     except subprocess.TimeoutExpired:
         raise EngineError(f"{python} did not answer within {FIND_TIMEOUT_S:g} s", remedy) from None
-    version, _, origin = done.stdout.strip().partition("\n")
+    version, origin = [*done.stdout.splitlines(), "", ""][:2]
     if done.returncode or not (version or origin):
         raise EngineError(f"{python} has no vLLM", remedy)
     folder = Path(origin).parent if origin else None

@@ -14,7 +14,13 @@ from collections import deque
 from math import gcd, lcm
 from typing import Any
 
-from toolkit.backends.vllm.conformance.workloads import Arrivals, Case, Pass, token_of, tokens_of
+from toolkit.backends.vllm.conformance.workloads import (
+    Case,
+    CaseArrivals,
+    Pass,
+    token_of,
+    tokens_of,
+)
 
 MOST_PASSES = 20_000
 
@@ -80,7 +86,9 @@ class Driven:
             kv_cache_config=KVCacheConfig(
                 num_blocks=blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=_specs(groups, drafts["tokens"] if drafts else 0),
+                kv_cache_groups=_specs(
+                    groups, drafts["tokens"] if drafts else 0, config.model_config.dtype
+                ),
                 **kept,
             ),
             structured_output_manager=StructuredOutputManager(config),
@@ -113,7 +121,7 @@ class Driven:
 
     def run(self) -> list[Pass]:
         """The passes of the workload; the last one is {"stuck": ...} where it does not end."""
-        arrivals = Arrivals(self.case)
+        arrivals = CaseArrivals(self.case)
         while len(self.passes) < MOST_PASSES:
             for number in arrivals.due(len(self.passes)):
                 self.add(number)
@@ -280,9 +288,8 @@ def block_sizes(case: Case) -> tuple[int, int]:
     return whole, case.get("match_unit") or gcd(*sizes)
 
 
-def _specs(groups: list[dict[str, Any]], drafts: int) -> list[Any]:
+def _specs(groups: list[dict[str, Any]], drafts: int, dtype: Any) -> list[Any]:
     """The groups as vLLM's. Their layers are tiny: only blocks count."""
-    import torch
     from vllm.v1 import kv_cache_interface as caches
 
     found = []
@@ -291,7 +298,7 @@ def _specs(groups: list[dict[str, Any]], drafts: int) -> list[Any]:
             "block_size": group["block"],
             "num_kv_heads": 1,
             "head_size": 1,
-            "dtype": torch.float32,
+            "dtype": dtype,
         }
         match group["kind"]:
             case "full":
@@ -306,7 +313,7 @@ def _specs(groups: list[dict[str, Any]], drafts: int) -> list[Any]:
                 state: dict[str, Any] = {
                     "block_size": group["block"],
                     "shapes": ((1,),),
-                    "dtypes": (torch.float32,),
+                    "dtypes": (dtype,),
                     "mamba_cache_mode": group["mode"],
                     "num_speculative_blocks": drafts,
                 }

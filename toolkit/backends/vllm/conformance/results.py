@@ -21,7 +21,7 @@ from toolkit.files.strict import Strict, read_bytes, validate
 SHIPPED = Path(__file__).parent / "results"
 
 
-class Row(Strict):
+class ComparedKind(Strict):
     """A kind of cache with one of vLLM's two schedulers."""
 
     kind: str
@@ -42,7 +42,7 @@ class Conformance(Strict):
     date: str = Field(description="YYYY-MM-DD")
     seed: int
     seconds: float
-    rows: list[Row]
+    rows: list[ComparedKind]
     missing: dict[str, str] = Field(description="what llmctl touches and it lacks, and why")
     flags: list[str] = Field(description="all that its command line declares")
     metrics: list[str] = Field(description="all that it exports")
@@ -57,7 +57,7 @@ class Conformance(Strict):
         """Whether nothing is missing and no workload differs."""
         return not self.missing and not any(row.differing for row in self.rows)
 
-    def of(self, classes: Iterable[str]) -> list[Row]:
+    def of(self, classes: Iterable[str]) -> list[ComparedKind]:
         """The rows of models of these classes; of none: of full attention."""
         wanted = set(classes)
         return [row for row in self.rows if row.cited and set(row.classes) == wanted]

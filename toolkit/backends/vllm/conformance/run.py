@@ -15,9 +15,10 @@ from typing import Any
 
 import toolkit
 from toolkit.backends.vllm.command import link_package
-from toolkit.backends.vllm.conformance.kinds import Kind, kinds
-from toolkit.backends.vllm.conformance.results import Conformance, Row
+from toolkit.backends.vllm.conformance.kinds import ModelKind, kinds
+from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
 from toolkit.backends.vllm.conformance.workloads import Case
+from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
 from toolkit.errors import EngineError
 
@@ -58,7 +59,7 @@ def compare(
     another than the one that was found.
     """
     start_s = time.monotonic()
-    installed = read_vllm(python)
+    installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
     missing = check(installed)
     lacks = {need for one in missing for need in one.item.needs}
     chosen = [
@@ -80,7 +81,7 @@ def compare(
     for kind in chosen:
         for ahead, scheduler in SCHEDULERS.items():
             mine = [
-                (number, case, theirs)
+                (number, {**case, "version": loaded.version}, theirs)
                 for (one, is_ahead, number, case), theirs in zip(cases, loaded.results, strict=True)
                 if one is kind and is_ahead == ahead
             ]
@@ -125,7 +126,7 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
     return Loaded(content["version"], Path(content["folder"]), content["results"])
 
 
-def _row(kind: Kind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> Row:
+def _row(kind: ModelKind, scheduler: str, ran: Sequence[tuple[int, Case, Any]]) -> ComparedKind:
     passes = differing = 0
     first = ""
     for number, case, theirs in ran:
@@ -138,7 +139,7 @@ def _row(kind: Kind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> Row:
         if at is not None:
             differing += 1
             first = first or f"workload {number}, pass {at}"
-    return Row(
+    return ComparedKind(
         kind=kind.name,
         classes=list(kind.classes),
         scheduler=scheduler,
@@ -154,7 +155,11 @@ def passes_of_vllm(python: str, cases: Sequence[Case], child: str = CHILD) -> li
     """The passes that vLLM's own schedulers make of the workloads, or what else a `child` makes of
     them. `EngineError` for a workload that ended with an error.
     """
-    results = run_cases(python, cases, child).results
+    return passes_of_results(run_cases(python, cases, child).results)
+
+
+def passes_of_results(results: list[Any]) -> list[Any]:
+    """What a child gave of each workload. `EngineError` for one that ended with an error."""
     for number, one in enumerate(results):
         if isinstance(one, dict):
             raise EngineError(f"workload {number}: {one['error']}")

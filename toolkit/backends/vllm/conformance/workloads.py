@@ -29,7 +29,7 @@ def make_case(seed: int) -> dict[str, Any]:
     longest = min(blocks * block_tokens, 1024)
     seqs = draw.choice([2, 4, 8, 16])
     kind = draw.choice(["alone", "blocks", "blocks", "sessions", "closed", "both"])
-    made = Prompts(draw, block_tokens, longest, kind)
+    made = CasePrompts(draw, block_tokens, longest, kind)
     at = 0
     requests = []
     for _ in range(draw.randint(3, 40)):
@@ -61,7 +61,7 @@ def make_case(seed: int) -> dict[str, Any]:
     }
 
 
-class Prompts:
+class CasePrompts:
     """Made-up prompts that share blocks of `size` tokens and continue earlier requests."""
 
     def __init__(self, draw: random.Random, block_tokens: int, longest: int, kind: str) -> None:
@@ -107,7 +107,7 @@ class Prompts:
         return prompt
 
 
-class Arrivals:
+class CaseArrivals:
     """When the requests of a workload arrive, counted in passes. In a closed loop, a turn arrives
     a given number of passes after the turn before it has ended.
     """

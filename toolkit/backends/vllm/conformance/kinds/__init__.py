@@ -17,7 +17,7 @@ from toolkit.backends.vllm.touched import Need
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModelKind:
     """A row of the result.
 
     Attributes:
@@ -42,9 +42,9 @@ class Kind:
 
 
 @cache
-def kinds() -> tuple[Kind, ...]:
+def kinds() -> tuple[ModelKind, ...]:
     """All kinds, in order."""
-    found: list[Kind] = [
+    found: list[ModelKind] = [
         import_module(f"{__name__}.{module.name}").KIND for module in iter_modules(__path__)
     ]
     return tuple(sorted(found, key=lambda kind: (kind.order, kind.name)))

@@ -1,6 +1,7 @@
 """Models with one cache that keeps every token: full attention, MLA, mixtures of experts.
 
-The simulator's passes are those of `toolkit.sim.paged.PagedScheduler`.
+The simulator's passes are those of `toolkit.sim.paged.PagedScheduler`, and of workloads with
+`groups`, which other kinds make, those of `toolkit.sim.groups`.
 """
 
 from __future__ import annotations
@@ -9,32 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.backends.vllm.conformance.kinds import Kind, first_difference
-from toolkit.backends.vllm.conformance.workloads import Arrivals, Case, Pass, make_case
+from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
+from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass, make_case
+from toolkit.catalogue.resolved import CacheGroup
+from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.groups.caches import CacheSettings, is_before
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import EngineScheduler
 from toolkit.traces.types import SharedBlocks
 
 
 def passes_of_case(case: Case) -> list[Pass]:
-    """The passes of our model for a made-up workload."""
-    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
-    flags = VllmPolicy(
-        **{name: case[name] for name in names},
-        chunked_prefill=case.get("chunked_prefill", True),
-        prefill_schedule_interval=case.get("flags", {}).get("prefill_schedule_interval", 1),
-    )
+    """The passes of our model for a made-up workload; the last one is {"stuck": ...} where it does
+    not end.
+    """
     shares = "ids" in case
-    scheduler = PagedScheduler(
-        flags,
-        case["blocks"],
-        case["block_tokens"],
-        ahead=case["ahead"],
-        shares=shares,
-        reserves=case.get("reserve_full_isl", True),
-    )
-    arrivals = Arrivals(case)
+    scheduler = scheduler_of(case)
+    arrivals = CaseArrivals(case)
     rows = rows_of(case) if shares else _alone(case)
     found: list[Any] = []
     under_way: list[Any] = []
@@ -48,7 +43,10 @@ def passes_of_case(case: Case) -> list[Pass]:
         for number in arrivals.due(len(found)):
             scheduler.add(rows[number])
         scheduler.change(case.get("changes", {}).get(str(len(found)), {}))
-        step = step_of(scheduler, counts=shares)
+        try:
+            step = step_of(scheduler, counts=shares)
+        except InputError as stuck:
+            return [*found, {"stuck": stuck.message}]
         if step["rows"]:
             found.append(step)
             ended = scheduler.commit()
@@ -57,11 +55,56 @@ def passes_of_case(case: Case) -> list[Pass]:
             continue
         if step["preempted"]:
             found.append(step)
-        if under_way:
-            settle(under_way)
-            under_way = []
-        elif not arrivals.skip(len(found)) and not step["preempted"]:
+        elif not under_way and not arrivals.skip(len(found)):
             return found
+        settle(under_way)
+        under_way = []
+
+
+def scheduler_of(case: Case) -> EngineScheduler:
+    """The simulator's scheduler with the caches and flags of a workload."""
+    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
+    flags = VllmPolicy(
+        **{name: case[name] for name in names},
+        chunked_prefill=case.get("chunked_prefill", True),
+        prefill_schedule_interval=case.get("flags", {}).get("prefill_schedule_interval", 1),
+    )
+    reserves = case.get("reserve_full_isl", True)
+    if "groups" in case:
+        settings = CacheSettings(
+            cache_groups(case),
+            case["max_model_len"],
+            case["retention"],
+            rehashes=is_before(case["version"], 0, 33),
+        )
+        return GroupedScheduler(
+            settings, flags, case["blocks"], ahead=case["ahead"], reserves=reserves
+        )
+    return PagedScheduler(
+        flags,
+        case["blocks"],
+        case["block_tokens"],
+        ahead=case["ahead"],
+        shares="ids" in case,
+        reserves=reserves,
+    )
+
+
+def cache_groups(case: Case) -> tuple[CacheGroup, ...]:
+    """The cache groups of a workload."""
+    return tuple(
+        CacheGroup(
+            group["kind"],
+            "",
+            group["block"],
+            1,
+            group["block"],
+            window=group.get("window", 0),
+            mode=group.get("mode", ""),
+            checkpoints=group.get("checkpoint", 0),
+        )
+        for group in case["groups"]
+    )
 
 
 def _alone(case: Case) -> list[PagedRequest]:
@@ -96,20 +139,26 @@ def rows_of(case: Case) -> list[PagedRequest]:
     ]
 
 
-def step_of(scheduler: PagedScheduler, *, counts: bool = False) -> Pass:
+def step_of(scheduler: EngineScheduler, *, counts: bool = False) -> Pass:
     """Plan one pass of our model; `counts`: with the tokens that were found in the cache."""
     pool = scheduler.pool
     before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     plan = scheduler.schedule()
-    # vLLM does not know yet that these rows have ended
-    over = sum(not row.left for row in plan.preempted)
-    after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
-    return {
-        "rows": [list(row) for row in scheduler.rows()],
+    rows = scheduler.rows()
+    step: Pass = {
+        "rows": [list(row) for row in rows],
         "preempted": [row.number for row in plan.preempted],
-        "free": scheduler.pool.free,
-        "waiting": len(scheduler.waiting) + over,
-    } | ({"found": [now - then for now, then in zip(after, before, strict=True)]} if counts else {})
+        "free": pool.free,
+        "waiting": len(scheduler.waiting),
+    }
+    if counts:
+        after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
+        step["found"] = [now - then for now, then in zip(after, before, strict=True)]
+    if isinstance(scheduler, GroupedScheduler):
+        step["held"] = {str(number): scheduler.held(number) for number, *_ in rows}
+    else:  # vLLM does not know yet that these rows have ended
+        step["waiting"] += sum(not row.left for row in plan.preempted)
+    return step
 
 
 def make(seed: int, ahead: bool) -> Case:
@@ -122,4 +171,4 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     return first_difference(passes_of_case(case), theirs)
 
 
-KIND = Kind("full attention", (), make, differs, order=0)
+KIND = ModelKind("full attention", (), make, differs, order=0)

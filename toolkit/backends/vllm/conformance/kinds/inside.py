@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 
-from toolkit.backends.vllm.conformance.kinds import Kind
+from toolkit.backends.vllm.conformance.kinds import ModelKind
 from toolkit.backends.vllm.conformance.workloads import Case, Pass
 
 POLICY = "past-future initial_count=50 initial_length=30"
@@ -67,4 +67,4 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     return None
 
 
-KIND = Kind("our policies inside", (), make, differs, needs="inside", cited=False, order=200)
+KIND = ModelKind("our policies inside", (), make, differs, needs="inside", cited=False, order=200)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 
-from toolkit.backends.vllm.conformance.kinds import Kind
+from toolkit.backends.vllm.conformance.kinds import ModelKind
 from toolkit.backends.vllm.conformance.kinds.full import differs
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 
@@ -18,4 +18,4 @@ def make(seed: int, ahead: bool) -> Case:
     return make_case(seed) | {"ahead": ahead, "flags": flags}
 
 
-KIND = Kind("prefill interval", (), make, differs, since="0.33", cited=False, order=10)
+KIND = ModelKind("prefill interval", (), make, differs, since="0.33", cited=False, order=10)

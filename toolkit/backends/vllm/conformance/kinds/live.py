@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from toolkit.backends.vllm.conformance.kinds import Kind
+from toolkit.backends.vllm.conformance.kinds import ModelKind
 from toolkit.backends.vllm.conformance.kinds.full import differs
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 
@@ -37,4 +37,4 @@ def make(seed: int, ahead: bool) -> Case:
     return case | {"ahead": ahead, "changes": changes}
 
 
-KIND = Kind("live settings", (), make, differs, since="0.31", cited=False, order=20)
+KIND = ModelKind("live settings", (), make, differs, since="0.31", cited=False, order=20)
