@@ -66,11 +66,10 @@ def part(kind: str, seconds: float, load: float, rng: np.random.Generator) -> Tr
 def joined(parts: Sequence[Trace], seconds: float) -> Trace:
     """The parts one after the other."""
     arrival = [one.arrival_s + k * seconds for k, one in enumerate(parts)]
-    columns = [
-        np.concatenate([getattr(one, name) for one in parts])
-        for name in ("prompt_tokens", "output_tokens", "max_tokens")
-    ]
-    return Trace(np.concatenate(arrival), *columns)
+    prompts = np.concatenate([one.prompt_tokens for one in parts])
+    outputs = np.concatenate([one.output_tokens for one in parts])
+    limits = np.concatenate([one.max_tokens for one in parts])
+    return Trace(np.concatenate(arrival), prompts, outputs, limits)
 
 
 class Server:

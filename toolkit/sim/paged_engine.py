@@ -517,12 +517,6 @@ class PagedRun:
         """Plan the next pass, with all requests that have come."""
         scheduler = self._scheduler
         for settings in self._changed:
-            if not isinstance(scheduler, PagedScheduler):
-                raise InputError(
-                    "settings that change while it runs are modelled of engines with one group of "
-                    "caches, without speculative decoding",
-                    "simulate each setting on its own",
-                )
             scheduler.change(settings)
         self._changed.clear()
         for row in self._arrived:
