@@ -243,7 +243,7 @@ def test_a_server_that_is_modelled_is_not_refused():
 
 
 def test_a_server_is_refused_from_what_it_resolved():
-    resolved = dataclasses.replace(RESOLVED, drafts=Drafts("ngram", 3))
+    resolved = dataclasses.replace(RESOLVED, drafts=Drafts("ngram", 3, padded=True))
     with pytest.raises(InputError, match="ngram, 3 drafts"):
         refuse_not_modelled(msgspec.structs.replace(HEADER, header=2, resolved=resolved))
 

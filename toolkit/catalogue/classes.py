@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from toolkit.catalogue.models import SENSES, integer_at, special_of, text_config
 from toolkit.catalogue.quantization import Config
-from toolkit.catalogue.resolved import CacheGroup, Resolved
+from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
 from toolkit.errors import InputError
 
 CLASSES = {  # each with the reason why it needs rules of its own
@@ -38,7 +38,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "no tokens": "it generates no tokens",
     "diffusion": "it generates several tokens per pass, out of order",
     # what the server does
-    "drafts": "drafts take part in every pass, and only some of them count",
+    "drafts": "drafts take part in every pass, by rules that are not modelled",
     "data parallel": "its engines share out requests, or wait for one another",
     "pipeline parallel": "several passes are under way in stages",
     "context parallel": "a block holds the tokens of several devices",
@@ -197,6 +197,27 @@ def of_resolved(resolved: Resolved) -> list[ClassFound]:
     return [*_of_groups(resolved), *_of_server(resolved)]
 
 
+# vLLM's methods of speculative decoding whose rules are known: whether they draft with the model's
+# states, and so cache them.
+DRAFTING = {"ngram": False, "eagle": True, "eagle3": True, "mtp": True}
+
+
+def _of_drafts(drafts: Drafts | None) -> list[ClassFound]:
+    """Speculative decoding with other rules than those of `toolkit.sim.drafts`."""
+    if drafts is None:
+        return []
+    which = f"speculative decoding ({drafts.method}, {drafts.tokens} drafts)"
+    slots = drafts.tokens if DRAFTING.get(drafts.method) else 0
+    others = {
+        "": drafts.method not in DRAFTING,
+        " whose number follows the batch": bool(drafts.schedule),
+        " in parallel": drafts.padded,
+        f" with {drafts.lookahead} slots": drafts.lookahead != slots,
+        " whose hashes of blocks cover a token more": drafts.hash_lookahead > 0,
+    }
+    return [ClassFound("drafts", f"{which}{how}") for how, is_so in others.items() if is_so]
+
+
 def _of_groups(resolved: Resolved) -> list[ClassFound]:
     groups = resolved.groups
     found = [one for group in groups for one in _of_group(group, alone=len(groups) == 1)]
@@ -254,9 +275,7 @@ def _of_server(resolved: Resolved) -> list[ClassFound]:
     found += [ClassFound(name, f"{what} {size}") for name, what, size in sizes if size > 1]
     if resolved.dp == 1 and resolved.dp_rank:  # of engines that count as alone
         found.append(ClassFound("data parallel", f"engine {resolved.dp_rank} of data parallelism"))
-    if drafts := resolved.drafts:
-        what = f"speculative decoding ({drafts.method}, {drafts.tokens} drafts)"
-        found.append(ClassFound("drafts", what))
+    found += _of_drafts(resolved.drafts)
     found += [ClassFound("connector", one) for one in resolved.connectors]
     rows = resolved.max_num_active_seqs
     if rows is not None:

@@ -35,6 +35,13 @@ from toolkit.cli.basis import (
     read_tuning,
     refuse_workers,
 )
+from toolkit.cli.installed import (
+    INSTALLED,
+    MODEL,
+    python_of,
+    refuse_other_schedulers,
+    simulate_installed,
+)
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
@@ -317,10 +324,10 @@ class Stage:
         )
         world = flagged(world, self.kinds, flags)
         if self.recipe:
-            pairs = zip(world.others, others, strict=True)
-            further = [replace(one, flush_s=kind.recipe.engine.flush_s) for one, kind in pairs]
-            flush_s = self.recipe.engine.flush_s
-            world = replace(world, flush_s=flush_s, others=tuple(further))
+            further = [
+                _of_recipe(one, k.recipe) for one, k in zip(world.others, others, strict=True)
+            ]
+            world = replace(_of_recipe(world, self.recipe), others=tuple(further))
         traffic = self.traffic
         world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
         routing = world.routing or Routing()
@@ -340,6 +347,12 @@ class Stage:
             )
         made = make_router(router.name, parameters(router) | known)
         return replace(world, routing=replace(routing, router=made, limits=limits))
+
+
+def _of_recipe(world: World, recipe: Recipe) -> World:
+    """The world with what a recipe says and a fit does not."""
+    acceptance = world.acceptance or recipe.serve.acceptance
+    return replace(world, flush_s=recipe.engine.flush_s, acceptance=acceptance)
 
 
 def open_stage(args: StageOptions, rate: object = None) -> Stage:
@@ -569,6 +582,18 @@ class SimulateOptions(StageOptions):
         "that costs.",
         "--failures",
     )
+    scheduler: str = option(
+        MODEL,
+        "Who plans vLLM's passes: llmctl's model of its scheduler, or the installed vLLM's own "
+        "scheduler, without a GPU, exact and slow.",
+        metavar="model|installed",
+    )
+    vllm_python: str | None = option(
+        None,
+        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
+        "or this one.",
+        metavar="FILE",
+    )
     as_json: JsonOption = False
 
 
@@ -586,6 +611,8 @@ def command(args: SimulateOptions) -> None:
     from toolkit.sim.api import simulate
     from toolkit.traces.windows import scale_rate
 
+    valid = (MODEL, INSTALLED)
+    refuse_other_schedulers("--scheduler", args.scheduler, valid, args.vllm_python)
     stage = open_stage(args, args.rate)
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
@@ -595,7 +622,12 @@ def command(args: SimulateOptions) -> None:
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
-    result = simulate(requests, chosen, world)
+    version = None
+    if args.scheduler == INSTALLED:
+        python = python_of(args.vllm_python, stage.recipe)
+        result, version = simulate_installed(requests, chosen, world, python)
+    else:
+        result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     note(*_failure_notes(requests, chosen, world, result, targets))
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
@@ -614,6 +646,7 @@ def command(args: SimulateOptions) -> None:
         verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
         concurrency=result.concurrency,
+        installed_vllm=version,
         kinds=of_kinds or None,
         kind_parameters=flags or None,
         **metrics,

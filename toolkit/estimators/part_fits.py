@@ -509,6 +509,8 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
+        draft_method=measured.draft_method,
+        draft_tokens=measured.draft_tokens,
         resolved=measured.resolved,
         pipeline=pipeline,
     )
@@ -539,6 +541,7 @@ def shape_of(point: StepPoint) -> StepShape:
         point.prefill_cached,
         round(point.decode_inside),
         point.prefill_inside,
+        draft_tokens=point.draft_tokens,
     )
 
 

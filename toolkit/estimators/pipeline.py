@@ -92,9 +92,11 @@ class GraphSettings:
         if list(self.sizes) != sorted(set(self.sizes)):
             raise InputError(f"the sizes of CUDA graphs {list(self.sizes)} must ascend")
 
-    def launch_of(self, decodes: int, chunks: int, chunk_tokens: int) -> int:
-        """GRAPH, PIECEWISE or EAGER: how a pass of such rows is launched."""
-        tokens = decodes + chunk_tokens
+    def launch_of(self, verified: int, chunks: int, chunk_tokens: int) -> int:
+        """GRAPH, PIECEWISE or EAGER: how a pass with so many tokens of decodes, their drafts among
+        these, and such chunks is launched.
+        """
+        tokens = verified + chunk_tokens
         if not self.sizes or tokens > self.sizes[-1]:
             return EAGER
         alone, mixed = LAUNCHES[self.mode]
@@ -156,8 +158,9 @@ class PipelineLaw:
 
     def gpu_s(self, shape: StepShape) -> float:
         """Seconds of the pass on the GPU."""
-        launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
-        tokens = shape.decodes + shape.prefill_tokens
+        verified = shape.decodes + shape.draft_tokens
+        launch = self.graphs.launch_of(verified, shape.prefills, shape.prefill_tokens)
+        tokens = verified + shape.prefill_tokens
         experts_s = 0.0
         if self.experts:
             touched = touched_experts(tokens, self.experts, self.experts_per_token)
@@ -179,7 +182,7 @@ class PipelineLaw:
 
     def growth_s(self, shape: StepShape) -> float:
         """Seconds that each following pass of the same decodes takes more than the one before."""
-        return self.read_s(shape) * shape.decodes
+        return (self.beside_s if shape.prefills else self.cached_s) * shape.decodes
 
     def prompt_token_s(self, attended: float) -> float:
         """Seconds that a token of a long chunk adds, which attends to so many tokens."""
@@ -187,7 +190,8 @@ class PipelineLaw:
 
     def launch_s(self, shape: StepShape) -> float:
         """Seconds on the CPU from scheduling the pass to its last kernel launched, on average."""
-        launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
+        verified = shape.decodes + shape.draft_tokens
+        launch = self.graphs.launch_of(verified, shape.prefills, shape.prefill_tokens)
         if launch == GRAPH:
             return self.graph_s + self.graph_row_s * shape.rows
         if launch == PIECEWISE:
@@ -203,7 +207,8 @@ class PipelineLaw:
 
     def waits_for_launch(self, shape: StepShape) -> bool:
         """Whether the GPU can begin the pass only when its launch has ended."""
-        return self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens) == GRAPH
+        verified = shape.decodes + shape.draft_tokens
+        return self.graphs.launch_of(verified, shape.prefills, shape.prefill_tokens) == GRAPH
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of a pass that nothing overlaps: from its scheduling to its tokens."""

@@ -48,7 +48,7 @@ class StepShape:
     """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
 
     Attributes:
-        decodes: rows that compute one token, their last.
+        decodes: rows that compute their last token, and with speculative decoding drafts.
         decode_cached: sum of the tokens in those rows' caches before the pass.
         prefills: rows that compute a chunk of their prompt or of a recomputed input.
         prefill_tokens: sum of the chunks' tokens.
@@ -58,12 +58,14 @@ class StepShape:
             the rows that decode.
         prefill_inside: new * min(cached + new / 2, W), summed over the chunks.
         growing: decoding rows with less than W - 1 tokens cached.
+        draft_tokens: drafts that the decodes verify, together.
     """
 
     __slots__ = (
         "decode_cached",
         "decode_inside",
         "decodes",
+        "draft_tokens",
         "growing",
         "prefill_attended",
         "prefill_cached",
@@ -83,6 +85,7 @@ class StepShape:
         decode_inside: int = 0,
         prefill_inside: float = 0.0,
         growing: int = 0,
+        draft_tokens: int = 0,
     ) -> None:
         self.decodes = decodes
         self.decode_cached = decode_cached
@@ -93,8 +96,9 @@ class StepShape:
         self.decode_inside = decode_inside
         self.prefill_inside = prefill_inside
         self.growing = growing
+        self.draft_tokens = draft_tokens
 
-    def _values(self) -> tuple[int, int, int, int, float, int, int, float, int]:
+    def _values(self) -> tuple[int, int, int, int, float, int, int, float, int, int]:
         return (
             self.decodes,
             self.decode_cached,
@@ -105,6 +109,7 @@ class StepShape:
             self.decode_inside,
             self.prefill_inside,
             self.growing,
+            self.draft_tokens,
         )
 
     def __reduce__(self) -> Reduced:
@@ -124,7 +129,7 @@ class StepShape:
     @property
     def tokens(self) -> int:
         """New tokens in the pass; `max_num_batched_tokens` bounds them."""
-        return self.decodes + self.prefill_tokens
+        return self.decodes + self.draft_tokens + self.prefill_tokens
 
 
 def touched_experts(tokens: int, experts: int, per_token: int) -> float:
@@ -259,7 +264,10 @@ class StepLaw:
 
     def growth_s(self, shape: StepShape) -> float:
         """Seconds that each following pass of the same decodes takes more than the one before."""
-        growth_s = self.read_s(shape) * shape.decodes
+        read_s = self.cached_s
+        if shape.prefills and self.beside_s is not None:
+            read_s = self.beside_s
+        growth_s = read_s * shape.decodes
         if self.window:
             growth_s += self.inside_s * shape.growing
         return growth_s
@@ -269,7 +277,7 @@ class StepLaw:
         decodes = shape.decodes
         prefills = shape.prefills
         rows = decodes + prefills
-        tokens = decodes + shape.prefill_tokens
+        tokens = decodes + shape.draft_tokens + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
         read_s = self.read_s(shape)
         seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
@@ -285,9 +293,10 @@ class StepLaw:
         if self.window:
             seconds += self.inside_s * shape.decode_inside
             seconds += self.attended_inside_s * shape.prefill_inside
-        for knot, more_s in zip(self.row_knots, self.row_more_s, strict=True):
-            if decodes > knot:
-                seconds += more_s * (decodes - knot)
+        if self.row_knots:
+            for knot, more_s in zip(self.row_knots, self.row_more_s, strict=True):
+                if decodes > knot:
+                    seconds += more_s * (decodes - knot)
         return seconds
 
     def prompt_token_s(self, attended: float) -> float:
@@ -365,11 +374,14 @@ def features(
 def shape_of_rows(rows: Sequence[LoggedRow], window: int = 0) -> StepShape:
     """The composition of a logged pass of a model with windows of `window` tokens; 0: without."""
     decodes = [row.computed for row in rows if row.decodes]
+    drafts = sum(row.drafts for row in rows if row.decodes)
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
     new = sum(row.new for row in chunks)
     before = sum(row.computed for row in chunks)
-    shape = StepShape(len(decodes), sum(decodes), len(chunks), new, attended, before)
+    shape = StepShape(
+        len(decodes), sum(decodes), len(chunks), new, attended, before, draft_tokens=drafts
+    )
     if window:
         shape.decode_inside = sum(min(cached, window - 1) for cached in decodes)
         shape.prefill_inside = sum(chunk_inside(row.computed, row.new, window) for row in chunks)

@@ -247,6 +247,8 @@ class StepsFit(Strict):
     block_tokens: int
     blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
+    draft_method: str = Field("", description="of speculative decoding; empty: there was none")
+    draft_tokens: int = Field(0, description="drafts of a row in a pass")
     resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
     pipeline: PipelineFit | None = optional(
         "none: passes do not overlap, or the profile does not say how they were launched"
@@ -272,3 +274,4 @@ class Fit(Envelope):
     )
     swap: SwapFit | None = optional("none: caches cannot be swapped; evicted rows are recomputed")
     steps: StepsFit | None = optional("none: the engine's passes were not measured one by one")
+    drafts: list[StepsFit] = Field([], description="the same with other numbers of drafts")

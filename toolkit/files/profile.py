@@ -131,6 +131,7 @@ class StepPoint(Strict):
     idle: bool = Field(
         False, description="no pass was under way when the first of these was scheduled"
     )
+    draft_tokens: int = Field(0, description="drafts that the decodes verify, together")
     launch_s: list[float] = Field(
         [], description="from scheduling a pass to its last kernel launched; empty: not known"
     )
@@ -181,6 +182,8 @@ class StepsProfile(Strict):
     )
     experts: int = Field(0, description="of a layer; 0: there are none, or they are not known")
     experts_per_token: int = 0
+    draft_method: str = Field("", description="of speculative decoding; empty: there was none")
+    draft_tokens: int = Field(0, description="drafts of a row in a pass")
     resolved: Resolved | None = optional(
         "what vLLM resolved: cache groups, parallelism, limits; none: not known"
     )

@@ -18,14 +18,18 @@ class LoggedRow(NamedTuple):
     """One request's part in a pass; the pass that ends its prefill gives its first token."""
 
     request_id: str
-    computed: int  # tokens in the cache before the pass
+    computed: int  # tokens in the cache before the pass; drafts under way count as accepted
     new: int  # tokens that the pass computes
     prompt_tokens: int
+    drafts: int = 0  # of the new tokens
+    is_chunk: bool = False  # it gets no token
 
     @property
     def decodes(self) -> bool:
         """Whether the row decodes. Recomputing the last token of a dropped cache does not count."""
-        return self.new == 1 and self.computed >= self.prompt_tokens
+        if self.is_chunk or self.computed < self.prompt_tokens:
+            return False
+        return self.new == 1 + self.drafts
 
 
 class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +63,23 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     resolved: Resolved | None = None
 
 
+class LoggedArrival(NamedTuple):
+    """A request that has come: when, on the clock of the passes, and its lengths."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    max_new_tokens: int
+
+
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
     tokens. With async scheduling passes overlap: a pass is scheduled and launched while the one
     before it runs. `launched_s` is when its forward pass was launched, `ready_s` when its tokens
-    had come from the GPU; 0: not known.
+    had come from the GPU; 0: not known. `accepted` are the drafts that became tokens, of each row
+    with drafts.
     """
 
     step: int
@@ -78,6 +92,9 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     free_blocks: int
     launched_s: float = 0.0
     ready_s: float = 0.0
+    accepted: list[int] = []
+    changed: dict[str, bool | int | float | str] = {}  # settings that are new with this pass
+    arrived: list[LoggedArrival] = []  # since the pass before; of a server with live settings
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

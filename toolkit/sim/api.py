@@ -103,7 +103,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if isinstance(policy, VllmPolicy):
-        usable = [kind.engine().capacity_tokens for kind in world.kinds]
+        engines = [kind.engine_of(kind.flags or policy) for kind in world.kinds]
+        usable = [engine.capacity_tokens for engine in engines]
     else:
         world = world.under(policy)
         usable = [kind.memory.usable_tokens for kind in world.kinds]
@@ -146,7 +147,8 @@ def _served_by_engines(
     kinds = []
     for kind in world.kinds:
         book = ledger.of_kind() if several else ledger
-        kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
+        flags = kind.flags or policy
+        kinds.append(ServedKind(kind.engine_of(flags), flags, kind.workers, book, front))
     engine = kinds[0].engine
     reuse = _reuse(trace, world)
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.

@@ -154,6 +154,8 @@ class Ledger:
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
+    drafted_tokens: int = 0  # verified; `accepted_tokens` of them became tokens
+    accepted_tokens: int = 0
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
 
@@ -247,6 +249,10 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
         metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
         metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
+    if ledger.drafted_tokens:
+        metrics["drafted_tokens"] = float(ledger.drafted_tokens)
+        metrics["accepted_tokens"] = float(ledger.accepted_tokens)
+        metrics["accepted_percent"] = 100.0 * ledger.accepted_tokens / ledger.drafted_tokens
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         metrics["future_required_memory_percent"] = 100.0 * future / usable_tokens

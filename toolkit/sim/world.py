@@ -21,7 +21,7 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import ServeSpec
+from toolkit.files.recipe import AcceptanceSpec, ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import BUILT_IN, make_any
@@ -125,6 +125,7 @@ class World:
     # compute on the front's cores.
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
+    acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
     # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
     # flags of the simulated policy.
@@ -182,6 +183,13 @@ class World:
                 "set engine.name to vllm, then: llmctl profile RECIPE; llmctl fit PROFILE",
             )
         return self.paged
+
+    def engine_of(self, flags: VllmPolicy) -> PagedEngine:
+        """The engine with its own scheduler under these flags. `InputError` if there is none, and
+        for a number of drafts whose law or whose acceptance is not known.
+        """
+        tokens = flags.num_speculative_tokens
+        return self.engine().with_drafts(tokens, self.acceptance, self.seed)
 
     def range_of(self, policy: str) -> Validity | PassRange | str | None:
         """Where the laws that apply under the policy of this name were measured; for a fleet, the
@@ -248,14 +256,17 @@ def world_from_fit(
 
 
 def paged_of(fit: Fit) -> PagedEngine | None:
-    """The engine with its own scheduler that a fit describes; None: its passes were not measured.
+    """The engine with its own scheduler that a fit describes, with all numbers of drafts that were
+    measured; None: its passes were not.
 
     Raises `InputError` for caches that are not modelled.
     """
-    steps = fit.steps
-    if steps is None:
+    if fit.steps is None:
         return None
-    return PagedEngine.of(steps, fit.memory.capacity_tokens, caches_of(fit))
+    caches = caches_of(fit)
+    engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
+    others = tuple(PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
+    return replace(engine, others=others)
 
 
 def caches_of(fit: Fit) -> CacheSettings | None:
@@ -281,6 +292,10 @@ def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> Wo
             flush_s=kind.recipe.engine.flush_s,
         )
         for kind in kinds
+    ]
+    worlds = [
+        replace(world, acceptance=kind.recipe.serve.acceptance)
+        for world, kind in zip(worlds, kinds, strict=True)
     ]
     return flagged(fleet(worlds), kinds)
 
@@ -394,12 +409,23 @@ class WorldSettings:
         ("queue", "targets"),
         doc="'targets': the front of such replicas refuses what would miss --sla, by its forecast",
     )
+    acceptance_length: float = parameter(
+        0.0,
+        doc="tokens that a row gets from a pass of vLLM with speculative decoding, on average; 0: "
+        "as the recipe's serve.acceptance says",
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
 
     def __post_init__(self) -> None:
         validate(self, "world")
+
+    @property
+    def acceptance(self) -> AcceptanceSpec | None:
+        """See `World.acceptance`."""
+        length = self.acceptance_length
+        return AcceptanceSpec(length=length) if length else None
 
     def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
         """See `World.routing`; `parameters` are the router's."""
@@ -517,6 +543,7 @@ def make_world(
         closed_loop=settings.closed_loop,
         routing=settings.routing(of_router),
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
+        acceptance=settings.acceptance,
     )
 
 

@@ -27,6 +27,7 @@ from toolkit.files.tuning import (
     OOM,
     UNSERVED,
     Cost,
+    DraftGain,
     Interval,
     JudgedPart,
     Limit,
@@ -61,6 +62,7 @@ from toolkit.tuning.alternatives import (
     try_siblings,
 )
 from toolkit.tuning.costs import cost_of, served_rps
+from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.evaluate import (
     ATTAINMENT,
     ATTAINMENT_LOWER,
@@ -83,7 +85,14 @@ from toolkit.tuning.search import (
     search,
     sensitivity,
 )
-from toolkit.tuning.spaces import PolicySpace, make_spaces, router_spaces, sweeps, with_kinds
+from toolkit.tuning.spaces import (
+    PolicySpace,
+    make_spaces,
+    over_drafts,
+    router_spaces,
+    sweeps,
+    with_kinds,
+)
 from toolkit.tuning.workload import Workload, whole_setup
 
 # limits with a key in `Evaluation.usage` that differs from their metric
@@ -158,6 +167,9 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     workers = recipe.workers + sum(kind.workers for kind in others)
     ranges = {**ranges_of_release(fit), **spec.space}
     spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
+    if fit.steps is not None and not others:
+        numbers = [steps.draft_tokens for steps in (fit.steps, *fit.drafts)]
+        spaces = [over_drafts(space, numbers) for space in spaces]
     if router_of(recipe, workers=workers) is not None:
         if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
             raise InputError(
@@ -338,6 +350,7 @@ def reported(
             "engines": engines,
             "alternatives": others,
             "cost": _cost(inputs, recommended.outcome),
+            "draft_gain": _draft_gain(inputs, recommended.outcome),
         }
     )
 
@@ -406,6 +419,14 @@ def _cost(inputs: Inputs, outcome: Outcome) -> Cost | None:
     steps = None if inputs.others else inputs.fit.steps
     trace = inputs.workload.judged(outcome.policy).trace
     return cost_of(usd_per_hour, rate_rps, outcome.metrics, steps, trace)
+
+
+def _draft_gain(inputs: Inputs, outcome: Outcome) -> DraftGain | None:
+    """Up to how many running requests drafts pay; None where there is no choice of their number."""
+    if inputs.others or not inputs.fit.drafts or outcome.policy != VllmPolicy.name:
+        return None
+    flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
+    return draft_gain(inputs.world, flags, inputs.workload.trace)
 
 
 def _settle_router(
@@ -556,7 +577,7 @@ def _drawn_world(world: World, fit: Fit) -> World:
         rounds = replace(rounds, latency=laws.rounds, believed=rounds.latency)
     paged = world.paged
     if paged is not None and fit.steps is not None:
-        paged = paged.drawn(law_of_steps(fit.steps))
+        paged = paged.drawn(law_of_steps(fit.steps), list(map(law_of_steps, fit.drafts)))
     return replace(world, latency=laws.latency, believed=world.latency, rounds=rounds, paged=paged)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -36,7 +37,7 @@ from toolkit.backends.vllm.touched import (
     refuse_missing,
     version_in,
 )
-from toolkit.errors import EngineError
+from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
@@ -366,7 +367,38 @@ def free_port(host: str) -> int:
 
 
 POLICY = "vllm"
+DRAFTS = "num_speculative_tokens"
 SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enable-prefix-caching"}
+
+OFF_AT_ZERO = ("long_prefill_token_threshold",)  # not written where they are off
+
+
+def draft_flags(recipe: Recipe, given: Mapping[str, Value], rates: Sequence[float]) -> list[str]:
+    """The flags of speculative decoding with the policy's parameters `given`; none without drafts.
+
+    With `rates` vLLM accepts drafts at these rates, of each position, whatever they are. Raises
+    `InputError` where the recipe does not say how drafts are made.
+    """
+    tokens = int(given.get(DRAFTS, 0))
+    if not tokens:
+        return []
+    spec = recipe.engine.vllm.drafts if recipe.engine.vllm else None
+    if spec is None:
+        raise InputError(
+            f"{DRAFTS} is {tokens}, and recipe '{recipe.name}' does not say how drafts are made",
+            "set engine.vllm.drafts, such as method: ngram",
+        )
+    config: dict[str, object] = {"method": spec.method, DRAFTS: tokens}
+    if spec.model is not None:
+        config["model"] = spec.model
+    if rates and recipe.hardware.device == "cpu":
+        raise InputError(
+            "serve.acceptance.synthetic: vLLM accepts no drafts by made-up rates on a CPU",
+            "leave it out: there it accepts what the model accepts",
+        )
+    if rates:
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return ["--speculative-config", json.dumps(config | spec.options)]
 
 
 def flags_of(
@@ -378,10 +410,13 @@ def flags_of(
     unknown parameter.
     """
     values = parameters(make_any(policy, given)) if policy == POLICY else {}
+    values.pop(DRAFTS, None)  # `draft_flags` has it
     if prefix_caching is not None:
         values["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in values.items():
+        if name in OFF_AT_ZERO and not value:
+            continue
         if name in LATER and value == LATER[name].default:
             continue
         if isinstance(value, bool):

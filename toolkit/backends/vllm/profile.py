@@ -24,9 +24,11 @@ from typing import IO
 
 from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
 from toolkit.backends.vllm.command import (
+    DRAFTS,
     POLICY,
     VllmCommand,
     VllmServer,
+    draft_flags,
     flags_of,
     vllm_server,
     vllm_version,
@@ -109,6 +111,19 @@ def timed(passes: Sequence[LoggedPass], window: int = 0) -> list[TimedPass]:
     return times
 
 
+def least_sampler_s(logged: Sequence[LoggedPass]) -> float:
+    """The least time that a launch went on after its stamp; infinity where no pass shows it."""
+    found_s = math.inf
+    end_s = -math.inf
+    for one, later in pairwise([one for one in logged if one.rows]):
+        if later.start_s < one.end_s:
+            following = Following(later.start_s, later.rows, later.launched_s)
+            shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
+            found_s = min(found_s, shown_s)
+        end_s = one.end_s
+    return found_s
+
+
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
     """One point for each pass with chunks, and one for each stretch of equally many decodes."""
     stretches: list[list[TimedPass]] = []
@@ -125,7 +140,8 @@ def _continues(before: TimedPass, one: TimedPass) -> bool:
     if before.shape.prefills or one.shape.prefills:
         return False
     rested = one.idle and before.host_s is None
-    return before.shape.decodes == one.shape.decodes and not rested
+    alike = before.shape.decodes == one.shape.decodes
+    return alike and before.shape.draft_tokens == one.shape.draft_tokens and not rested
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -143,6 +159,7 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
         idle=stretch[0].idle,
+        draft_tokens=shape.draft_tokens,
         launch_s=launches if len(launches) == len(stretch) else [],
     )
 
@@ -178,6 +195,7 @@ def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
 
 
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
+ACCEPTED = 0.7  # of drafts whose predecessors were accepted, while it is measured
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
 LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load
@@ -216,6 +234,7 @@ class VllmBench(ServerBench):
     def steps(self) -> StepsProfile:
         header = self._header
         experts, per_token = experts_of(text_config(self._recipe.model.config))
+        drafts = header.resolved.drafts if header.resolved else None
         return StepsProfile(
             block_tokens=header.block_tokens,
             blocks=header.blocks,
@@ -227,6 +246,8 @@ class VllmBench(ServerBench):
             experts=experts,
             experts_per_token=per_token,
             resolved=header.resolved,
+            draft_method=drafts.method if drafts else "",
+            draft_tokens=drafts.tokens if drafts else 0,
             points=[],
             front=[],
         )
@@ -368,14 +389,9 @@ class VllmBench(ServerBench):
 
     def _see_sampler(self, logged: Sequence[LoggedPass]) -> None:
         """Keep the least time that a launch went on after its stamp."""
-        end_s = -math.inf
-        for one, later in pairwise([one for one in logged if one.rows]):
-            if later.start_s < one.end_s:
-                following = Following(later.start_s, later.rows, later.launched_s)
-                shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
-                if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
-                    self._sampler_s = shown_s
-            end_s = one.end_s
+        shown_s = least_sampler_s(logged)
+        if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
+            self._sampler_s = shown_s
 
     def _measure_hits(self, point: GridPoint) -> float:
         """A prompt, then others that begin with it, one after another; seconds of such a pass. A
@@ -582,6 +598,13 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
         if policy.name == POLICY:
             refuse_later(policy.parameters, vllm_version(recipe))
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
+        if policy.name == POLICY:
+            # of random prompts no draft would be accepted
+            tokens = int(policy.parameters.get(DRAFTS, 0))
+            rates = [ACCEPTED**k for k in range(1, tokens + 1)]
+            if recipe.hardware.device == "cpu":  # there vLLM 0.32 has no made-up acceptance
+                rates = []
+            flags += draft_flags(recipe, policy.parameters, rates)
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
         with (

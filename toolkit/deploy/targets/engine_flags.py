@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.backends.vllm.command import flags_of
+from toolkit.backends.vllm.command import draft_flags, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.backends.vllm.touched import REQUIREMENT
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
@@ -284,6 +284,9 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
         switches = [word for word in rest if word.startswith(("--enable", "--no-enable"))]
         lines = [ExplainedValue(word, "", source) for word in switches]
         given = plan.policy.parameters
+        drafts = draft_flags(plan.recipe, given, [])
+        if drafts:
+            lines.append(ExplainedValue(drafts[0], drafts[1], source))
         lines.append(ExplainedValue("--watermark", str(given.get("watermark", 0.0)), source))
         for name, flag in LATER.items():
             if given.get(name, flag.default) != flag.default:

@@ -21,9 +21,11 @@ Not modelled: drafts, and everything that `toolkit.sim.paged` does not model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.groups.caches import CacheSettings, GroupedCache
@@ -32,7 +34,7 @@ from toolkit.sim.groups.pool import GroupPool
 from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.steady import SteadyRows
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.paged import Chunk, PagedPass
+from toolkit.sim.passes import Chunk, PagedPass
 
 LEAP_MAX = 1 << 30  # passes
 # So many passes in a row that only preempt their last row, without a token for any: a live-lock.
@@ -56,7 +58,7 @@ class Part:
 
 class GroupedScheduler:
     """The passes of one engine; calls, `pool`, `waiting`, `running` and `decoding` as of
-    `PagedScheduler`. Args as there, with `settings` of the cache groups.
+    `PassScheduler`. Args as of `PagedScheduler`, with `settings` of the cache groups.
 
     Raises `InputError` where vLLM would not start with these flags and blocks.
     """
@@ -70,6 +72,12 @@ class GroupedScheduler:
         ahead: bool = False,
         reserves: bool = True,
     ) -> None:
+        if flags.long_prefill_token_threshold:
+            raise InputError(
+                "a threshold for long prefills is not modelled for a model with several groups of "
+                "caches",
+                "leave long_prefill_token_threshold at 0",
+            )
         self._cache = GroupedCache(settings, blocks, flags, ahead=ahead)
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
@@ -89,6 +97,8 @@ class GroupedScheduler:
         self._admissions = 0
         self._admitted_before = 0  # the pass that is planned
         self.decoding = 0  # rows of the planned pass that get one token after another
+        self.accepted = 0  # it has no drafts
+        self.drafted = 0
         self._plan: list[Part] | None = None
         self._made: deque[list[Part]] = deque()  # passes with outputs that are not known yet
         self._passes = 0  # with rows
@@ -99,6 +109,15 @@ class GroupedScheduler:
         self._defers = False  # the planned pass has no prefill
         self._has_preempted = False
         self._fruitless = 0  # passes that only preempted, since the last token
+
+    def change(self, settings: Mapping[str, Value]) -> None:
+        """`InputError`: what new settings of a running server do here is not modelled."""
+        if settings:
+            raise InputError(
+                f"new settings of a running server ({', '.join(settings)}) are not modelled for a "
+                "model with several groups of caches",
+                "simulate each setting from its own start",
+            )
 
     def add(self, row: PagedRequest) -> None:
         """A request arrives."""
@@ -233,6 +252,9 @@ class GroupedScheduler:
         self._leave_all()
         rows = [row.request for row in (*self.running, *self.waiting)]
         return [request for request in rows if request.left]
+
+    def close(self) -> None:
+        """It is needed no more."""
 
     def _defers_prefills(self) -> bool:
         """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""

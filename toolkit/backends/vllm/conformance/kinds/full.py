@@ -6,7 +6,7 @@ The simulator's passes are those of `toolkit.sim.paged.PagedScheduler`, and of w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,24 +15,30 @@ from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.drafts import DraftScheduler
 from toolkit.sim.groups.caches import CacheSettings, is_before
 from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import EngineScheduler
 from toolkit.traces.types import SharedBlocks
+
+ModelledScheduler: TypeAlias = PagedScheduler | DraftScheduler | GroupedScheduler
 
 
 def passes_of_case(case: Case) -> list[Pass]:
-    """The passes of our model for a made-up workload; the last one is {"stuck": ...} where it does
-    not end.
+    """The passes of our model for a made-up workload."""
+    return passes_of(scheduler_of(case), case)
+
+
+def passes_of(scheduler: ModelledScheduler, case: Case) -> list[Pass]:
+    """The passes of a scheduler that serves the requests of a made-up workload; the last one is
+    {"stuck": ...} where it does not end.
     """
     shares = "ids" in case
-    scheduler = scheduler_of(case)
     arrivals = CaseArrivals(case)
     rows = rows_of(case) if shares else _alone(case)
     found: list[Any] = []
-    under_way: list[Any] = []
+    under_way: list[Any] | None = None  # the rows that end with the pass that is under way
 
     def settle(ended: list[Any]) -> None:
         scheduler.settle(ended)
@@ -42,6 +48,9 @@ def passes_of_case(case: Case) -> list[Pass]:
     while True:
         for number in arrivals.due(len(found)):
             scheduler.add(rows[number])
+        settings = case.get("changes", {}).get(str(len(found)))
+        if settings:
+            scheduler.change(settings)
         try:
             step = step_of(scheduler, counts=shares)
         except SimulationStalledError as stuck:
@@ -49,18 +58,19 @@ def passes_of_case(case: Case) -> list[Pass]:
         if step["rows"]:
             found.append(step)
             ended = scheduler.commit()
-            settle(under_way if case["ahead"] else ended)
-            under_way = ended if case["ahead"] else []
+            settle((under_way or []) if case["ahead"] else ended)
+            under_way = ended if case["ahead"] else None
             continue
         if step["preempted"]:
             found.append(step)
-        elif not under_way and not arrivals.skip(len(found)):
+        if under_way is not None:
+            settle(under_way)
+            under_way = None
+        elif not arrivals.skip(len(found)) and not step["preempted"]:
             return found
-        settle(under_way)
-        under_way = []
 
 
-def scheduler_of(case: Case) -> EngineScheduler:
+def scheduler_of(case: Case) -> ModelledScheduler:
     """The simulator's scheduler with the caches and flags of a workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(
@@ -108,7 +118,7 @@ def cache_groups(case: Case) -> tuple[CacheGroup, ...]:
 
 def _alone(case: Case) -> list[PagedRequest]:
     return [
-        PagedRequest(number, prompt, output, stops=output < limit)
+        PagedRequest(number, prompt, output, stops=output < limit, limit=limit)
         for number, (_, prompt, output, limit) in enumerate(case["requests"])
     ]
 
@@ -131,6 +141,7 @@ def rows_of(case: Case) -> list[PagedRequest]:
             prompt,
             output,
             stops=output < limit,
+            limit=limit,
             content=leaves[number],
             watched=continued[number] and not case["closed"],
         )
@@ -138,7 +149,7 @@ def rows_of(case: Case) -> list[PagedRequest]:
     ]
 
 
-def step_of(scheduler: EngineScheduler, *, counts: bool = False) -> Pass:
+def step_of(scheduler: ModelledScheduler, *, counts: bool = False) -> Pass:
     """Plan one pass of our model; `counts`: with the tokens that were found in the cache."""
     pool = scheduler.pool
     before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
@@ -155,7 +166,8 @@ def step_of(scheduler: EngineScheduler, *, counts: bool = False) -> Pass:
         step["found"] = [now - then for now, then in zip(after, before, strict=True)]
     if isinstance(scheduler, GroupedScheduler):
         step["held"] = {str(number): scheduler.held(number) for number, *_ in rows}
-    else:  # vLLM does not know yet that these rows have ended
+    elif isinstance(scheduler, PagedScheduler):
+        # vLLM does not know yet that these rows have ended
         step["waiting"] += sum(not row.left for row in plan.preempted)
     return step
 
