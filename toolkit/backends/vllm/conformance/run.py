@@ -27,7 +27,8 @@ WORKLOADS = 100  # of each kind with each of the two schedulers
 SEED = 1000
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
 LOAD_S = 1800.0
-LATER = "0.29"  # the first release with retention and checkpoints as the scheduler's settings
+RETENTION = "0.29"  # the first release that has it in KVCacheConfig
+CHECKPOINTS = "0.30"  # the first release that has their alignment, which the workloads set
 MODEL = {  # a model without weights: only its limits count
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -104,10 +105,10 @@ def within(case: Case, installed: Installed) -> Case:
     """The workload without what came after a release: it keeps every end of windows and states
     where it has no `retention`, and no checkpoints inside a prefill.
     """
-    if installed.has(LATER):
-        return case
-    changed = {name: value for name, value in case.items() if name != "retention"}
-    if "groups" in case:
+    changed = dict(case)
+    if not installed.has(RETENTION):
+        changed.pop("retention", None)
+    if "groups" in case and not installed.has(CHECKPOINTS):
         changed["groups"] = [
             {name: value for name, value in group.items() if name != "checkpoint"}
             for group in case["groups"]
