@@ -447,7 +447,7 @@ class Sources:
         """
         tree = self._tree(module)
         for node in ast.walk(tree) if tree else ():
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            if isinstance(node, ast.ClassDef | Function) and node.name == name:
                 return module, node
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
                 for alias in node.names:
@@ -509,8 +509,11 @@ def _strings(files: Iterable[Path], pattern: str) -> Iterator[str]:
             yield from re.findall(pattern, file.read_text("utf-8"), re.M)
 
 
-def _functions(owner: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(owner: ast.ClassDef) -> list[Function]:
+    return [node for node in owner.body if isinstance(node, Function)]
 
 
 def _attributes_of(owner: ast.ClassDef) -> set[str]:
@@ -542,7 +545,7 @@ def _attributes_of(owner: ast.ClassDef) -> set[str]:
 
 def _differs(node: ast.AST, item: Touched) -> str:
     """How a method's parameters differ from those that an item needs; '': they do not."""
-    if not isinstance(node, ast.FunctionDef):
+    if not isinstance(node, Function):
         return "it is no function"
     arguments = node.args
     plain = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]

@@ -107,7 +107,7 @@ def within(case: Case, installed: Installed) -> Case:
     """
     changed = dict(case)
     if not installed.has(RETENTION):
-        changed.pop("retention", None)
+        changed["retention"] = None
     if "groups" in case and not installed.has(CHECKPOINTS):
         changed["groups"] = [
             {name: value for name, value in group.items() if name != "checkpoint"}
