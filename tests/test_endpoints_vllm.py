@@ -118,7 +118,7 @@ def test_lines_of_the_iteration_log_are_read_back():
         free_blocks=7,
     )
     line = to_line(one)
-    assert json.loads(line)["rows"][0] == ["a", 12, 1, 12]
+    assert json.loads(line)["rows"][0] == ["a", 12, 1, 12, 0, False]
     (read,) = passes_of([line])
     assert read == one
     assert [row.decodes for row in read.rows] == [True, False, False]
