@@ -73,7 +73,7 @@ def test_a_server_that_dies_says_why(python: str):
 @pytest.mark.slow
 def test_a_release_that_lacks_something_is_refused_before_anything_starts(tmp_path: Path):
     python = fake_vllm_server.install(tmp_path, "0.99.0")
-    with pytest.raises(InputError, match=r"0\.99\.0.*vllm\.v1\.core") as refusal:
+    with pytest.raises(InputError, match=r"0\.99\.0") as refusal:
         vllm_version(recipe_for(python))
     assert "0.28 to 0.33" in refusal.value.hint
 
