@@ -23,7 +23,7 @@ from toolkit.backends.vllm.conformance.results import (
     result_of,
     shipped_results,
 )
-from toolkit.backends.vllm.conformance.run import Loaded, compare
+from toolkit.backends.vllm.conformance.run import Loaded, compare, within
 from toolkit.backends.vllm.conformance.workloads import make_case, tokens_of
 from toolkit.backends.vllm.touched import Installed
 from toolkit.catalogue.classes import CLASSES
@@ -219,6 +219,13 @@ def test_every_kind_has_known_classes_and_its_own_workloads() -> None:
         cases = [kind.make(seed, ahead) for seed in (1, 2) for ahead in (False, True)]
         assert [case["ahead"] for case in cases] == [False, True, False, True]
         assert json.loads(json.dumps(cases)) == cases
+
+
+def test_a_workload_has_no_settings_that_a_release_lacks() -> None:
+    case = {"retention": 0, "groups": [{"kind": "state", "block": 8, "checkpoint": 1}]}
+    assert within(case, Installed("0.30.0", None)) == case
+    assert within(case, Installed("0.29.1", None))["retention"] == 0
+    assert within(case, Installed("0.28.3", None)) == {"groups": [{"kind": "state", "block": 8}]}
 
 
 def test_differences_are_found_in_passes_and_in_their_number() -> None:

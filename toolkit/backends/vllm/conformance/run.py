@@ -27,6 +27,8 @@ WORKLOADS = 100  # of each kind with each of the two schedulers
 SEED = 1000
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
 LOAD_S = 1800.0
+RETENTION = "0.29"  # the first release that has it in KVCacheConfig
+CHECKPOINTS = "0.30"  # the first release that has their alignment, which the workloads set
 MODEL = {  # a model without weights: only its limits count
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -68,7 +70,7 @@ def compare(
         if kind.needs not in lacks and installed.has(kind.since) and (not only or kind.name in only)
     ]
     cases = [
-        (kind, ahead, number, kind.make(number, ahead))
+        (kind, ahead, number, within(kind.make(number, ahead), installed))
         for kind in chosen
         for ahead in SCHEDULERS
         for number in range(seed, seed + workloads)
@@ -97,6 +99,21 @@ def compare(
         flags=sorted(_sources(installed).flags),
         metrics=sorted(_sources(installed).metrics),
     )
+
+
+def within(case: Case, installed: Installed) -> Case:
+    """The workload without what came after a release: it keeps every end of windows and states
+    where it has no `retention`, and no checkpoints inside a prefill.
+    """
+    changed = dict(case)
+    if not installed.has(RETENTION):
+        changed.pop("retention", None)
+    if "groups" in case and not installed.has(CHECKPOINTS):
+        changed["groups"] = [
+            {name: value for name, value in group.items() if name != "checkpoint"}
+            for group in case["groups"]
+        ]
+    return changed
 
 
 def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
