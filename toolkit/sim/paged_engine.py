@@ -378,7 +378,7 @@ class PagedRun:
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
         # with several groups of caches, of the longest request
-        self._tokens_per_block: float = engine.block_tokens
+        self._tokens_per_block = float(engine.block_tokens)
         if engine.caches is not None:
             self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
         self._gaps = Gaps()
