@@ -54,6 +54,7 @@ NAVIGATION = {
         "fleets",
         "ray",
         "vllm",
+        "live",
         "gpu",
         "measure",
         "record-a-trace",

@@ -54,6 +54,8 @@ VARIABLES = {
     "LLMCTL_VLLM_PLAN": "inside vLLM: plan.json, in place of the two above",
     "LLMCTL_VLLM_EVENT_LOG": "inside vLLM: a file for every call and decision of our scheduler",
     "LLMCTL_VLLM_ITERATIONS": "inside vLLM: a file with a line for each forward pass",
+    "LLMCTL_VLLM_CONTROL_KEY": "inside vLLM: the key of the control of its settings",
+    "LLMCTL_CONTROL_KEY": "the same for `serve --live`, `set` and `tune --live`",
 }
 # Variables of others that change what llmctl does.
 OTHERS = {

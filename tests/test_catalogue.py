@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from toolkit.catalogue.classes import of_config
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN, known_model
 from toolkit.catalogue.models import cache_parts, facts_of, not_computed, special_of
@@ -199,7 +198,6 @@ def test_what_is_not_known_is_named(change: dict[str, Any], quantization: str, n
 def test_sliding_windows_are_seen(change: dict[str, Any], windows: tuple[int, int]) -> None:
     special = special_of({**TINY, **change})
     assert special.windows == windows
-    assert bool(of_config({**TINY, **change})) == bool(windows[0])
 
 
 def test_the_cache_of_mla_is_whole_on_every_gpu() -> None:

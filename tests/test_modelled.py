@@ -9,7 +9,7 @@ import pytest
 import samples
 from test_classes import CONFIGS, FULL, ONE, WINDOW
 
-from toolkit.catalogue.classes import CLASSES
+from toolkit.catalogue.classes import CLASSES, MODELLED
 from toolkit.catalogue.gpus import GPUS
 from toolkit.catalogue.resolved import Drafts, Resolved
 from toolkit.errors import InputError
@@ -22,6 +22,10 @@ from toolkit.files.modelled import classes_of, refuse_fit, refuse_recipe
 from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.profile import StepsProfile
 
+# the models of which some class is not modelled, with those classes
+REFUSED = {
+    model: names - set(MODELLED) for model, (_, names) in CONFIGS.items() if names - set(MODELLED)
+}
 DRAFTS = ["--speculative-config", '{"method": "ngram"}']
 
 
@@ -40,21 +44,26 @@ def measured_on(resolved: Resolved | None) -> Fit:
     return fit.model_copy(update={"steps": fit.steps.model_copy(update={"resolved": resolved})})
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", REFUSED)
 def test_no_recipe_is_made_for_a_model_that_is_not_modelled(model: str) -> None:
-    config, names = CONFIGS[model]
+    config = CONFIGS[model][0]
     found = FoundModel(name=model, config=config, source=model, revision="", origin="a test")
     with pytest.raises(InputError) as refusal:
         new_recipe(found, Wish(GPUS["h200"]))
-    assert all(CLASSES[name] in refusal.value.message for name in names)
+    assert all(CLASSES[name] in refusal.value.message for name in REFUSED[model])
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", REFUSED)
 def test_a_recipe_of_such_a_model_is_refused(model: str) -> None:
-    config, names = CONFIGS[model]
+    config = CONFIGS[model][0]
     with pytest.raises(InputError) as refusal:
         refuse_recipe(recipe_with(config))
-    assert all(CLASSES[name] in refusal.value.message for name in names)
+    assert all(CLASSES[name] in refusal.value.message for name in REFUSED[model])
+
+
+@pytest.mark.parametrize("model", sorted(CONFIGS.keys() - REFUSED.keys()))
+def test_a_recipe_of_a_model_with_windows_or_states_is_not_refused(model: str) -> None:
+    refuse_recipe(recipe_with(CONFIGS[model][0]))
 
 
 def test_a_recipe_with_drafts_is_refused_and_others_are_not() -> None:
@@ -73,7 +82,10 @@ def test_a_server_that_runs_already_is_measured_from_outside() -> None:
 
 @pytest.mark.parametrize(
     "resolved",
-    [replace(ONE, groups=[WINDOW, FULL]), replace(ONE, drafts=Drafts("mtp", 2))],
+    [
+        replace(ONE, groups=[replace(WINDOW, kind="chunk"), FULL]),
+        replace(ONE, drafts=Drafts("mtp", 2)),
+    ],
 )
 def test_laws_of_such_a_server_are_neither_fitted_nor_used(resolved: Resolved) -> None:
     fit = measured_on(resolved)

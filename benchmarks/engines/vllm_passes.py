@@ -2,7 +2,8 @@
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON [--cases 400]
-        [--timed]
+        [--timed] [--live]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --caches gpt-oss [--cases 400]
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --trace TRACE [...]
 
 Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM.
@@ -17,11 +18,17 @@ arrivals before each pass are given, and so is which requests end before their l
 them have prompts that share blocks, or sessions in which each turn begins with those before, in
 open and closed loop. `llmctl vllm-check` does the same with fewer workloads.
 
+With --live all settings of a running server are changed every few passes, by the code that changes
+them there (`toolkit.backends.vllm.knobs`).
+
 With --timed the requests come at times, and vLLM's loop, without its executor, hands out tokens by
 a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
 of all tokens must be those of the simulated engine, to a nanosecond.
 
-The third does the same with the requests of a trace that says what prompts share, their lengths
+With --caches the workloads are of a model with such groups of caches, in pools that just hold its
+longest request, and the blocks that each group holds for each row must be the same, too.
+
+The last does the same with the requests of a trace that says what prompts share, their lengths
 divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
 
 A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
@@ -43,22 +50,35 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from toolkit.backends.vllm.conformance.kinds import first_difference
+from toolkit.backends.vllm.conformance import groups
+from toolkit.backends.vllm.conformance.groups import make_grouped, without_keys
+from toolkit.backends.vllm.conformance.kinds import first_difference, live
 from toolkit.backends.vllm.conformance.kinds.full import passes_of_case, rows_of, step_of
-from toolkit.backends.vllm.conformance.run import passes_of_vllm
+from toolkit.backends.vllm.conformance.run import passes_of_results, passes_of_vllm, run_cases
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.flight import EMPTY_S
+from toolkit.sim.groups.caches import settings_of
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import PagedEngine, PagedRun
+from toolkit.sim.paged_engine import EngineScheduler, PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
 
+CACHES = {
+    "gpt-oss": groups.like_gpt_oss,
+    "gpt-oss-128": groups.like_gpt_oss_whole,
+    "gemma": groups.like_gemma,
+    "windows": groups.windows_alone,
+    "sizes": groups.two_sizes,
+    "states": groups.states,
+    "qwen3-next": groups.like_qwen3_next,
+}
 TIMED = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens, not passes
 
 
@@ -72,7 +92,10 @@ def passes_of_log(
         chunked_prefill=header.enable_chunked_prefill,
         prefix_caching=header.prefix_caching,
     )
-    scheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
+    scheduler: EngineScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    if caches is not None:
+        scheduler = GroupedScheduler(caches, flags, header.blocks)
     arrived = 0
     found = []
     for start_s in starts_s:
@@ -80,9 +103,57 @@ def passes_of_log(
             one = requests[arrived]
             scheduler.add(PagedRequest(arrived, one["prompt_tokens"], one["max_tokens"]))
             arrived += 1
-        found.append(step_of(scheduler))
+        step = step_of(scheduler)
+        step.pop("held", None)
+        found.append(step)
         scheduler.settle(scheduler.commit())
     return found
+
+
+def passes_of_live_log(header: IterationLogHeader, passes: Sequence[LoggedPass]) -> list[Any]:
+    """The passes of our model for a server with live settings, whose log says which requests have
+    come and which settings are new with each pass. No request stops before its limit.
+    """
+    flags = VllmPolicy(
+        max_num_seqs=header.max_num_seqs,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        chunked_prefill=header.enable_chunked_prefill,
+        prefix_caching=header.prefix_caching,
+    )
+    scheduler = PagedScheduler(
+        flags, header.blocks, header.block_tokens, ahead=header.async_scheduling
+    )
+    arrived = 0
+    found: list[Any] = []
+    under_way: list[PagedRequest] = []
+    for one in passes:
+        scheduler.change(one.changed)
+        for _, _, prompt, limit in one.arrived:
+            scheduler.add(PagedRequest(arrived, prompt, limit))
+            arrived += 1
+        step = step_of(scheduler)
+        found.append(step)
+        ended: list[PagedRequest] = []
+        if step["rows"]:
+            ended = scheduler.commit()
+        scheduler.settle(under_way if header.async_scheduling else ended)
+        under_way = ended if header.async_scheduling else []
+    return found
+
+
+def logged_live(passes: Sequence[LoggedPass]) -> list[Any]:
+    """The same log's passes in the same form."""
+    names = [arrival.request_id for one in passes for arrival in one.arrived]
+    number = {name: k for k, name in enumerate(names)}
+    return [
+        {
+            "rows": [[number[row.request_id], row.computed, row.new] for row in one.rows],
+            "preempted": [number[name] for name in one.preempted],
+            "free": one.free_blocks,
+            "waiting": one.waiting,
+        }
+        for one in passes
+    ]
 
 
 def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -201,7 +272,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--timed", action="store_true")
+    parser.add_argument("--live", action="store_true")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
+    parser.add_argument("--caches", choices=CACHES)
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
     parser.add_argument("--pass-s", type=float, default=0.5)
@@ -225,7 +298,9 @@ def main() -> None:
             _report_times([timed_case(given.seed + k) for k in range(given.cases)], given)
             return
         cases = _cases(given)
-        theirs = passes_of_vllm(given.vllm_python, cases)
+        loaded = run_cases(given.vllm_python, cases)
+        theirs = [without_keys(passes) for passes in passes_of_results(loaded.results)]
+        cases = [case | {"version": loaded.version} for case in cases]
         ours = [passes_of_case(case) for case in cases]
         ahead = sum(case["ahead"] for case in cases)
         print(f"{len(cases) - ahead} workloads with vLLM's Scheduler, {ahead} with AsyncScheduler")
@@ -236,8 +311,14 @@ def main() -> None:
 
 def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The workloads that the options ask for; a trace's with both schedulers."""
+    if given.caches:
+        maker = CACHES[given.caches]
+        return [make_grouped(maker, given.seed + k, ahead=bool(k % 2)) for k in range(given.cases)]
     if not given.trace:
-        return [make_case(given.seed + k) for k in range(given.cases)]
+        seeds = range(given.seed, given.seed + given.cases)
+        if given.live:
+            return [dict(live.make(seed, seed % 2 == 1)) for seed in seeds]
+        return [make_case(seed) for seed in seeds]
     flags = {
         "block_tokens": given.block_tokens,
         "blocks": given.blocks,

@@ -47,7 +47,8 @@ class ServerOrder:
     `event_log` is for llmctl's own policies, `pass_log` for engines that report their passes.
     `on_foreign` is called if the engine's version or the
     CPU differs from the fitted one; without it, such a plan is refused. `beat` is called every few
-    seconds while llmctl watches the server.
+    seconds while llmctl watches the server. With a `control_key` its settings can be changed while
+    it runs.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class ServerOrder:
     on_foreign: OnForeign | None = None
     beat: Callable[[], None] = lambda: None
     pass_log: Path | None = None
+    control_key: str = ""
 
 
 class Backend(Protocol):

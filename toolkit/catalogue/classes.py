@@ -20,11 +20,13 @@ CLASSES = {  # each with the reason why it needs rules of its own
     # caches
     "windows": "a window's blocks are freed as it moves, and prefixes must hit in every group",
     "window only": "blocks are freed as the window moves, so memory does not grow with tokens",
+    "several windows": "a step reads another number of tokens in each",
     "full windows": "the cache keeps every token, and a step reads only the window's",
     "chunks": "a step reads only the tokens of its own chunk",
     "states": "a state takes a few blocks per request, whatever its length",
     "groups": "several groups of caches share one pool, each with a table of its own",
     "block sizes": "groups with blocks of several sizes share one pool",
+    "compressed caches": "a cache keeps one entry for several tokens",
     "sparse attention": "a step reads only the best cached tokens, and the index reads all",
     "replay": "tokens are computed again after a hit",
     "rings": "a cache of fixed size per request is in the pool, too",
@@ -49,7 +51,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "long prefill threshold": "chunks are cut while other requests are there",
     "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
 }
-MODELLED: tuple[str, ...] = ()  # of them
+MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
 
@@ -101,7 +103,7 @@ def of_config(config: Config) -> list[ClassFound]:
     whole = integer_at(text, "num_hidden_layers")
     if ratios := text.get("compress_ratios"):
         count = len(set(ratios)) if isinstance(ratios, list) else 1
-        found.append(ClassFound("block sizes", f"compressed caches of {count} ratios"))
+        found.append(ClassFound("compressed caches", f"compressed caches of {count} ratios"))
     if special.states:
         found.append(ClassFound("states", f"{special.states} beside attention"))
     if chunk := integer_at(text, "attention_chunk_size"):
@@ -222,6 +224,10 @@ def _of_groups(resolved: Resolved) -> list[ClassFound]:
     if len({group.block for group in groups}) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted({group.block for group in groups}))
         found.append(ClassFound("block sizes", f"blocks of {sizes} tokens"))
+    windows = {group.window for group in groups if group.kind == "window"}
+    if len(windows) > 1:
+        words = " and ".join(f"{window:,}" for window in sorted(windows))
+        found.append(ClassFound("several windows", f"sliding windows of {words} tokens"))
     if len(groups) > 1 and not found:
         found.append(ClassFound("groups", f"{len(groups)} groups of KV caches"))
     if resolved.fine_hits:
@@ -238,12 +244,15 @@ def _of_group(group: CacheGroup, *, alone: bool) -> list[ClassFound]:
     match group.kind:
         case "window":
             name = "window only" if alone else "windows"
+            if group.spec != "SlidingWindowSpec":
+                name = "compressed caches"
             found.append(ClassFound(name, f"sliding windows of {where}"))
         case "chunk":
             found.append(ClassFound("chunks", f"attention in chunks of {where}"))
         case "state":
             mode = f" (mode {group.mode})" if group.mode else ""
-            found.append(ClassFound("states", f"states in {group.layers} layers{mode}"))
+            name = "states" if group.mode in ("align", "none") else "unknown cache"
+            found.append(ClassFound(name, f"states in {group.layers} layers{mode}"))
         case "ring":
             found.append(ClassFound("rings", f"a {group.spec}"))
         case "full" | "mla":

@@ -8,7 +8,7 @@ transformers is imported. `benchmarks/engines/recipe_sizes.py` compares the sums
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from toolkit.catalogue.quantization import Config, Scheme, scheme_of
@@ -70,6 +70,7 @@ class ModelFacts:
         scheme: how they are quantized; None: not at all.
         special: what llmctl's laws and its model of a cache do not know (`Special`).
         kv_bytes_per_token: of a whole model that caches every token in every layer.
+        config: that the sizes follow from.
     """
 
     model_type: str
@@ -86,6 +87,7 @@ class ModelFacts:
     scheme: Scheme | None
     special: Special
     kv_bytes_per_token: int
+    config: Config = field(repr=False, compare=False)
 
     @property
     def parameters(self) -> int:
@@ -167,6 +169,10 @@ def not_computed(special: Special, scheme: str) -> list[str]:
     reasons = []
     if special.latent:
         reasons.append("MLA (multi-head latent attention)")
+    if special.windows[0]:
+        reasons.append("sliding windows")
+    if special.states:
+        reasons.append(special.states)
     if scheme.startswith("int"):
         reasons.append(f"quantized weights ({scheme})")
     return reasons
@@ -243,6 +249,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
         scheme=scheme,
         special=special_of(config),
         kv_bytes_per_token=found[0],
+        config=config,
     )
 
 

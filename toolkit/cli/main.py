@@ -57,6 +57,9 @@ COMMANDS = {
     "serve": CommandEntry(
         "Start a server with OpenAI's API, N workers and one scheduler.", "the server has stopped"
     ),
+    "set": CommandEntry(
+        "Show or change the settings of a running vLLM, between two passes.", module="settings"
+    ),
     "status": CommandEntry(
         "Show the servers on this machine: health, load and speed.", module="running"
     ),

@@ -20,6 +20,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT,
     FIT_HELP,
+    ApiKeyOption,
     JsonOption,
     RecipeArgument,
     as_typed,
@@ -131,6 +132,7 @@ def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
 _search = partial(option, rich_help_panel="What is searched")
 _traffic = partial(option, rich_help_panel="Traffic and workers")
 _computing = partial(option, rich_help_panel="Where it is computed")
+_running = partial(option, rich_help_panel="On a running server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,27 @@ class TuneOptions(LengthOptions):
         metavar="URL",
         envvar="LLMCTL_STORAGE",
     )
+    live: str | None = _running(
+        None,
+        "Instead of a simulation alone: try settings on this running server, which `llmctl serve "
+        "--live` started with the plan that is named in the place of the recipe. 'here' is the "
+        "one on this machine.",
+        metavar="URL",
+    )
+    minutes: float = _running(10.0, "Measure for so long.", min=0.1)
+    server_passes: Path | None = _running(
+        None,
+        "The server's --pass-log, on this machine: the law is fitted again from its passes.",
+    )
+    plan_out: Path = _running(
+        Path("live-plan.json"), "Write the plan that starts with the best settings to this file."
+    )
+    control_key: str = _running(
+        "",
+        "The key of its control; default: that of the server's record on this machine.",
+        envvar=arguments.CONTROL_KEY_VARIABLE,
+    )
+    api_key: ApiKeyOption = ""
     as_json: JsonOption = False
 
 
@@ -252,7 +275,16 @@ def command(args: TuneOptions) -> None:
     with its certainty, or the advice to keep it. The same command resumes an interrupted search;
     --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
     limit; the result is written and printed nevertheless.
+
+    With --live the settings are tried on a running server, in short bursts of the trace, without a
+    restart. It ends with the best ones if their gain is sure, else, and after Ctrl-C, with those of
+    before. The same command goes on from its journal.
     """
+    if args.live is not None:
+        from toolkit.cli.tune_live import tune_live
+
+        tune_live(args)
+        return
     from toolkit.tuning.tune import settings_of
     from toolkit.tuning.workload import make_workload
 

@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
+from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
 from toolkit.engine_traits import MODEL_LIBRARIES, traits_of
@@ -325,8 +326,11 @@ def _check_capacity(recipe: Recipe) -> Check:
         terms = f"{share:g} x {size(memory)} - weights {size(weights)}{divided}"
     parts = cache_parts(special_of(model.config), shares)
     per_token = model.kv_bytes_per_token // parts  # of one process of a worker
-    tokens = int(budget // per_token)
-    rows = int(budget // (per_token * model.max_model_len))
+    row = row_bytes(model.config, model.dtype, model.max_model_len, shares)
+    if row is None:
+        row = per_token * model.max_model_len
+    tokens = int(budget * model.max_model_len // row)
+    rows = int(budget // row)
     longest = f"{model.max_model_len:,}"
     if rows < 1:
         found = f"{terms} = {size(max(budget, 0))} for KV: not one row of {longest} tokens"

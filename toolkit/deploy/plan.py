@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from toolkit.catalogue.caches import is_plain
 from toolkit.catalogue.models import cache_parts, special_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -207,7 +208,9 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
         "engine.dtype": (engine.dtype, model.dtype),
         "tensor_parallel_size": (engine.tensor_parallel_size, recipe.engine.tensor_parallel_size),
     }
-    if model.kv_bytes_per_token is not None:
+    resolved = fit.steps.resolved if fit.steps is not None else None
+    is_one_cache = resolved is None or is_plain(resolved.groups)
+    if model.kv_bytes_per_token is not None and is_one_cache:
         parts = cache_parts(special_of(model.config), engine.tensor_parallel_size)
         kv_bytes = engine.kv_bytes_per_token * parts
         pairs["engine.kv_bytes_per_token"] = (kv_bytes, model.kv_bytes_per_token)

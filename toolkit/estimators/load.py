@@ -105,6 +105,11 @@ def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
         fit.expert_s,
         fit.experts,
         fit.experts_per_token,
+        fit.window,
+        fit.inside_s,
+        fit.attended_inside_s,
+        tuple(fit.row_knots),
+        tuple(fit.row_more_s),
     )
 
 

@@ -29,6 +29,9 @@ How a pass is launched depends on the server's `cudagraph_mode` and on its token
     c in pieces          piece + piece_row * rows
     c of an eager pass   eager + eager_chunk * chunks
 
+Layers with sliding windows or states have no terms of their own: what they read does not grow with
+the cache but for rows shorter than a window, and so belongs to rows and tokens.
+
 A graph computes its own number of rows or tokens, to which a pass is padded. Touched experts are
 those of `steps.touched_experts`, by tokens that are not padding. The fit of the
 coefficients is in `pipeline_fit`.
@@ -177,6 +180,10 @@ class PipelineLaw:
         """Seconds per cached token of a decode in such a pass."""
         return self.beside_s if shape.prefills else self.cached_s
 
+    def growth_s(self, shape: StepShape) -> float:
+        """Seconds that each following pass of the same decodes takes more than the one before."""
+        return self.read_s(shape) * shape.decodes
+
     def prompt_token_s(self, attended: float) -> float:
         """Seconds that a token of a long chunk adds, which attends to so many tokens."""
         return self.token_s + self.attended_s * attended
@@ -253,11 +260,17 @@ class PassTimes:
     def __init__(self, law: StepLaw | PipelineLaw) -> None:
         self._law = law
         self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
+        self._window = law.window if isinstance(law, StepLaw) else 0
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
     ) -> float:
         shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        window = self._window
+        if window:  # as if all rows were alike
+            if decodes:
+                shape.decode_inside = round(min(decode_cached, float(decodes * (window - 1))))
+            shape.prefill_inside = min(attended, new_tokens * window)
         return self._law.step_s(shape)
 
 

@@ -218,6 +218,17 @@ class StepsFit(Strict):
     )
     experts: int = Field(0, description="of a layer; 0: there are none")
     experts_per_token: int = 0
+    window: int = Field(0, description="tokens of the sliding windows; 0: there are none")
+    inside_s: float = Field(
+        0.0, description="per cached token of a decode that is inside the windows"
+    )
+    attended_inside_s: float = Field(
+        0.0, description="per token that a chunk's tokens attend to inside the windows"
+    )
+    row_knots: list[int] = Field(
+        [], description="decoding rows beyond which each costs more, as those of states do"
+    )
+    row_more_s: list[float] = Field([], description="what each row beyond a knot costs more")
     token_s: list[float]
     knots: list[int]
     host_s: float = Field(

@@ -119,6 +119,10 @@ class StepPoint(Strict):
     prefill_tokens: int
     prefill_attended: float
     prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
+    decode_inside: float = Field(
+        0.0, description="of `decode_cached`, what is inside sliding windows; 0: there are none"
+    )
+    prefill_inside: float = Field(0.0, description="as `prefill_attended`, inside the windows")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one; "

@@ -180,6 +180,19 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     """
     times = pass_times(recipe, basis)
     facts = _facts(recipe, sizes_of(recipe), times)
+    timed_by_pass = traits_of(recipe.engine.name).timed_by_pass
+    passes = _steps(recipe, facts, times) if timed_by_pass else None
+    return computed_profile(recipe, head, facts, times, passes)
+
+
+def computed_profile(
+    recipe: Recipe,
+    head: EnvelopeFields,
+    facts: EngineFacts,
+    times: ComputedPasses,
+    passes: StepsProfile | None,
+) -> Profile:
+    """The recipe's grid as `times` compute it, beside `passes`."""
     points, skipped = grid(recipe.profile, facts)
     prefill = []
     decode = []
@@ -219,7 +232,7 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         slices=slices,
         memory=probes,
         failed=skipped,
-        steps=_steps(recipe, facts, times) if traits_of(recipe.engine.name).timed_by_pass else None,
+        steps=passes,
     )
 
 

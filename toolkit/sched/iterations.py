@@ -63,6 +63,15 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     resolved: Resolved | None = None
 
 
+class LoggedArrival(NamedTuple):
+    """A request that has come: when, on the clock of the passes, and its lengths."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    max_new_tokens: int
+
+
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
@@ -84,6 +93,8 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     launched_s: float = 0.0
     ready_s: float = 0.0
     accepted: list[int] = []
+    changed: dict[str, bool | int | float | str] = {}  # settings that are new with this pass
+    arrived: list[LoggedArrival] = []  # since the pass before; of a server with live settings
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

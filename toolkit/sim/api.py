@@ -37,7 +37,7 @@ from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
-from toolkit.sim.world import World
+from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
@@ -280,12 +280,16 @@ class PolicyRun:
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
-    """All policies but oracles, and the one built into the fit's engine if the fit has its laws."""
+    """All policies but oracles, and the one built into the fit's engine if the fit has its laws;
+    that one alone for a model with several groups of caches, which no other knows.
+    """
     built_in = [
         name
         for name, policy in BUILT_IN.items()
         if fit and fit.steps and fit.engine.engine == policy.engine
     ]
+    if fit and caches_of(fit) is not None:
+        return built_in
     return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
 
 

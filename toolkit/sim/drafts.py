@@ -313,7 +313,7 @@ class DraftScheduler(PassScheduler):
             new += chunk.new
             before += chunk.computed
             attended += chunk_attended(chunk.computed, chunk.new)
-        shape = StepShape(decodes, cached, len(chunks), new, attended, before, drafted)
+        shape = StepShape(decodes, cached, len(chunks), new, attended, before, draft_tokens=drafted)
         self.decoding = getting
         self._plan = plan
         self._idle = not plan

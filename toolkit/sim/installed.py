@@ -105,7 +105,9 @@ class InstalledScheduler(PassScheduler):
         self.decoding = getting
         self._plan = plan
         self._idle = not plan.rows
-        shape = StepShape(decodes, cached, len(chunks), new_tokens, attended, before, drafted)
+        shape = StepShape(
+            decodes, cached, len(chunks), new_tokens, attended, before, draft_tokens=drafted
+        )
         return PagedPass(shape, chunks, preempted)
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:

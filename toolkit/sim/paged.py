@@ -15,24 +15,27 @@ With `prefill_schedule_interval` I, prefills wait until I passes after the last 
 as long as a row decodes and the last time that they were let in left no request waiting.
 
 Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
-this one), the threshold for long prefills (off by default), speculative decoding, several kinds of
-caches, LoRA, connectors.
+this one), speculative decoding, several kinds of caches, LoRA, connectors.
 
-Every running row takes part in every pass: a pass has enough tokens for that, and only the row
-admitted last can have an incomplete input. All others decode in lockstep, so their state is a few
-sums and a histogram of the fill of their last blocks, and k passes of decodes alone cost one
-addition.
+Every running row takes part in every pass as long as a pass has enough tokens for that, and only
+the row admitted last has an incomplete input. All others decode in lockstep, so their state is a
+few sums and a histogram of the fill of their last blocks, and k passes of decodes alone cost one
+addition. With a threshold for long prefills, several rows may have incomplete inputs; such a pass
+is planned row by row, and decodes may miss it (`_plan_by_row`).
+
+Settings may change between two passes (`change`), as those of a live vLLM do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, PagedRequest, SharedPool
-from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
+from toolkit.sim.passes import NO_ROWS, Chunk, PagedPass, PassScheduler
 
 
 class PagedScheduler(PassScheduler):
@@ -65,6 +68,7 @@ class PagedScheduler(PassScheduler):
         )
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
+        self._threshold: int = flags.long_prefill_token_threshold
         self._chunked: bool = flags.chunked_prefill
         self._unknown = int(ahead)
         self._shares = shares and flags.prefix_caching
@@ -83,13 +87,39 @@ class PagedScheduler(PassScheduler):
         # heap of (end, order, row), for rows leave in the order of their admission; an entry is
         # stale if its row no longer decodes
         self._ends: list[tuple[int, int, PagedRequest]] = []
-        self._partial: PagedRequest | None = None  # the row with an incomplete input
+        # the rows with an incomplete input, in order of admission
+        self._partials: dict[PagedRequest, None] = {}
+        self._long = 0  # the most tokens of a chunk in the pass that is planned; 0: no such limit
+        self._idle: dict[PagedRequest, None] = {}  # decoding rows that missed the last pass
+        self._missed: list[PagedRequest] = NO_ROWS  # those that miss the planned one
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
         self._plan: PagedPass | None = None
+
+    def change(self, settings: Mapping[str, Value]) -> None:
+        """New values of flags, from the next pass on. `policy` changes nothing here: requests have
+        no priorities. `ValueError` for a flag that no running vLLM changes.
+        """
+        for name, value in settings.items():
+            if name == "max_num_seqs":
+                self._most_rows = int(value)
+            elif name == "max_num_batched_tokens":
+                self._most_tokens = int(value)
+            elif name == "long_prefill_token_threshold":
+                self._threshold = int(value)
+            elif name == "watermark":
+                self._reserve = int(float(value) * (self.pool.blocks + 1))
+            elif name == "scheduler_reserve_full_isl":
+                self._reserves_input = bool(value)
+            elif name != "policy":
+                raise ValueError(f"{name} is no setting of a running vLLM")
 
     def schedule(self) -> PagedPass:
         if self._interval > 1:
             self._defers = self._defers_prefills()
+        self._long = self._threshold if len(self.running) + len(self.waiting) > 1 else 0
+        too_many = len(self.running) > self._most_tokens
+        if too_many or (self._partials and not self._one_chunk_comes_last()):
+            return self._plan_by_row()
         due = self._due()
         preempted: list[PagedRequest] = []
         if due + self._due_chunk() > self.pool.free:
@@ -104,26 +134,70 @@ class PagedScheduler(PassScheduler):
         budget = self._most_tokens - decodes
         if due:
             self.pool.take(due)
-        partial = self._partial
         pool = self.pool
-        if pool.writers:
-            for row in pool.writers:  # the tokens that will be known with this pass
-                if row is partial:
-                    written = row.computed
-                elif row.end or row.stops:
-                    written = row.computed + self._steps + (0 if self._unknown else 1)
-                else:
-                    written = self._known(row)
-                pool.register(row, written)
+        for row in pool.writers:
+            pool.register(row, self._written(row))
         chunks: list[Chunk] = []
-        if partial is not None and not self._defers:
-            computed = partial.computed
-            new = min(partial.prompt - partial.computed, budget)
-            pool.take(pool.needed(computed + new) - pool.needed(computed))
-            if self._shares:
-                pool.register(partial, computed + new)
-            chunks.append(Chunk(partial, computed, new))
-            budget -= new
+        if not self._defers:
+            for row in self._partials:  # at most one
+                budget -= self._take_chunk(row, budget, chunks)
+        self._missed = NO_ROWS
+        return self._planned(decodes, cached, budget, chunks, preempted)
+
+    def _one_chunk_comes_last(self) -> bool:
+        """Whether one row has an incomplete input, and all others have their tokens before it."""
+        return len(self._partials) == 1 and next(reversed(self.running)) in self._partials
+
+    def _plan_by_row(self) -> PagedPass:
+        """As `schedule`: each row takes its tokens and blocks in turn, in order of admission."""
+        pool = self.pool
+        steps = self._steps
+        budget = self._most_tokens
+        chunks: list[Chunk] = []
+        preempted: list[PagedRequest] = []
+        missed: list[PagedRequest] = []
+        decodes = 0
+        cached = 0
+        for row in list(self.running):
+            if row not in self.running:  # it was preempted, and so were all behind it
+                break
+            partial = row in self._partials
+            if not (partial or row.end or row.stops) or (partial and self._defers):
+                continue  # it has ended, or its chunk is deferred
+            if budget == 0:
+                if not partial:
+                    missed.append(row)
+                continue
+            if partial:
+                end = row.computed + self._chunk_tokens(row, budget)
+                due = pool.needed(end) - pool.needed(row.computed)
+            else:
+                due = int((row.computed + steps) % self._block_tokens == 0)
+            while due > pool.free and row in self.running:
+                self._preempt_last(preempted)
+            if row not in self.running:
+                break
+            if partial:
+                budget -= self._take_chunk(row, budget, chunks)
+                continue
+            pool.take(due)
+            if row in pool.writers:
+                pool.register(row, self._written(row))
+            budget -= 1
+            decodes += 1
+            cached += row.computed + steps
+        self._missed = missed
+        return self._planned(decodes, cached, budget, chunks, preempted)
+
+    def _planned(
+        self,
+        decodes: int,
+        cached: int,
+        budget: int,
+        chunks: list[Chunk],
+        preempted: list[PagedRequest],
+    ) -> PagedPass:
+        """The pass, once its running rows are planned: waiting requests are admitted into it."""
         if self.waiting and not preempted:
             self._admit(budget, chunks)
         if self._interval > 1:
@@ -139,8 +213,44 @@ class PagedScheduler(PassScheduler):
             shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
-        self._plan = PagedPass(shape, chunks, preempted)
-        return self._plan
+        plan = PagedPass(shape, chunks, preempted)
+        if self._idle or self._missed:
+            out = [row for row in self._missed if row.end]
+            there = [row for row in self._idle if row.end and row in self.running]
+            plan.paused = [row for row in out if row not in self._idle]
+            plan.resumed = [row for row in there if row not in out]
+            plan.apart = len(out) + len(plan.resumed)
+        self._plan = plan
+        return plan
+
+    def _take_chunk(self, row: PagedRequest, budget: int, chunks: list[Chunk]) -> int:
+        """Plan the next chunk of a running row's input, and return its tokens. Its blocks are
+        free.
+        """
+        pool = self.pool
+        computed = row.computed
+        new = self._chunk_tokens(row, budget)
+        pool.take(pool.needed(computed + new) - pool.needed(computed))
+        if self._shares:
+            pool.register(row, computed + new)
+        chunks.append(Chunk(row, computed, new))
+        return new
+
+    def _chunk_tokens(self, row: PagedRequest, budget: int) -> int:
+        """How many tokens the next chunk of a running row has."""
+        left = row.prompt - row.computed
+        if 0 < self._long < left:
+            left = self._long
+        return min(left, budget)
+
+    def _written(self, row: PagedRequest) -> int:
+        """The tokens of a writer that are known with the pass that is planned."""
+        if row in self._partials:
+            return row.computed
+        if row.end or row.stops:
+            known = self._unknown == 0 or row in self._idle
+            return row.computed + self._steps + (1 if known else 0)
+        return self._known(row)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """The planned pass by row, as vLLM logs it: number, tokens computed before, new tokens."""
@@ -148,13 +258,13 @@ class PagedScheduler(PassScheduler):
         chunks = {
             chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
         }
-        absent = {row for row in self._ended if not row.stops}
-        if self._partial is not None and self._defers:
-            absent.add(self._partial)
+        out = {row for row in self._ended if not row.stops}
+        out.update(self._missed)
+        out.update(row for row in self._partials if row not in chunks)
         return [
             chunks.get(r) or (r.number, r.computed + self._steps, 1)
             for r in self.running
-            if r not in absent
+            if r not in out
         ]
 
     def ahead(self) -> int:
@@ -162,7 +272,9 @@ class PagedScheduler(PassScheduler):
         assert plan is not None
         if plan.chunks or plan.preempted or self._ended or not self.decoding:
             return 1
-        if self._interval > 1 and (self.waiting or self._partial is not None):
+        if self._partials or self._idle or self._missed:
+            return 1
+        if self._interval > 1 and self.waiting:
             return 1  # a prefill may be let in
         if self.waiting and self.pool.writers:
             return 1  # a block that is written may let one in
@@ -192,6 +304,8 @@ class PagedScheduler(PassScheduler):
             self.pool.take(crossings)
             self._executed += count
         self._plan = None
+        if self._missed or self._idle:
+            self._miss()
         for row in self._ended:
             # an ended row is in no further pass, unless its end was not known
             row.computed -= 0 if row.stops else steps
@@ -207,10 +321,9 @@ class PagedScheduler(PassScheduler):
             row = chunk.row
             row.computed = chunk.computed + chunk.new
             if not chunk.completes:
-                self._partial = row
+                self._partials[row] = None
                 continue
-            if row is self._partial:
-                self._partial = None
+            self._partials.pop(row, None)
             row.filled = row.computed
             row.prompt += 1  # it has a token, and decodes
             row.left -= 1
@@ -223,8 +336,29 @@ class PagedScheduler(PassScheduler):
             self._key_sum += row.computed
             self._fill[row.computed % tokens] += 1
             heappush(ends, (row.end, row.order, row))
+        if plan.chunks and len(ended) > 1:  # a row with a chunk may be before one that decodes
+            ended.sort(key=_admitted)
         self._ended += ended
         return ended
+
+    def _miss(self) -> None:
+        """Some rows had no part in the pass that is committed."""
+        missed = self._missed
+        self._missed = NO_ROWS
+        self._idle = dict.fromkeys(missed)
+        for row in missed:
+            if self._unknown and row in self.pool.writers:  # nothing of it is under way
+                self.pool.register(row, row.computed + self._steps)
+            if not row.end:
+                row.stops = False  # all of its tokens are known now, as those of any ended row
+                continue
+            size = self._block_tokens
+            self._fill[row.computed % size] -= 1
+            row.computed -= 1
+            self._fill[row.computed % size] += 1
+            self._key_sum -= 1
+            row.end += 1
+            heappush(self._ends, (row.end, row.order, row))
 
     def settle(self, ended: Sequence[PagedRequest]) -> None:
         for row in ended:
@@ -257,30 +391,35 @@ class PagedScheduler(PassScheduler):
             count = min(due, pool.free)
             pool.take(count)
             taken += count
-            row, _ = self.running.popitem()
-            if row is self._partial:
-                self._partial = None
-                held = known = row.computed
+            self._preempt_last(preempted)
+
+    def _preempt_last(self, preempted: list[PagedRequest]) -> None:
+        """Preempt the row that was admitted last, and append it to `preempted`."""
+        row, _ = self.running.popitem()
+        if row in self._partials:
+            del self._partials[row]
+            held = known = row.computed
+        else:
+            held = row.computed + self._steps
+            known = self._known(row)
+            if row.end:
+                self._leave(row)
             else:
-                held = row.computed + self._steps
-                known = self._known(row)
-                if row.end:
-                    self._leave(row)
-                else:
-                    self._ended.remove(row)  # its last token is under way
-            self.pool.give(row, held, known)
-            row.computed = 0
-            row.preempted = True
-            preempted.append(row)
-            if row.left:
-                self.waiting.appendleft(row)
+                self._ended.remove(row)  # its last token is under way
+        self.pool.give(row, held, known)
+        row.computed = 0
+        row.preempted = True
+        preempted.append(row)
+        if row.left:
+            self.waiting.appendleft(row)
 
     def _known(self, row: PagedRequest) -> int:
         """How many of the tokens in a row's cache are known: not the one that a decode under way
         computes, whereas those of an input are.
         """
         held = row.computed + self._steps
-        return held - (self._unknown if held > row.filled else 0)
+        under_way = held > row.filled and row not in self._idle
+        return held - (self._unknown if under_way else 0)
 
     def _due(self) -> int:
         """New blocks that the decoding rows need for the next pass."""
@@ -294,20 +433,21 @@ class PagedScheduler(PassScheduler):
 
     def _due_chunk(self) -> int:
         """New blocks that the row with an incomplete input needs for the next pass."""
-        row = self._partial
-        if row is None or self._defers:
+        if self._defers:
             return 0
-        # ended rows are in one more pass if their ends were not known
-        late = sum([row.stops for row in self._ended])
-        budget = self._most_tokens - self.decoding - late
-        end = min(row.prompt, row.computed + budget)
-        return self.pool.needed(end) - self.pool.needed(row.computed)
+        for row in self._partials:  # at most one
+            # ended rows are in one more pass if their ends were not known
+            late = sum([row.stops for row in self._ended])
+            budget = self._most_tokens - self.decoding - late
+            end = row.computed + self._chunk_tokens(row, budget)
+            return self.pool.needed(end) - self.pool.needed(row.computed)
+        return 0
 
     def _defers_prefills(self) -> bool:
         """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""
         if self._bound or self._executed + 1 - self._last_prefill >= self._interval:
             return False
-        return len(self.running) > (self._partial is not None)
+        return len(self.running) > len(self._partials)
 
     def _count_prefills(
         self, decodes: int, chunks: list[Chunk], preempted: list[PagedRequest]
@@ -318,7 +458,7 @@ class PagedScheduler(PassScheduler):
         if decodes or chunks:
             self._executed += 1
         for chunk in chunks:
-            if chunk.row is self._partial or chunk.computed < chunk.row.prompt - 1:
+            if chunk.row in self._partials or chunk.computed < chunk.row.prompt - 1:
                 self._last_prefill = self._executed
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -334,6 +474,8 @@ class PagedScheduler(PassScheduler):
             new = row.prompt - found
             if self._defers and new > 1:
                 return
+            if 0 < self._long < new:
+                new = self._long
             if new > budget:
                 if not self._chunked:
                     return
@@ -360,3 +502,7 @@ class PagedScheduler(PassScheduler):
         self.decoding -= 1
         self._key_sum -= row.computed
         self._fill[row.computed % self._block_tokens] -= 1
+
+
+def _admitted(row: PagedRequest) -> int:
+    return row.order

@@ -8,9 +8,11 @@ law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one 
 arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
+Settings may change at given times, as those of a live engine do (`SettingsChange`).
 
-`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, and
-`toolkit.sim.flight` times them. `serve` gives the engines of a world requests in turn;
+`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, or
+`toolkit.sim.groups` where its model has several groups of caches, and `toolkit.sim.flight` times
+them. `serve` gives the engines of a world requests in turn;
 `toolkit.sim.replicas` puts them behind a router.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,12 +34,15 @@ from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
+from toolkit.sim.groups.caches import CacheSettings
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.link import SchedulerLink
@@ -45,6 +51,8 @@ from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.passes import PagedPass, PassScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
+
+EngineScheduler: TypeAlias = PassScheduler | GroupedScheduler
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,7 +85,8 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `believed` is the law that a router believes; None: `steps`.
+    `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
+    caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
     are accepted. `others` are the same engine with other numbers of drafts.
     `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
@@ -91,6 +100,7 @@ class PagedEngine:
     front_s: float = 0.0
     front_row_s: float = 0.0
     believed: EngineLaw | None = None
+    caches: CacheSettings | None = None
     draft_method: str = ""
     draft_tokens: int = 0
     drafts: DrawnDrafts | None = None
@@ -101,16 +111,22 @@ class PagedEngine:
         return reduced(self)
 
     @classmethod
-    def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
+    def of(
+        cls, fit: StepsFit, capacity_tokens: int, caches: CacheSettings | None = None
+    ) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
+        blocks = capacity_tokens // fit.block_tokens
+        if caches is not None:
+            blocks = round(fit.blocks * capacity_tokens / caches.capacity_tokens(fit.blocks))
         return cls(
             law_of_steps(fit),
-            capacity_tokens // fit.block_tokens,
+            blocks,
             fit.block_tokens,
             fit.async_scheduling,
             PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
             fit.front_s,
             fit.front_row_s,
+            caches=caches,
             draft_method=fit.draft_method,
             draft_tokens=fit.draft_tokens,
         )
@@ -135,17 +151,42 @@ class PagedEngine:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that its cache holds."""
+        """Tokens that its cache holds; with several cache groups, as many as vLLM logs."""
+        if self.caches is not None:
+            return self.caches.capacity_tokens(self.blocks)
         return self.blocks * self.block_tokens
 
-    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> PassScheduler:
-        """A scheduler of its passes, with an empty cache; `shares`: requests have contents."""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that it can serve."""
+        if self.caches is not None:
+            return self.caches.max_model_len - 1
+        return self.capacity_tokens - (self.drafts is not None)  # vLLM's longest context
+
+    def allowed(self, flags: VllmPolicy) -> VllmPolicy:
+        """The flags nearest to `flags` with which vLLM starts."""
+        if self.caches is None:
+            return flags
+        return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
+
+    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> EngineScheduler:
+        """A scheduler of its passes, with an empty cache; `shares`: requests have contents.
+
+        Raises `InputError` where vLLM would not start with these flags, or they are not modelled.
+        """
         blocks = self.blocks
         size = self.block_tokens
         if self.link is not None:
             return InstalledScheduler(
                 self.link, flags, blocks, size, ahead=self.ahead, drafts=self.drafts
             )
+        if self.caches is not None:
+            if self.drafts is not None:
+                raise InputError(
+                    "speculative decoding is not modelled with several groups of caches",
+                    "leave engine.vllm.drafts out of the recipe",
+                )
+            return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
         if self.drafts is not None:
             if flags.prefill_schedule_interval > 1:
                 raise InputError(
@@ -252,13 +293,25 @@ class Reuse:
         return DueRequests(arrival_s, first, turns)
 
 
+@dataclass(slots=True, frozen=True)
+class SettingsChange:
+    """New values of an engine's settings, which the first pass that is planned after `at_s` has."""
+
+    at_s: float
+    settings: Mapping[str, Value]
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
+
 class Tokens:
     """The rows that get tokens from passes of the same rows.
 
     Attributes:
         decoding: how many rows get one from each pass.
         drafts: how many more tokens they get, which were drafts.
-        joined: the rows that get one from the first pass, as their input is complete.
+        joined: the rows that get one from the first pass, as their input is complete, or as they
+            missed the pass before.
         ended: the rows that get their last from the last pass.
         running: how many rows ran.
     """
@@ -318,9 +371,11 @@ class PagedRun:
         self._tells = tells
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
+        self._capacity_tokens = engine.capacity_tokens
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
+        self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
         self._restart(0.0)
@@ -347,6 +402,14 @@ class PagedRun:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
+            self._can_cut = False
+            self._flight.cut(now_s)
+            self.next_s = self._flight.due_s
+
+    def change(self, settings: Mapping[str, Value], now_s: float) -> None:
+        """The engine has new settings, from the next pass that is planned on."""
+        self._changed.append(settings)
+        if self._leap is not None and self._flight.steps > 1:
             self._can_cut = False
             self._flight.cut(now_s)
             self.next_s = self._flight.due_s
@@ -391,12 +454,15 @@ class PagedRun:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
                     self._close(row, self._last_s)
+            for row in plan.paused:
+                self._close(row, self._last_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
         self._plan_s = max(self._done_s, now_s)
         self.next_s = math.inf
-        if plan is not None and self._under_way:  # no other row can run before these have left
+        if plan is not None and (self._under_way or plan.preempted):
+            # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
             self.next_s = self._plan_s
@@ -450,6 +516,15 @@ class PagedRun:
     def _planned(self) -> PagedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self._scheduler
+        for settings in self._changed:
+            if not isinstance(scheduler, PagedScheduler):
+                raise InputError(
+                    "settings that change while it runs are modelled of engines with one group of "
+                    "caches, without speculative decoding",
+                    "simulate each setting on its own",
+                )
+            scheduler.change(settings)
+        self._changed.clear()
         for row in self._arrived:
             scheduler.add(row)
         self._arrived.clear()
@@ -479,10 +554,14 @@ class PagedRun:
         steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
-        size = self._block_tokens
-        used_first = (self._blocks - scheduler.pool.free) * size
+        if plan.resumed:
+            joined += plan.resumed
+        decoding -= plan.apart
+        blocks = self._blocks
+        capacity = self._capacity_tokens
+        used_first = (blocks - scheduler.pool.free) * capacity // blocks
         ended = scheduler.commit(steps)
-        used = (self._blocks - scheduler.pool.free) * size
+        used = (blocks - scheduler.pool.free) * capacity // blocks
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows
@@ -567,11 +646,13 @@ def serve(
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
+    changes: Sequence[SettingsChange] = (),
 ) -> list[Refusal]:
     """Serve requests, dealt in turn to as many engines as the ledger has workers (see
     `Reuse.dealt`). Returns the refusals: requests that can never be served.
 
-    The engine cannot foresee the end of an output that is shorter than its limit.
+    All engines have the `changes`, which are in order of time. An engine cannot foresee the end of
+    an output that is shorter than its limit.
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
@@ -598,7 +679,7 @@ def serve(
         }
         arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
-        _drive(run, rows, arrivals, front, engine, drain)
+        _drive(run, rows, arrivals, front, engine, drain, changes)
     return list(refusals.values())
 
 
@@ -609,17 +690,23 @@ def _drive(
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
+    changes: Sequence[SettingsChange],
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
     admitted. Requests without a row are refused when they arrive.
     """
     left = len(rows)  # to arrive
+    changed = 0
     events = 0
     while arrivals.next_s < math.inf or run.next_s < math.inf:
         events += 1
         if events % CHECK_EVERY == 0:
             check()
         came_s = arrivals.next_s
+        if changed < len(changes) and changes[changed].at_s <= min(came_s, run.next_s):
+            run.change(changes[changed].settings, changes[changed].at_s)
+            changed += 1
+            continue
         if came_s <= run.next_s:
             number = arrivals.take()
             if number in rows:
@@ -644,9 +731,8 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    capacity = engine.capacity_tokens - (engine.drafts is not None)  # vLLM's longest context
-    limit = f"the cache holds {capacity:,}"
-    if most <= capacity:
+    limit = f"the cache holds {engine.longest:,}"
+    if most <= engine.longest:
         if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
             return None
         limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"

@@ -30,10 +30,19 @@ class Chunk:
         return self.computed + self.new >= self.row.prompt
 
 
-class PagedPass:
-    """What the next forward pass computes, and the rows that were preempted for it."""
+NO_ROWS: list[PagedRequest] = []  # of passes where each row that decodes gets its token
 
-    __slots__ = ("chunks", "preempted", "rows", "shape")
+
+class PagedPass:
+    """What the next forward pass computes, and the rows that were preempted for it.
+
+    Attributes:
+        paused: rows that decode, but get no token in this pass as in those before.
+        resumed: rows that decode again after such a pass.
+        apart: how many of the scheduler's decoding rows get no token, or are `resumed`.
+    """
+
+    __slots__ = ("apart", "chunks", "paused", "preempted", "resumed", "rows", "shape")
 
     def __init__(
         self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
@@ -42,6 +51,9 @@ class PagedPass:
         self.rows = shape.rows  # kept, because each pass reads it several times
         self.chunks = chunks
         self.preempted = preempted
+        self.paused: list[PagedRequest] = NO_ROWS
+        self.resumed: list[PagedRequest] = NO_ROWS
+        self.apart = 0
 
 
 class PassScheduler:

@@ -29,6 +29,7 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
+from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
 from toolkit.sim.replicas import Routing
@@ -155,7 +156,17 @@ class World:
         return self.routing is not None and self.routing.limits != UNLIMITED
 
     def under(self, policy: AnyPolicy) -> World:
-        """The same world with the laws for what `policy` runs: static batches or rounds."""
+        """The same world with the laws for what `policy` runs: static batches or rounds.
+
+        `InputError` for a policy that does not know the groups of caches of the model.
+        """
+        if self.paged is not None and self.paged.caches and policy.name != VllmPolicy.name:
+            groups = len(self.paged.caches.groups)
+            raise InputError(
+                f"policy '{policy.name}': it counts tokens in one cache, and this model has "
+                f"{groups} groups of KV caches with windows or states",
+                f"policy '{VllmPolicy.name}' knows them",
+            )
         others = tuple(kind.under(policy) for kind in self.others)
         laws = self.rounds if policy.continuous else None
         if laws is None:
@@ -240,16 +251,34 @@ def world_from_fit(
         rounds=rounds,
         joining=laws.joining,
         slots=laws.slots,
-        paged=_paged(fit) if fit.steps else None,
+        paged=paged_of(fit),
     )
 
 
-def _paged(fit: Fit) -> PagedEngine:
-    """The engine of a fit with its own scheduler, with all numbers of drafts that were measured."""
-    assert fit.steps is not None
-    engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens)
-    others = tuple(PagedEngine.of(one, one.blocks * one.block_tokens) for one in fit.drafts)
+def paged_of(fit: Fit) -> PagedEngine | None:
+    """The engine with its own scheduler that a fit describes, with all numbers of drafts that were
+    measured; None: its passes were not.
+
+    Raises `InputError` for caches that are not modelled.
+    """
+    if fit.steps is None:
+        return None
+    caches = caches_of(fit)
+    engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
+    others = tuple(PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
     return replace(engine, others=others)
+
+
+def caches_of(fit: Fit) -> CacheSettings | None:
+    """The groups of KV caches of a fit's engine; None: one cache of full attention, or it is not
+    known.
+    """
+    if fit.steps is None:
+        return None
+    engine = fit.engine
+    return settings_of(
+        fit.steps.resolved, engine.max_model_len, engine.engine_version, engine.device
+    )
 
 
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:

@@ -47,7 +47,9 @@ from toolkit.backends.vllm.command import (
     vllm_version,
 )
 from toolkit.backends.vllm.conformance.results import agreement
+from toolkit.backends.vllm.control import MIDDLEWARE
 from toolkit.backends.vllm.setup import (
+    CONTROL_VARIABLE,
     EVENT_LOG_VARIABLE,
     ITERATIONS_VARIABLE,
     PLAN_VARIABLE,
@@ -70,6 +72,9 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.process import ProfileBench
+from toolkit.sched.policies import make_any
+from toolkit.sched.policies.parameters import declared, parameters
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.sim.drafts import rates_of
 from toolkit.workers.process import (
@@ -125,6 +130,8 @@ class VllmBackend:
                 with vllm_server(command, order.host, port, quiet=False) as server:
                     signals.loading = False
                     if not signals.count:
+                        if order.control_key:
+                            order.ending.say(live_cost(order.plan, alive.blocks(server.url)))
                         on_ready(server.url)
                         with EngineWatch(order, server.url) as watch:
                             _serve(server, order, signals, watch)
@@ -334,6 +341,14 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     variables = {PLAN_VARIABLE: str(path), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     if order.api_key:
         variables["VLLM_API_KEY"] = order.api_key
+    if order.control_key:
+        if plan.fit.steps is None:
+            raise InputError(
+                "--live: the fit has no law of passes, whose scheduler takes new settings",
+                "profile engine vllm again; then: llmctl fit, render",
+            )
+        variables[CONTROL_VARIABLE] = order.control_key
+        flags += [*wider(plan), "--middleware", MIDDLEWARE]
     if policy.name != POLICY and order.event_log is not None:
         variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
     if order.pass_log is not None:
@@ -346,6 +361,50 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
     model = saved_model(plan.recipe.model, plan.recipe.hardware)
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+
+
+WIDER = ("max_num_seqs", "max_num_batched_tokens")  # at the start than in the plan
+
+
+def wide_values(plan: Plan) -> dict[str, int]:
+    """The most requests and tokens of a pass that a live server can be given later: the search's
+    bounds, or the plan's values where these are larger. The server begins with the plan's.
+    """
+    if plan.policy.name != POLICY:
+        return {}
+    known = declared(VllmPolicy)
+    values = parameters(make_any(POLICY, plan.policy.parameters))
+    space = plan.recipe.tune.space
+    found = {}
+    for name in WIDER:
+        usual = known[name].search or (0, 0)
+        wide = max(float(high) for high in space.get(name, usual))
+        found[name] = max(int(wide), int(values[name]))
+    rows = found["max_num_seqs"]
+    found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], rows)
+    return found
+
+
+def live_bounds(plan: Plan) -> dict[str, tuple[float, float]]:
+    """The bounds of the settings that a live server of the plan can be tuned by."""
+    wide = wide_values(plan)
+    if not wide:
+        return {}
+    rows = float(wide["max_num_seqs"])
+    bounds = {"max_num_seqs": (1.0, rows)}
+    if make_any(POLICY, plan.policy.parameters).chunked_prefill:  # type: ignore[union-attr]
+        bounds["max_num_batched_tokens"] = (rows, float(wide["max_num_batched_tokens"]))
+        longest = float(plan.recipe.model.max_model_len)
+        bounds["long_prefill_token_threshold"] = (0.0, longest)
+    return bounds | {"watermark": (0.0, 0.3)}
+
+
+def wider(plan: Plan) -> list[str]:
+    """The flags of `wide_values`. vLLM takes the last of two equal flags."""
+    words: list[str] = []
+    for name, value in wide_values(plan).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
 
 
 def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
@@ -370,6 +429,26 @@ def _synthetic_rates(plan: Plan) -> Sequence[float]:
     if acceptance is None or not acceptance.synthetic or not tokens:
         return []
     return rates_of(acceptance, tokens)
+
+
+def live_cost(plan: Plan, blocks: int) -> str:
+    """What a live server may be given, and what this start costs in blocks of KV cache; `blocks`
+    are those that it has (0: not known).
+    """
+    values = plan.policy.parameters
+    words = [
+        f"{name} up to {wide:,} (the plan: {values.get(name, 'default')})"
+        for name, wide in wide_values(plan).items()
+    ]
+    text = f"live: {'; '.join(words)}" if words else "live: its policy's parameters"
+    steps = plan.fit.steps
+    if not blocks or steps is None:
+        return text
+    cost = steps.blocks - (blocks - 1)  # vLLM never gives out one
+    if cost <= 0:
+        return f"{text}; it costs no block of KV cache"
+    share = 100.0 * cost / steps.blocks
+    return f"{text}; it costs {cost:,} of {steps.blocks:,} blocks of KV cache ({share:.1f} %)"
 
 
 def _count_ended(metrics: Path) -> dict[str, int]:

@@ -370,6 +370,8 @@ POLICY = "vllm"
 DRAFTS = "num_speculative_tokens"
 SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enable-prefix-caching"}
 
+OFF_AT_ZERO = ("long_prefill_token_threshold",)  # not written where they are off
+
 
 def draft_flags(recipe: Recipe, given: Mapping[str, Value], rates: Sequence[float]) -> list[str]:
     """The flags of speculative decoding with the policy's parameters `given`; none without drafts.
@@ -413,6 +415,8 @@ def flags_of(
         values["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in values.items():
+        if name in OFF_AT_ZERO and not value:
+            continue
         if name in LATER and value == LATER[name].default:
             continue
         if isinstance(value, bool):

@@ -124,7 +124,7 @@ class DrivenScheduler:
             temperature=0.0, max_tokens=limit, stop_token_ids=[outputs[-1]], detokenize=False
         )
         name = str(number)
-        came = float(number)
+        came = float(len(self.requests))
         hasher = self._hasher
         request = Request(name, prompt, sampling, None, arrival_time=came, block_hasher=hasher)
         self.requests[name] = request

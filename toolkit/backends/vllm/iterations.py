@@ -10,6 +10,8 @@ vLLM's own /metrics.
     empty folder, through which vLLM's processes share their metrics; with LLMCTL_VLLM_ITERATIONS
     it writes the same log, too
 
+With LLMCTL_VLLM_CONTROL_KEY their settings change while they run (`toolkit.backends.vllm.control`).
+
 `PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
 them from the passes, and `Counted` feeds it from inside a scheduler.
 """
@@ -30,11 +32,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
+from toolkit.backends.vllm import control
 from toolkit.backends.vllm.command import POLICY
+from toolkit.backends.vllm.control import EngineControl
+from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
 from toolkit.backends.vllm.resolved import rank_of, refuse_unlike, resolved_of
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import (
+    CONTROL_VARIABLE,
     ITERATIONS_VARIABLE,
     PLAN_VARIABLE,
     log_of_rank,
@@ -46,7 +52,14 @@ from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
+from toolkit.sched.iterations import (
+    IterationLogHeader,
+    LoggedArrival,
+    LoggedPass,
+    LoggedRow,
+    to_line,
+)
+from toolkit.sched.policies.parameters import Value
 
 
 @dataclass(slots=True)
@@ -58,18 +71,29 @@ class ScheduledPass:
     preempted: list[str]
     waiting: int
     free_blocks: int
+    changed: dict[str, Value]
+    arrived: list[LoggedArrival]
     launched_s: float = 0.0
     settled_before: bool = False  # a pass before it has ended since it was scheduled
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
-    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`."""
+    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`.
+
+    Attributes:
+        control: of its settings; None: they stay as they are.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._under_way: deque[ScheduledPass] = deque()
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
+        self._arrived: list[LoggedArrival] = []  # since the last pass was planned
+        self.control: EngineControl | None = None
+        if os.environ.get(CONTROL_VARIABLE):
+            control.install()
+            self.control = EngineControl(LiveSettings(self))
 
     def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
@@ -108,8 +132,17 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             resolved=resolved,
         )
 
+    def add_request(self, request: VllmRequest) -> None:
+        if self.control is not None and request.request_id not in self.requests:
+            arrival_s = time.monotonic() - (time.time() - request.arrival_time)
+            lengths = request.num_prompt_tokens, request.max_tokens
+            self._arrived.append(LoggedArrival(request.request_id, arrival_s, *lengths))
+        super().add_request(request)
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
+        if self.control is not None:
+            self.control.expire()
         output = super().schedule(throttle_prefills)
         rows = []
         for request_id, new in output.num_scheduled_tokens.items():
@@ -121,8 +154,12 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             rows.append(LoggedRow(request_id, computed, new, prompt, drafts, is_chunk))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
+        changed = self.control.take() if self.control is not None else {}
+        self._under_way.append(
+            ScheduledPass(start_s, rows, self._preempted, waiting, free, changed, self._arrived)
+        )
         self._preempted = []
+        self._arrived = []
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
@@ -149,7 +186,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             for output in client.outputs
             if output.finish_reason is not None
         ]
-        if done.rows or done.preempted or ended or self._gone:
+        shown = done.rows or done.preempted or done.changed or done.arrived
+        if shown or ended or self._gone:
             logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
                 start_s=done.start_s,
@@ -162,6 +200,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 launched_s=done.launched_s,
                 ready_s=ready_s,
                 accepted=accepted_drafts(done.rows, model_runner_output),
+                changed=done.changed,
+                arrived=done.arrived,
             )
             self._gone = []
             self._passed(logged)
@@ -201,7 +241,9 @@ class PassLog:
             named = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
             path = log_of_rank(named, rank)
             try:
-                self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
+                # appended, so that a reader may cut off what it has read
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+                self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise InputError(f"{path}: cannot be written: {error.strerror}") from None
         self._file.write(to_line(header))
@@ -284,6 +326,7 @@ class PassCounts:
     def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
         self._law = law
         self._series = series
+        self._window = law.window if isinstance(law, StepLaw) else 0
         self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
         self._arrived_s: dict[str, float] = {}  # requests that have not ended
         self._without_token: set[str] = set()  # a subset of them
@@ -323,7 +366,7 @@ class PassCounts:
         if logged.rows and self._overlapping is not None:
             self._count_overlapping(self._overlapping.ended(logged, following))
         elif logged.rows:
-            shape = shape_of_rows(logged.rows)
+            shape = shape_of_rows(logged.rows, self._window)
             start_s = logged.start_s
             predicted_s = self._law.forward_s(shape)
             if self._ended_s is not None:
@@ -370,7 +413,11 @@ class Counted(PassLoggingMixin):
         if os.environ.get(ITERATIONS_VARIABLE):
             self._log = PassLog(header, rank_of(self.vllm_config))
         with one_line():
-            fit = _plan().fit.steps
+            plan = _plan()
+            # vLLM was started with wider bounds than the plan's
+            if self.control is not None and plan.policy.name == POLICY:
+                self.control.begin(plan.policy.parameters)
+            fit = plan.fit.steps
             assert header.resolved is not None
             refuse_unlike(header.resolved, fit.resolved if fit else None)
             if fit is None:

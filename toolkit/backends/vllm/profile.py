@@ -35,6 +35,7 @@ from toolkit.backends.vllm.command import (
 )
 from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
+from toolkit.catalogue.caches import is_plain, logged_tokens, window_of
 from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
 from toolkit.catalogue.models import EXPERTS, experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
@@ -87,9 +88,10 @@ class TimedPass:
         return self.end_s - self.start_s
 
 
-def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
-    """Consecutive passes with their times, in seconds. A pass that was scheduled before the end of
-    the previous one begins at that end.
+def timed(passes: Sequence[LoggedPass], window: int = 0) -> list[TimedPass]:
+    """Consecutive passes with their times, in seconds, of a model with sliding windows of `window`
+    tokens (0: without). A pass that was scheduled before the end of the previous one begins at that
+    end.
     """
     times: list[TimedPass] = []
     end_s = -1.0
@@ -104,8 +106,22 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
         )
         apart = following is not None and following.start_s >= end_s
         host_s = following.start_s - end_s if busy and apart and following else None
-        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s, idle, launch_s))
+        shape = shape_of_rows(one.rows, window)
+        times.append(TimedPass(shape, start_s, end_s, host_s, idle, launch_s))
     return times
+
+
+def least_sampler_s(logged: Sequence[LoggedPass]) -> float:
+    """The least time that a launch went on after its stamp; infinity where no pass shows it."""
+    found_s = math.inf
+    end_s = -math.inf
+    for one, later in pairwise([one for one in logged if one.rows]):
+        if later.start_s < one.end_s:
+            following = Following(later.start_s, later.rows, later.launched_s)
+            shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
+            found_s = min(found_s, shown_s)
+        end_s = one.end_s
+    return found_s
 
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
@@ -138,6 +154,8 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         prefill_tokens=shape.prefill_tokens,
         prefill_attended=shape.prefill_attended,
         prefill_cached=shape.prefill_cached,
+        decode_inside=fmean(one.shape.decode_inside for one in stretch),
+        prefill_inside=shape.prefill_inside,
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
         idle=stretch[0].idle,
@@ -197,6 +215,8 @@ class VllmBench(ServerBench):
         refuse_not_modelled(self._header, ranks)
         refuse_unknown_experts(recipe, self._header.model_type)
         self.facts = facts_of(recipe, self._header)
+        resolved = self._header.resolved
+        self._window = window_of(resolved.groups) if resolved is not None else 0
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
@@ -314,7 +334,7 @@ class VllmBench(ServerBench):
         samples = self._runner.run(sent)
         self._took_s = perf_counter() - start_s
         logged = passes_of(self._log.readlines())
-        passes = self._passes = timed(logged)
+        passes = self._passes = timed(logged, self._window)
         if not passes:
             raise Unmeasurable("no pass was logged")
         steps = [one for one in passes if not one.shape.prefills]
@@ -369,14 +389,9 @@ class VllmBench(ServerBench):
 
     def _see_sampler(self, logged: Sequence[LoggedPass]) -> None:
         """Keep the least time that a launch went on after its stamp."""
-        end_s = -math.inf
-        for one, later in pairwise([one for one in logged if one.rows]):
-            if later.start_s < one.end_s:
-                following = Following(later.start_s, later.rows, later.launched_s)
-                shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
-                if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
-                    self._sampler_s = shown_s
-            end_s = one.end_s
+        shown_s = least_sampler_s(logged)
+        if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
+            self._sampler_s = shown_s
 
     def _measure_hits(self, point: GridPoint) -> float:
         """A prompt, then others that begin with it, one after another; seconds of such a pass. A
@@ -389,7 +404,7 @@ class VllmBench(ServerBench):
             assert isinstance(beginning, list)
             assert isinstance(new, list)
             self._runner.run(self._endpoint.first_token(beginning + new, length))
-        passes = timed(passes_of(self._log.readlines()))
+        passes = timed(passes_of(self._log.readlines()), self._window)
         self._steps += points(passes)
         hits = [one.seconds for one in passes if one.shape.prefill_cached >= point.length // 2]
         if not passes:
@@ -538,8 +553,19 @@ def _emits(one: TimedPass, prompt: int) -> bool:
 
 
 def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
-    """The facts as vLLM resolved them, from the log's header."""
+    """The facts as vLLM resolved them, from the log's header. With several groups of caches, a
+    token's bytes are those of the longest request.
+    """
     capacity = header.blocks * header.block_tokens
+    token_bytes = header.kv_bytes_per_token
+    budget = capacity * token_bytes
+    resolved = header.resolved
+    if resolved is not None and not is_plain(resolved.groups):
+        longest = header.max_model_len
+        in_flight = resolved.max_in_flight_tokens
+        capacity = logged_tokens(resolved.groups, header.blocks, longest, in_flight)
+        budget = header.blocks * resolved.bytes_per_block
+        token_bytes = budget // capacity
     return EngineFacts(
         engine="vllm",
         engine_version=header.version,
@@ -548,8 +574,8 @@ def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
         dtype=header.dtype,
         device=header.device,
         threads=recipe.engine.threads,
-        kv_bytes_per_token=header.kv_bytes_per_token,
-        kv_budget_bytes=capacity * header.kv_bytes_per_token,
+        kv_bytes_per_token=token_bytes,
+        kv_budget_bytes=budget,
         capacity_tokens=capacity,
         max_model_len=header.max_model_len,
         vocab_size=header.vocab_size,

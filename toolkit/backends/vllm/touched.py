@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 from toolkit.errors import EngineError, InputError
 
 Kind = Literal["import", "method", "attribute", "flag", "metric"]
-Need = Literal["start", "simulation", "inside"]
+Need = Literal["start", "simulation", "inside", "live"]
 FIRST = "0.28"  # of the minor releases that were tried
 LAST = "0.33"
 REQUIREMENT = f"vllm>={FIRST}"
@@ -60,6 +60,10 @@ CAPABILITIES: dict[Need, Capability] = {
     "inside": Capability(
         "run a policy of llmctl inside",
         "profile, simulate, tune and serve work with policy vllm",
+    ),
+    "live": Capability(
+        "change settings of a running server",
+        "serve works without --live, and tune without a running server",
     ),
 }
 
@@ -169,8 +173,9 @@ def _attributes() -> Iterator[Touched]:
         yield Touched("attribute", f"{SCHEDULER}.{name}", LOGGED)
     yield Touched("attribute", f"{SCHEDULER}.kv_cache_manager", ("start", "simulation"))
     for name in ("running", "waiting", "max_num_running_reqs"):
-        yield Touched("attribute", f"{SCHEDULER}.{name}", ("inside",))
-    yield Touched("attribute", f"{SCHEDULER}.max_num_active_reqs", ("inside",), since="0.31")
+        yield Touched("attribute", f"{SCHEDULER}.{name}", ("inside", "live"))
+    active = f"{SCHEDULER}.max_num_active_reqs"
+    yield Touched("attribute", active, ("inside", "live"), since="0.31")
     request = "vllm.v1.request:Request"
     for name in ("request_id", "num_computed_tokens", "num_prompt_tokens", "arrival_time"):
         yield Touched("attribute", f"{request}.{name}", ALL)
@@ -211,7 +216,7 @@ def _attributes() -> Iterator[Touched]:
     )
     for name, since in later:
         where = f"vllm.config.scheduler:SchedulerConfig.{name}"
-        yield Touched("attribute", where, ("start", "simulation"), since=since)
+        yield Touched("attribute", where, ("start", "simulation", "live"), since=since)
     for name in ("speculative_config", "kv_transfer_config", "lora_config", "parallel_config"):
         yield Touched("attribute", f"vllm.config.vllm:VllmConfig.{name}", LOGGED)
 
@@ -232,8 +237,29 @@ METRICS = (
     *("prompt_tokens", "generation_tokens", "request_prompt_tokens", "request_generation_tokens"),
     "num_preemptions",
 )
+
+
+def _live() -> Iterator[Touched]:
+    """What `control` and `knobs` use, besides what the log of passes uses."""
+    queue = f"{CORE}.sched.request_queue"
+    yield Touched("import", "vllm.v1.engine.core:EngineCore", ("live",))
+    yield Touched("import", f"{queue}:SchedulingPolicy", ("live",))
+    yield Touched("import", f"{queue}:create_request_queue", ("live",))
+    client = "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async"
+    yield Touched("method", client, ("live",), ("method",))
+    yield Touched("attribute", "vllm.v1.engine.core:EngineCore.scheduler", ("live",))
+    for name in ("max_num_scheduled_tokens", "scheduler_reserve_full_isl", "policy"):
+        yield Touched("attribute", f"{SCHEDULER}.{name}", ("live",))
+    blocks = f"{CORE}.kv_cache_manager:KVCacheManager.watermark_blocks"
+    yield Touched("attribute", blocks, ("live",))
+    chunked = "vllm.config.scheduler:SchedulerConfig.enable_chunked_prefill"
+    yield Touched("attribute", chunked, ("live",))
+    yield Touched("flag", "--middleware", ("live",))
+
+
 TOUCHED = (
     *_imports(),
+    *_live(),
     *_methods(),
     *_attributes(),
     *(Touched("flag", flag, ("start",)) for flag in FLAGS),

@@ -66,6 +66,11 @@ class VllmPolicy:
         log=True,
         doc="the most new tokens in one forward pass, decodes included",
     )
+    long_prefill_token_threshold: int = parameter(
+        0,
+        doc="the most tokens of one prompt in a pass while other requests are there; 0: no such "
+        "limit",
+    )
     chunked_prefill: bool = parameter(
         True, doc="whether a prompt is cut to the tokens that are left of a pass"
     )
@@ -99,6 +104,11 @@ class VllmPolicy:
                 f"policy 'vllm': max_num_batched_tokens is {self.max_num_batched_tokens}; "
                 f"the limit is at least max_num_seqs, {self.max_num_seqs}",
                 "vLLM refuses it, because each running request may need a token of a pass",
+            )
+        if self.long_prefill_token_threshold and not self.chunked_prefill:
+            raise InputError(
+                "policy 'vllm': a threshold for long prefills needs chunked_prefill=true",
+                "set one of the two otherwise",
             )
 
     @classmethod

@@ -3,8 +3,8 @@
 `Driven` stands in for the model: it gives tokens, and computes nothing. What a workload has besides
 `workloads.Case`: what else `messages.SchedulerSettings` has, `drafts` with "accepts" and "offers"
 [of each request: drafts accepted in its passes with drafts, and drafts proposed for each next
-pass], `policy` (one of ours, inside), `deep` (blocks held by each group, and cached keys, in each
-pass).
+pass], `policy` (one of ours, inside), `changes` {pass: {live setting: value}}, `deep` (blocks held
+by each group, and cached keys, in each pass).
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Driven(DrivenScheduler):
         self.passes: list[Pass] = []
         self._verified: dict[int, int] = {}  # passes with drafts of each request so far
         self._asked: dict[int, int] = {}  # times that drafts were asked for
+        if "changes" in case:
+            from toolkit.backends.vllm.knobs import LiveSettings
+
+            self._live = LiveSettings(self.scheduler)
 
     def kind(self) -> Any:
         if "policy" not in self.case:
@@ -52,6 +56,9 @@ class Driven(DrivenScheduler):
         while len(self.passes) < MOST_PASSES:
             for number in arrivals.due(len(self.passes)):
                 self.add(number)
+            settings = self.case.get("changes", {}).get(str(len(self.passes)))
+            if settings:
+                self._live.apply(settings)
             ended: list[int] = []
             if self.schedule():
                 if not self.settings.ahead or len(self.under_way) == 2:

@@ -58,9 +58,14 @@ class Conformance(Strict):
         return not self.missing and not any(row.differing for row in self.rows)
 
     def of(self, classes: Iterable[str]) -> list[ComparedKind]:
-        """The rows of models of these classes; of none: of full attention."""
+        """The rows of models of these classes, and of no others; of none: of full attention. Empty
+        where a class was not compared.
+        """
         wanted = set(classes)
-        return [row for row in self.rows if row.cited and set(row.classes) == wanted]
+        rows = [row for row in self.rows if row.cited and set(row.classes) <= wanted]
+        if wanted:
+            rows = [row for row in rows if row.classes]
+        return rows if {one for row in rows for one in row.classes} == wanted else []
 
 
 def own_folder() -> Path:

@@ -26,7 +26,7 @@ CHILD = "toolkit.backends.vllm.conformance.child"
 WORKLOADS = 100  # of each kind with each of the two schedulers
 SEED = 1000
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
-LOAD_S = 600.0
+LOAD_S = 1800.0
 MODEL = {  # a model without weights: only its limits count
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -81,7 +81,7 @@ def compare(
     for kind in chosen:
         for ahead, scheduler in SCHEDULERS.items():
             mine = [
-                (number, case, theirs)
+                (number, {**case, "version": loaded.version}, theirs)
                 for (one, is_ahead, number, case), theirs in zip(cases, loaded.results, strict=True)
                 if one is kind and is_ahead == ahead
             ]
@@ -126,7 +126,7 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
     return Loaded(content["version"], Path(content["folder"]), content["results"])
 
 
-def _row(kind: ModelKind, scheduler: str, ran: list[tuple[int, Case, Any]]) -> ComparedKind:
+def _row(kind: ModelKind, scheduler: str, ran: Sequence[tuple[int, Case, Any]]) -> ComparedKind:
     passes = differing = 0
     first = ""
     for number, case, theirs in ran:
@@ -155,7 +155,11 @@ def passes_of_vllm(python: str, cases: Sequence[Case], child: str = CHILD) -> li
     """The passes that vLLM's own schedulers make of the workloads, or what else a `child` makes of
     them. `EngineError` for a workload that ended with an error.
     """
-    results = run_cases(python, cases, child).results
+    return passes_of_results(run_cases(python, cases, child).results)
+
+
+def passes_of_results(results: list[Any]) -> list[Any]:
+    """What a child gave of each workload. `EngineError` for one that ended with an error."""
     for number, one in enumerate(results):
         if isinstance(one, dict):
             raise EngineError(f"workload {number}: {one['error']}")

@@ -41,9 +41,6 @@ class ModelKind:
     order: int = 100
 
 
-Kind = ModelKind  # for kinds that were written before it had a name of its own
-
-
 @cache
 def kinds() -> tuple[ModelKind, ...]:
     """All kinds, in order."""

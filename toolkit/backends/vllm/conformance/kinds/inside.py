@@ -34,7 +34,7 @@ def make(seed: int, ahead: bool) -> Case:
         "blocks": draw.choice([100, 200]),
         "max_model_len": size * length + size // 2 + 40,
         "max_num_seqs": 16,
-        "max_num_batched_tokens": 512,
+        "max_num_batched_tokens": 4096,
         "prefix_caching": True,
         "watermark": 0.0,
         "shared_tokens": size,
