@@ -178,13 +178,25 @@ class PagedEngine:
         size = self.block_tokens
         if self.link is not None:
             return InstalledScheduler(
-                self.link, flags, blocks, size, ahead=self.ahead, drafts=self.drafts
+                self.link,
+                flags,
+                blocks,
+                size,
+                ahead=self.ahead,
+                drafts=self.drafts,
+                caches=self.caches,
             )
         if self.caches is not None:
             if self.drafts is not None:
                 raise InputError(
                     "speculative decoding is not modelled with several groups of caches",
                     "leave engine.vllm.drafts out of the recipe",
+                )
+            if flags.long_prefill_token_threshold:
+                raise InputError(
+                    f"long_prefill_token_threshold is {flags.long_prefill_token_threshold}, which "
+                    "is not modelled with several groups of caches",
+                    "leave it at 0, or simulate with --scheduler installed",
                 )
             return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
         if self.drafts is not None:
