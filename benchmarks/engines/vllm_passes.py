@@ -53,7 +53,12 @@ from benchmarks.common.command import make_parser
 from toolkit.backends.vllm.conformance import groups
 from toolkit.backends.vllm.conformance.groups import make_grouped, without_keys
 from toolkit.backends.vllm.conformance.kinds import first_difference, live
-from toolkit.backends.vllm.conformance.kinds.full import passes_of_case, rows_of, step_of
+from toolkit.backends.vllm.conformance.kinds.full import (
+    ModelledScheduler,
+    passes_of_case,
+    rows_of,
+    step_of,
+)
 from toolkit.backends.vllm.conformance.run import passes_of_results, passes_of_vllm, run_cases
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
@@ -65,7 +70,7 @@ from toolkit.sim.groups.caches import settings_of
 from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import EngineScheduler, PagedEngine, PagedRun
+from toolkit.sim.paged_engine import PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
@@ -93,7 +98,7 @@ def passes_of_log(
         prefix_caching=header.prefix_caching,
     )
     caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
-    scheduler: EngineScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    scheduler: ModelledScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
     if caches is not None:
         scheduler = GroupedScheduler(caches, flags, header.blocks)
     arrived = 0
@@ -356,7 +361,7 @@ def _report_times(cases: Sequence[Case], given: argparse.Namespace) -> None:
     print(f"{len(differ)} differ in {count:,} tokens; the largest difference is {largest_s:.2g} s")
 
 
-def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> None:
+def _report(ours: Sequence[list[Any]], theirs: Sequence[list[Any]]) -> None:
     differences = {
         k: found
         for k in range(len(ours))

@@ -14,6 +14,8 @@ group gets SIGINT, as in a terminal, at a moment between `FIRST_S` and its usual
 - a process lives 5 s after the command,
 - a file is torn, or a temporary file is left.
 
+A signal that comes while Python itself starts does not count.
+
 In every fifth try the same command then runs to its end. Of commands that always write the same
 bytes, those must be the bytes of the run without Ctrl-C; `profile` must have measured every point.
 The exit code is 1 if a try failed.
@@ -290,6 +292,8 @@ def examine(
             found.finished += 1
             continue
         ended, took_s = hit
+        if ended.code == -signal.SIGINT and " in main\n" not in ended.err:
+            continue  # Python itself was starting: no line of llmctl's own had run
         found.codes[ended.code] += 1
         found.slowest_s = max(found.slowest_s, took_s)
         found.faults += [*faults_of(case, ended), *left_behind(mark, out)]

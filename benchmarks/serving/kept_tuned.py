@@ -1,7 +1,7 @@
 """A server that keeps itself tuned, while its traffic changes in mid-run, on virtual time.
 
     python -m benchmarks.serving.kept_tuned [--seeds 20] [--recipe llama-3.1-8b-h200-measured]
-        [--part 900] [--every 60]
+        [--part 900] [--every 60] [--horizon 180]
 
 A minute a seed. Three parts follow one another: short chats, long documents, bursts of chats;
 their order, rates and lengths are drawn. The server is the simulator's engine under a fitted law,
@@ -37,7 +37,7 @@ from toolkit.sim.paged_engine import PagedRun
 from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
 
-HORIZON_S = 180.0  # of traffic that the keeper sees
+BLOCKS = 12  # of the traffic that the keeper sees
 LAW_OFF = 0.1
 START: Settings = {ROWS: 128, TOKENS: 2048, THRESHOLD: 0}
 BOUNDS = {ROWS: (8, 512), TOKENS: (512, 8192), THRESHOLD: (0, 2048)}
@@ -66,11 +66,10 @@ def part(kind: str, seconds: float, load: float, rng: np.random.Generator) -> Tr
 def joined(parts: Sequence[Trace], seconds: float) -> Trace:
     """The parts one after the other."""
     arrival = [one.arrival_s + k * seconds for k, one in enumerate(parts)]
-    columns = [
-        np.concatenate([getattr(one, name) for one in parts])
-        for name in ("prompt_tokens", "output_tokens", "max_tokens")
-    ]
-    return Trace(np.concatenate(arrival), *columns)
+    prompts = np.concatenate([one.prompt_tokens for one in parts])
+    outputs = np.concatenate([one.output_tokens for one in parts])
+    limits = np.concatenate([one.max_tokens for one in parts])
+    return Trace(np.concatenate(arrival), prompts, outputs, limits)
 
 
 class Server:
@@ -136,8 +135,10 @@ def goods(served: Served) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return meets_sla(served, SLA)
 
 
-def run(seed: int, fit: Fit, seconds: float, every_s: float, *, show: bool = False) -> Outcome:
-    """One seed."""
+def run(
+    seed: int, fit: Fit, seconds: float, every_s: float, horizon_s: float, *, show: bool = False
+) -> Outcome:
+    """One seed. The keeper looks every `every_s` at the traffic of `horizon_s`."""
     rng = np.random.default_rng(seed)
     order = [list(LOADS)[k] for k in rng.permutation(len(LOADS))]
     parts = [part(kind, seconds, float(rng.uniform(*LOADS[kind])), rng) for kind in order]
@@ -145,14 +146,20 @@ def run(seed: int, fit: Fit, seconds: float, every_s: float, *, show: bool = Fal
     believed = slowed(world_from_fit(fit, workers=1, max_new_tokens=4096), SLOWER)
     world = slowed(believed, float(rng.uniform(1.0 - LAW_OFF, 1.0 + LAW_OFF)))
     server = Server(trace, world, START)
-    rules = KeepRules(BOUNDS, block_s=15.0, law_percent=100.0 * LAW_OFF)
+    rules = KeepRules(
+        BOUNDS,
+        block_s=horizon_s / BLOCKS,
+        law_percent=100.0 * LAW_OFF,
+        watch_s=horizon_s / 2,
+        requests_min=30,
+    )
     keeper = Keeper(rules, {}, SLA)
     current = dict(START)
     kinds = []
     now_s = every_s
     while now_s < seconds * len(parts):
         server.advance(now_s)
-        since_s = max(now_s - HORIZON_S, 0.0)
+        since_s = max(now_s - horizon_s, 0.0)
         first, last = np.searchsorted(trace.arrival_s, [since_s, now_s]).tolist()
         recent = trace.take(slice(first, last))
         recent = replace(recent, arrival_s=recent.arrival_s - since_s)
@@ -201,6 +208,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="llama-3.1-8b-h200-measured")
     parser.add_argument("--part", type=float, default=900.0)
     parser.add_argument("--every", type=float, default=60.0)
+    parser.add_argument("--horizon", type=float, default=180.0)
     parser.add_argument("--show", action="store_true", help="print every step")
     given = parser.parse_args()
     recipe = load_recipe(recipe_path(given.recipe))
@@ -208,7 +216,7 @@ def main() -> None:
     print(f"{recipe.name}, targets {SLA}")
     found = []
     for seed in range(given.first, given.first + given.seeds):
-        one = run(seed, fit, given.part, given.every, show=given.show)
+        one = run(seed, fit, given.part, given.every, given.horizon, show=given.show)
         found.append(one)
         of_best = sum(one.kept) / sum(one.best)
         worst = min(k / f if f else 1.0 for k, f in zip(one.kept, one.fixed, strict=True))

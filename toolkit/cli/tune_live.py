@@ -137,26 +137,16 @@ def _refitted(args: TuneOptions, plan: Plan, world: World) -> World | None:
     """The world by the passes that the server has made by now; None where they are not known or
     show too little.
     """
-    from dataclasses import replace
+    from toolkit.backends.vllm.from_log import read_passes
+    from toolkit.live.law import refitted
 
-    from toolkit.backends.vllm.from_log import read_passes, steps_of_log
-    from toolkit.estimators.part_fits import fit_steps
-    from toolkit.sim.paged_engine import PagedEngine
-
-    steps = plan.fit.steps
-    if args.server_passes is None or steps is None:
+    if args.server_passes is None:
         return None
     try:
-        history = read_passes(args.server_passes)
-        fitted = fit_steps(steps_of_log(plan.recipe, history), 0)
+        return refitted(plan.recipe, world, read_passes(args.server_passes))
     except InputError as error:
         note(f"the law is not fitted again: {error.message}")
         return None
-    assert fitted is not None
-    front = {"front_s": steps.front_s, "front_row_s": steps.front_row_s}
-    fitted = fitted.model_copy(update=front)
-    engine = PagedEngine.of(fitted, history.header.blocks * history.header.block_tokens)
-    return replace(world, paged=engine)
 
 
 def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:

@@ -182,7 +182,7 @@ class PipelineLaw:
 
     def growth_s(self, shape: StepShape) -> float:
         """Seconds that each following pass of the same decodes takes more than the one before."""
-        return self.read_s(shape) * shape.decodes
+        return (self.beside_s if shape.prefills else self.cached_s) * shape.decodes
 
     def prompt_token_s(self, attended: float) -> float:
         """Seconds that a token of a long chunk adds, which attends to so many tokens."""

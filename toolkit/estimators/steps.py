@@ -264,7 +264,10 @@ class StepLaw:
 
     def growth_s(self, shape: StepShape) -> float:
         """Seconds that each following pass of the same decodes takes more than the one before."""
-        growth_s = self.read_s(shape) * shape.decodes
+        read_s = self.cached_s
+        if shape.prefills and self.beside_s is not None:
+            read_s = self.beside_s
+        growth_s = read_s * shape.decodes
         if self.window:
             growth_s += self.inside_s * shape.growing
         return growth_s
@@ -290,9 +293,10 @@ class StepLaw:
         if self.window:
             seconds += self.inside_s * shape.decode_inside
             seconds += self.attended_inside_s * shape.prefill_inside
-        for knot, more_s in zip(self.row_knots, self.row_more_s, strict=True):
-            if decodes > knot:
-                seconds += more_s * (decodes - knot)
+        if self.row_knots:
+            for knot, more_s in zip(self.row_knots, self.row_more_s, strict=True):
+                if decodes > knot:
+                    seconds += more_s * (decodes - knot)
         return seconds
 
     def prompt_token_s(self, attended: float) -> float:

@@ -26,7 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.live.search import interval
-from toolkit.live.space import ROWS, THRESHOLD, TOKENS, WATERMARK, Settings, policy_of
+from toolkit.live.space import (
+    ROWS,
+    THRESHOLD,
+    TOKENS,
+    WATERMARK,
+    Settings,
+    is_modelled,
+    policy_of,
+)
 from toolkit.metrics import Served, meets_sla
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
@@ -133,7 +141,7 @@ class Keeper:
         if len(usual) < BLOCKS_MIN:
             return Step("wait", f"{len(usual)} blocks of traffic are too few to decide")
         found: list[tuple[float, str, Value, Floats]] = []
-        for name, value in self._alternatives(current):
+        for name, value in self._alternatives(current, world):
             if self._not_until.get((name, value), -math.inf) > now_s:
                 continue
             scores = self._blocks(seen.traffic, current | {name: value}, world)
@@ -196,11 +204,11 @@ class Keeper:
         self._watch = None
         return Step("good", f"kept after {over_s:.0f} s: {percent:+.1f} % of the settings before")
 
-    def _alternatives(self, current: Settings) -> list[tuple[str, Value]]:
+    def _alternatives(self, current: Settings, world: World) -> list[tuple[str, Value]]:
         """Settings that differ in one value, within the operator's bounds."""
         found: list[tuple[str, Value]] = []
         for name, (low, high) in self._rules.bounds.items():
-            if name not in current:
+            if name not in current or not is_modelled(name, world):
                 continue
             value = current[name]
             tried: list[float]

@@ -7,6 +7,7 @@ tries a change; the others get it once it was watched and is good.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from toolkit.backends.vllm.from_log import PassHistory, steps_of_log
+from toolkit.backends.vllm.from_log import PassHistory
 from toolkit.bench.predict import PREDICTED, TOOK, counts_or_none
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
-from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.plan import Plan
 from toolkit.live.keep import Keeper, KeepRules, Seen, Step
+from toolkit.live.law import refitted
 from toolkit.live.traffic import TrafficLog
-from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import world_of
 
 OWNER = "llmctl serve --keep-tuned"
@@ -129,21 +129,12 @@ class KeptTuned:
     def _refit(self, since_s: float) -> None:
         """The law of the passes of the last minutes, if they show one; else the one so far."""
         header = self._log.header
-        steps = self._order.plan.fit.steps
         passes = [one for one in self._log.passes if one.start_s >= since_s]
-        if header is None or steps is None:
+        if header is None:
             return
-        try:
-            fitted = fit_steps(
-                steps_of_log(self._order.plan.recipe, PassHistory(header, passes)), 0
-            )
-        except InputError:
-            return
-        assert fitted is not None
-        front = {"front_s": steps.front_s, "front_row_s": steps.front_row_s}
-        capacity = header.blocks * header.block_tokens
-        engine = PagedEngine.of(fitted.model_copy(update=front), capacity)
-        self._world = replace(self._world, paged=engine)
+        with contextlib.suppress(InputError):
+            history = PassHistory(header, passes)
+            self._world = refitted(self._order.plan.recipe, self._world, history)
 
     def _slowdown(self) -> float:
         """The time of passes since the last step over the law's; 1 where it is not known."""

@@ -35,7 +35,16 @@ from toolkit.files.live import (
 )
 from toolkit.interrupts import check, held
 from toolkit.live.bursts import Bursts, mean_of
-from toolkit.live.space import ROWS, TOKENS, Dimension, Settings, dimensions, drawn, policy_of
+from toolkit.live.space import (
+    ROWS,
+    TOKENS,
+    Dimension,
+    Settings,
+    dimensions,
+    drawn,
+    is_modelled,
+    policy_of,
+)
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import World
@@ -167,7 +176,7 @@ class LiveSearch:
         back in any case.
         """
         state = self.control.hold(self._lease_s)
-        space = dimensions(state)
+        space = [one for one in dimensions(state) if is_modelled(one.name, self.world)]
         self.start = {one.name: state.values[one.name] for one in space}
         try:
             self._search(space)

@@ -12,6 +12,7 @@ from toolkit.endpoints.settings import LiveState
 from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.world import World
 
 Settings = dict[str, Value]
 THRESHOLD = "long_prefill_token_threshold"
@@ -65,6 +66,11 @@ def dimensions(state: LiveState) -> list[Dimension]:
     if state.named(WATERMARK) is not None:
         found.append(Dimension(WATERMARK, 0.0, MOST_WATERMARK, False, False, 0.5))
     return found
+
+
+def is_modelled(name: str, world: World) -> bool:
+    """Whether the simulator knows what a setting does to this engine."""
+    return name != THRESHOLD or world.engine().caches is None
 
 
 def drawn(space: Sequence[Dimension], count: int, seed: int) -> list[Settings]:

@@ -177,6 +177,12 @@ class PagedEngine:
         blocks = self.blocks
         size = self.block_tokens
         if self.link is not None:
+            if self.caches is not None:
+                raise InputError(
+                    "the installed vLLM's scheduler is driven with one group of caches, and this "
+                    f"model has {len(self.caches.groups)}",
+                    "leave out --scheduler installed: llmctl's model of it knows the groups",
+                )
             return InstalledScheduler(
                 self.link,
                 flags,
@@ -383,7 +389,10 @@ class PagedRun:
         self._tells = tells
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
-        self._capacity_tokens = engine.capacity_tokens
+        # with several groups of caches, of the longest request
+        self._tokens_per_block: float = engine.block_tokens
+        if engine.caches is not None:
+            self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
@@ -529,12 +538,6 @@ class PagedRun:
         """Plan the next pass, with all requests that have come."""
         scheduler = self._scheduler
         for settings in self._changed:
-            if not isinstance(scheduler, PagedScheduler):
-                raise InputError(
-                    "settings that change while it runs are modelled of engines with one group of "
-                    "caches, without speculative decoding",
-                    "simulate each setting on its own",
-                )
             scheduler.change(settings)
         self._changed.clear()
         for row in self._arrived:
@@ -569,11 +572,10 @@ class PagedRun:
         if plan.resumed:
             joined += plan.resumed
         decoding -= plan.apart
-        blocks = self._blocks
-        capacity = self._capacity_tokens
-        used_first = (blocks - scheduler.pool.free) * capacity // blocks
+        size = self._tokens_per_block
+        used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
-        used = (blocks - scheduler.pool.free) * capacity // blocks
+        used = (self._blocks - scheduler.pool.free) * size
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows

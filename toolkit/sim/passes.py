@@ -8,9 +8,11 @@ model of vLLM's with drafts (`toolkit.sim.drafts`), and the installed vLLM's own
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape
+from toolkit.sched.policies.parameters import Value
 from toolkit.sim.blocks import BlockPool, PagedRequest
 
 
@@ -81,6 +83,13 @@ class PassScheduler:
     def add(self, row: PagedRequest) -> None:
         """A request arrives."""
         self.waiting.append(row)
+
+    def change(self, settings: Mapping[str, Value]) -> None:
+        """New values of flags, from the next pass on. `InputError` where that is not modelled."""
+        raise InputError(
+            "settings of a running engine are modelled with one group of caches, without drafts",
+            "simulate each setting on its own",
+        )
 
     def schedule(self) -> PagedPass:
         """Plan the next pass and take its blocks. If the pass has no rows, every request has ended

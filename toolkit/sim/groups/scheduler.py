@@ -21,9 +21,11 @@ Not modelled: drafts, and everything that `toolkit.sim.paged` does not model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.groups.caches import CacheSettings, GroupedCache
@@ -70,6 +72,12 @@ class GroupedScheduler:
         ahead: bool = False,
         reserves: bool = True,
     ) -> None:
+        if flags.long_prefill_token_threshold:
+            raise InputError(
+                "a threshold for long prefills is not modelled for a model with several groups of "
+                "caches",
+                "leave long_prefill_token_threshold at 0",
+            )
         self._cache = GroupedCache(settings, blocks, flags, ahead=ahead)
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
@@ -101,6 +109,15 @@ class GroupedScheduler:
         self._defers = False  # the planned pass has no prefill
         self._has_preempted = False
         self._fruitless = 0  # passes that only preempted, since the last token
+
+    def change(self, settings: Mapping[str, Value]) -> None:
+        """`InputError`: what new settings of a running server do here is not modelled."""
+        if settings:
+            raise InputError(
+                f"new settings of a running server ({', '.join(settings)}) are not modelled for a "
+                "model with several groups of caches",
+                "simulate each setting from its own start",
+            )
 
     def add(self, row: PagedRequest) -> None:
         """A request arrives."""

@@ -50,7 +50,6 @@ def passes_of(scheduler: ModelledScheduler, case: Case) -> list[Pass]:
             scheduler.add(rows[number])
         settings = case.get("changes", {}).get(str(len(found)))
         if settings:
-            assert isinstance(scheduler, PagedScheduler)
             scheduler.change(settings)
         try:
             step = step_of(scheduler, counts=shares)
