@@ -192,11 +192,14 @@ def section_of(spec: Mapping[str, Any]) -> str:
     return found[1] if found else ""
 
 
+INNER = ("vllm", "drafts", "acceptance")  # sections within sections, which are keys of theirs
+
+
 def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     without_gpu = section.get("anyOf", [{}])[-1].get("required", ())
     for name, spec in section["properties"].items():
-        if section_of(spec) and name != "vllm":
+        if section_of(spec) and name not in INNER:
             continue
         default = spec.get("default")
         shown = "required" if name in section.get("required", ()) else ""
@@ -206,6 +209,13 @@ def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
             shown = code(json.dumps(default).strip('"'))
         rows.append((code(name), of_type(spec), shown, str(spec.get("description", ""))))
     return rows
+
+
+def inner_section(name: str, section: dict[str, Any]) -> list[str]:
+    """A section within a section of a recipe."""
+    described = fill(" ".join(section["description"].split()), 100)
+    head = ("key", "value", "default", "meaning")
+    return [f"#### {name}", described, table(head, key_rows(section))]
 
 
 def recipe() -> str:
@@ -219,9 +229,10 @@ def recipe() -> str:
         section = schema["$defs"][model]
         parts += [f"### {name}", fill(section["description"], 100), table(head, key_rows(section))]
         if name == "engine":
-            vllm = schema["$defs"]["VllmSpec"]
-            parts += ["#### engine.vllm", fill(" ".join(vllm["description"].split()), 100)]
-            parts.append(table(head, key_rows(vllm)))
+            parts += inner_section("engine.vllm", schema["$defs"]["VllmSpec"])
+            parts += inner_section("engine.vllm.drafts", schema["$defs"]["DraftsSpec"])
+        if name == "serve":
+            parts += inner_section("serve.acceptance", schema["$defs"]["AcceptanceSpec"])
         if name == "profile":
             metrics = sorted({key.split("_")[0] for key in SLA_KEYS})
             statistics = list(dict.fromkeys(key.split("_")[1] for key in SLA_KEYS))
