@@ -31,8 +31,8 @@ from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.answers import Attempted, PassingAnswer
 from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
-from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
+from toolkit.gateway.front import Gateway, GatewayStatus
+from toolkit.gateway.launch import OwnReplicas, ServedReplicas, kinds_of_replicas
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
@@ -46,7 +46,9 @@ from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies.parameters import defaults
 from toolkit.serve.access import Keyring
-from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.http import HttpServer
+from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import Ending, listen, url
 from toolkit.serve.status import Facts, KindFacts
 from toolkit.traces.types import Sessions, Trace
@@ -147,7 +149,7 @@ def run(
             hang_s=hang_s,
             say=(said if said is not None else []).append,
         )
-        gateway = Gateway(pool, GatewaySettings(**settings), keyring or Keyring())
+        gateway = Gateway(pool, FrontSettings(**settings), keyring or Keyring())
         sweep = asyncio.create_task(pool.sweep())
         with listen("127.0.0.1", 0) as listener:
             server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
@@ -765,9 +767,9 @@ class OwnStandIn:
 
 def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[str]) -> OwnReplicas:
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
-    order = GatewayLaunch(
-        plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
-        kinds_of_replicas(plan), "127.0.0.1", 0, own=backend, ending=Ending(0.0, 1.0, said.append),
+    order = ServedReplicas(
+        plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), kinds_of_replicas(plan),
+        own=backend, ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
     return OwnReplicas(order, front.pool, front.shown.append)
 
