@@ -192,23 +192,12 @@ def section_of(spec: Mapping[str, Any]) -> str:
     return found[1] if found else ""
 
 
-<<<<<<< HEAD
-INNER = ("vllm", "drafts", "acceptance")  # sections within sections, which are keys of theirs
-
-
-def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    without_gpu = section.get("anyOf", [{}])[-1].get("required", ())
-    for name, spec in section["properties"].items():
-        if section_of(spec) and name not in INNER:
-=======
 def key_rows(section: Mapping[str, Any], *, inner: bool = True) -> list[tuple[str, ...]]:
     """A row for each key of a section; `inner`: also for those that are sections themselves."""
     rows: list[tuple[str, ...]] = []
     without_gpu = section.get("anyOf", [{}])[-1].get("required", ())
     for name, spec in section["properties"].items():
         if section_of(spec) and not inner:
->>>>>>> main
             continue
         default = spec.get("default")
         shown = "required" if name in section.get("required", ()) else ""
@@ -220,13 +209,6 @@ def key_rows(section: Mapping[str, Any], *, inner: bool = True) -> list[tuple[st
     return rows
 
 
-<<<<<<< HEAD
-def inner_section(name: str, section: dict[str, Any]) -> list[str]:
-    """A section within a section of a recipe."""
-    described = fill(" ".join(section["description"].split()), 100)
-    head = ("key", "value", "default", "meaning")
-    return [f"#### {name}", described, table(head, key_rows(section))]
-=======
 def key_tables(models: Mapping[str, Any], path: str, model: str, level: str) -> list[str]:
     """The table of a section's keys, and those of the sections in it."""
     section = models[model]
@@ -237,7 +219,6 @@ def key_tables(models: Mapping[str, Any], path: str, model: str, level: str) -> 
         if section_of(spec):
             parts += key_tables(models, f"{path}.{name}", section_of(spec), level + "#")
     return parts
->>>>>>> main
 
 
 def recipe() -> str:
@@ -248,17 +229,7 @@ def recipe() -> str:
         name: section_of(spec) for name, spec in schema["properties"].items() if section_of(spec)
     }
     for name, model in sections.items():
-<<<<<<< HEAD
-        section = schema["$defs"][model]
-        parts += [f"### {name}", fill(section["description"], 100), table(head, key_rows(section))]
-        if name == "engine":
-            parts += inner_section("engine.vllm", schema["$defs"]["VllmSpec"])
-            parts += inner_section("engine.vllm.drafts", schema["$defs"]["DraftsSpec"])
-        if name == "serve":
-            parts += inner_section("serve.acceptance", schema["$defs"]["AcceptanceSpec"])
-=======
         parts += key_tables(schema["$defs"], name, model, "###")
->>>>>>> main
         if name == "profile":
             metrics = sorted({key.split("_")[0] for key in SLA_KEYS})
             statistics = list(dict.fromkeys(key.split("_")[1] for key in SLA_KEYS))
