@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +35,7 @@ HERE = "here"
 WINDOWS = 4
 BURSTS = 200  # that a search's time is for, where --window is not given
 SHOWN = 8
+FIRST_LEASE_S = 120.0  # until the search begins
 WINDOW_S = (1.5, 30.0)
 
 
@@ -73,10 +76,9 @@ def tune_live(args: TuneOptions) -> None:
         args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=LEAST_REQUESTS
     )
     inputs |= {"trace": path} if path else {}
-    control = control_of(
-        None if args.live == HERE else args.live, args.control_key, "llmctl tune --live"
-    )
-    control.get()  # a server without a control is named first
+    owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
+    control = control_of(None if args.live == HERE else args.live, args.control_key, owner)
+    control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
     target = find_target(control.url, None, args.api_key)
     rate = args.rate or recipe.tune.request_rate_rps
     settings = RequestSettings(rate, seed=unused_seed(), loop="open", scaled=path is not None)
