@@ -35,6 +35,11 @@ HERE = "here"
 WINDOWS = 4
 BURSTS = 200  # that a search's time is for, where --window is not given
 SHOWN = 8
+SHORT = {
+    "max_num_seqs": "rows",
+    "max_num_batched_tokens": "tokens",
+    "long_prefill_token_threshold": "threshold",
+}
 FIRST_LEASE_S = 120.0  # until the search begins
 WINDOW_S = (1.5, 30.0)
 
@@ -205,17 +210,19 @@ def _show(result: LiveTuning) -> None:
     """Print the result for people."""
     names = list(result.start)
     ranked = sorted(result.trials, key=lambda trial: (-trial.rounds, -trial.first.score))
-    rows = [
+    rows: list[list[object]] = [
         [
-            ", ".join(f"{name}={trial.settings[name]}" for name in names),
+            f"{number}",
+            *(trial.settings[name] for name in names),
             trial.rounds,
             trial.first.goodput_rps,
             trial.predicted.goodput_rps,
             trial.refitted and trial.refitted.goodput_rps,
         ]
-        for trial in ranked[:SHOWN]
+        for number, trial in enumerate(ranked[:SHOWN], start=1)
     ]
-    columns = ["settings", ">rounds", ">goodput", ">predicted", ">refitted"]
+    columns = ["", *(f">{SHORT.get(name, name)}" for name in names)]
+    columns += [">rounds", ">goodput", ">predicted", ">refitted"]
     spent = f"{len(result.trials)} settings in {result.bursts} bursts, {seconds(result.spent_s)}"
     table(columns, rows, f"{spent}: goodput of the first burst, requests/s")
     gain = result.gain
