@@ -81,7 +81,6 @@ class Link(asyncio.Protocol):
         self._is_counted = True
         self.idle_since_s = 0.0
         self.heard = False  # a byte has arrived since the last request
-        self._parser = httptools.HttpResponseParser(self)
         self._event = asyncio.Event()
         self._pieces: list[bytes] = []  # of the body, unread
         self._held_bytes = 0
@@ -156,6 +155,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's class is no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)  # a cycle, until the connection is lost
 
     def data_received(self, data: bytes) -> None:
         if self._complete:  # no request is open

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +28,7 @@ from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overlo
 CLIENT_SHARE = 0.5  # of requests at once and of held bytes, for one client
 SMALL_BYTES = 1 << 16  # a body or an answer up to this size is taken however much is held
 ALL = ""  # all clients
+FRAMING = (b"content-length", b"transfer-encoding")  # of requests with a body
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 
 
@@ -92,6 +94,7 @@ class ConnectionRoom:
         return None
 
 
+@lru_cache(4096)
 def client_of(address: str) -> str | None:
     """The address, or its IPv6 network of 64 bits; None for this machine's, and for no address."""
     try:
@@ -202,7 +205,7 @@ class _LimitedRequest:
         self._receive = receive
         self._send = send
         self._body_bytes = 0
-        self._body_is_whole = False
+        self._body_is_whole = not any(name in FRAMING for name, _ in scope["headers"])
         self._is_refused = False  # the response is an error: the application's is dropped
         timeout_s = limited.limits.body_timeout_s
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
