@@ -50,6 +50,7 @@ NAVIGATION = {
         "capacity",
         "serve",
         "deploy",
+        "expose",
         "replicas",
         "fleets",
         "ray",

@@ -192,11 +192,12 @@ def section_of(spec: Mapping[str, Any]) -> str:
     return found[1] if found else ""
 
 
-def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def key_rows(section: Mapping[str, Any], *, inner: bool = True) -> list[tuple[str, ...]]:
+    """A row for each key of a section; `inner`: also for those that are sections themselves."""
     rows: list[tuple[str, ...]] = []
     without_gpu = section.get("anyOf", [{}])[-1].get("required", ())
     for name, spec in section["properties"].items():
-        if section_of(spec) and name != "vllm":
+        if section_of(spec) and not inner:
             continue
         default = spec.get("default")
         shown = "required" if name in section.get("required", ()) else ""
@@ -208,20 +209,27 @@ def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def key_tables(models: Mapping[str, Any], path: str, model: str, level: str) -> list[str]:
+    """The table of a section's keys, and those of the sections in it."""
+    section = models[model]
+    head = ("key", "value", "default", "meaning")
+    text = fill(" ".join(section["description"].split()), 100)
+    parts = [f"{level} {path}", text, table(head, key_rows(section))]
+    for name, spec in section["properties"].items():
+        if section_of(spec):
+            parts += key_tables(models, f"{path}.{name}", section_of(spec), level + "#")
+    return parts
+
+
 def recipe() -> str:
     schema = Recipe.model_json_schema()
     head = ("key", "value", "default", "meaning")
-    parts = ["## At the top", table(head, key_rows(schema))]
+    parts = ["## At the top", table(head, key_rows(schema, inner=False))]
     sections = {
         name: section_of(spec) for name, spec in schema["properties"].items() if section_of(spec)
     }
     for name, model in sections.items():
-        section = schema["$defs"][model]
-        parts += [f"### {name}", fill(section["description"], 100), table(head, key_rows(section))]
-        if name == "engine":
-            vllm = schema["$defs"]["VllmSpec"]
-            parts += ["#### engine.vllm", fill(" ".join(vllm["description"].split()), 100)]
-            parts.append(table(head, key_rows(vllm)))
+        parts += key_tables(schema["$defs"], name, model, "###")
         if name == "profile":
             metrics = sorted({key.split("_")[0] for key in SLA_KEYS})
             statistics = list(dict.fromkeys(key.split("_")[1] for key in SLA_KEYS))

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import json
 import os
 import tempfile
@@ -21,6 +22,7 @@ from toolkit.backends import ServerOrder, StartsReplicas
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
+from toolkit.endpoints.wire import Link, Upstream, UpstreamError
 from toolkit.errors import EngineError, ForeignError, InputError
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.estimators.steps import StepLaw
@@ -31,8 +33,9 @@ from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.answers import Attempted, PassingAnswer
 from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
-from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
+from toolkit.gateway.front import Gateway, GatewayStatus
+from toolkit.gateway.launch import OwnReplicas, ServedReplicas, kinds_of_replicas
+from toolkit.gateway.passing import PassedRequest
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
@@ -46,7 +49,9 @@ from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies.parameters import defaults
 from toolkit.serve.access import Keyring
-from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.http import HttpServer
+from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import Ending, listen, url
 from toolkit.serve.status import Facts, KindFacts
 from toolkit.traces.types import Sessions, Trace
@@ -147,7 +152,7 @@ def run(
             hang_s=hang_s,
             say=(said if said is not None else []).append,
         )
-        gateway = Gateway(pool, GatewaySettings(**settings), keyring or Keyring())
+        gateway = Gateway(pool, FrontSettings(**settings), keyring or Keyring())
         sweep = asyncio.create_task(pool.sweep())
         with listen("127.0.0.1", 0) as listener:
             server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
@@ -223,6 +228,32 @@ def test_whole_answers_models_and_pages():
         assert [each["state"] for each in shown["replicas"]] == ["up", "up"]
         assert (await front.http.get("/nothing")).status_code == 404
         assert (await front.http.head("/health")).status_code == 200
+
+    run(test)
+
+
+def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_collector():
+    def kept(kind: type) -> bool:
+        return any(isinstance(each, kind) for each in gc.get_objects())
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            await front.stream(asked())
+            await front.http.post("/v1/completions", json=asked())
+            while kept(PassedRequest):
+                await asyncio.sleep(0.005)
+            front.pool.renew([])
+            for each in servers:
+                each.kill()
+            while kept(Link):
+                await asyncio.sleep(0.005)
+            with pytest.raises(UpstreamError):
+                await Upstream(servers[0].url, 5.0).send("GET", b"/health", [], b"")
+            assert not kept(Link)
+        finally:
+            gc.enable()
 
     run(test)
 
@@ -765,9 +796,9 @@ class OwnStandIn:
 
 def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[str]) -> OwnReplicas:
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
-    order = GatewayLaunch(
-        plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
-        kinds_of_replicas(plan), "127.0.0.1", 0, own=backend, ending=Ending(0.0, 1.0, said.append),
+    order = ServedReplicas(
+        plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), kinds_of_replicas(plan),
+        own=backend, ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
     return OwnReplicas(order, front.pool, front.shown.append)
 

@@ -125,7 +125,7 @@ def test_what_names_a_response_goes_to_the_replica_that_made_it():
 def test_an_unknown_response_gets_404(method: str, path: str, fields: dict[str, Any] | None):
     async def test(front: Front, servers: list[StandIn]) -> None:
         answer = await front.http.request(method, path, json=fields)
-        assert answer.status_code == 404
+        assert answer.status_code in (404, 405)  # 405: the path has other methods
         assert "\n" not in answer.json()["error"]["message"]
         assert servers[0].served.total() == 0
 

@@ -174,6 +174,7 @@ def test_a_time_that_is_too_short_is_refused_with_what_it_needs(tmp_path):
     assert control.values == START
 
 
+@pytest.mark.slow
 def test_a_journal_of_another_search_is_begun_anew(tmp_path):
     search, *_ = search_on(tmp_path, dies_at=5)
     with pytest.raises(InterruptedReplayError):

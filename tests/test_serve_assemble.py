@@ -8,7 +8,7 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.serve.assemble import make_scheduler
-from toolkit.serve.launch import warm_up
+from toolkit.serve.engine_front import warm_up
 from toolkit.sim.world import world_from_fit
 
 

@@ -49,9 +49,9 @@ def test_a_client_has_half_unless_it_is_said(
     monkeypatch: pytest.MonkeyPatch, plan: str, words: tuple, share: float
 ):
     started = []
-    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda order, _: started.append(order))
+    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda *of, **_: started.append(of[0]))
     assert llmctl("serve", plan, *words) == 0
-    assert [order.client_share for order in started] == [share]
+    assert [front.config.client_share for front in started] == [share]
 
 
 def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan: str):

@@ -15,7 +15,9 @@ from said import says
 from benchmarks.common.serving import HandWorkers, app_of, events, make_driver, text, turns
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.driver import Driver
-from toolkit.serve.server import Ending, Signals, check_exposure, is_loopback, listen, serve, url
+from toolkit.serve.engine_front import EngineFront
+from toolkit.serve.launch import serve
+from toolkit.serve.server import Ending, Signals, check_exposure, is_loopback, listen, url
 from toolkit.workers.protocol import WorkersFailed
 
 BODY = {"prompt": "hello", "temperature": 0, "max_tokens": 6, "stream": True}
@@ -32,7 +34,12 @@ def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = Non
         with listen("127.0.0.1", 0) as listener:
             app = app_of(driver)
             serving = asyncio.create_task(
-                serve(driver, app, listener, ending, lambda: announced.append(url(listener)))
+                serve(
+                    EngineFront(driver, app),
+                    listener,
+                    ending,
+                    lambda: announced.append(url(listener)),
+                )
             )
             async with httpx.AsyncClient(base_url=url(listener)) as http:
                 await test(http, driver, hands)
@@ -61,9 +68,9 @@ def interrupt(number: signal.Signals = signal.SIGTERM) -> None:
 def test_what_clients_were_refused_for_having_their_share_is_counted():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
-        driver.stats.count_share("connections")
+        driver.stats.count_share("requests")
         told = (await http.get("/metrics")).text
-        assert 'llmctl_client_limited_total{limit="connections",model_name="toy"} 1.0' in told
+        assert 'llmctl_client_limited_total{limit="requests",model_name="toy"} 1.0' in told
         assert 'llmctl_client_limited_total{limit="bytes",model_name="toy"} 0.0' in told
         interrupt()
 

@@ -344,8 +344,8 @@ def test_the_page_is_on_by_default_only_on_loopback(
 ):
     orders = []
 
-    def launch(order, on_ready, **_) -> dict[str, int]:
-        orders.append(order)
+    def launch(config, make, on_ready) -> dict[str, int]:
+        orders.append(config)
         on_ready("http://h:1")
         return {}
 

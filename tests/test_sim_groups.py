@@ -23,7 +23,6 @@ from toolkit.sim.api import simulate
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.groups.scheduler import GroupedScheduler
-from toolkit.sim.link import SchedulerLink
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
@@ -248,14 +247,12 @@ def test_other_policies_do_not_know_groups() -> None:
         simulate(trace_of([(0.0, 9, 8, 0)]), make_any("past-future", {}), world(engine))
 
 
-def test_the_installed_scheduler_is_not_driven_with_groups() -> None:
-    engine = PagedEngine(FLAT, 200, 4, caches=caches([FULL, WINDOW]), link=Unused())
-    with pytest.raises(InputError, match="one group"):
-        simulate(trace_of([(0.0, 9, 8, 0)]), VllmPolicy(), world(engine))
-
-
-class Unused(SchedulerLink):
-    """A way to a scheduler that is never taken."""
+def test_a_threshold_for_long_prefills_is_refused() -> None:
+    engine = PagedEngine(FLAT, 200, 4, caches=caches([FULL, WINDOW]))
+    with pytest.raises(InputError, match="long_prefill_token_threshold"):
+        simulate(
+            trace_of([(0.0, 9, 8, 0)]), VllmPolicy(long_prefill_token_threshold=8), world(engine)
+        )
 
 
 def test_the_engine_dies_with_what_it_has_generated() -> None:

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from benchmarks.common import ROOT
-from benchmarks.common.serving import SETTINGS
-from toolkit.serve.api import document
+from benchmarks.common.serving import SETTINGS, document
 from toolkit.serve.assemble import FrontSettings
 
 PRIVATE = ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT))

@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import msgspec
 import psutil
-from starlette.types import ASGIApp
 
 from benchmarks.common import samples
 from toolkit.deploy.plan import make_plan
@@ -34,11 +34,12 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
-from toolkit.serve.access import ApiKey, Keyring
+from toolkit.serve.access import AccessGate, ApiKey, Keyring
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.forms import BodyReader
+from toolkit.serve.routes import FrontApp
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import Status
 from toolkit.workers.protocol import (
@@ -205,12 +206,20 @@ def make_driver(
     return Driver(scheduler, workers, Stats(), limits=limits)
 
 
+@cache
+def document(settings: FrontSettings = SETTINGS) -> dict[str, Any]:
+    """The OpenAPI document of the toy model's server."""
+    gate = app_of(make_driver(HandWorkers()), settings)
+    assert isinstance(gate.app, FrontApp)
+    return gate.app.openapi()
+
+
 def app_of(
     driver: Driver,
     settings: FrontSettings = SETTINGS,
     keyring: Keyring | None = None,
     status: Status | None = None,
-) -> ASGIApp:
+) -> AccessGate:
     """The application of the toy model. It reads large bodies in a thread, without a helper."""
     reader = BodyReader(ByteTokenizer(), settings.vocab_size, settings.max_model_len)
 

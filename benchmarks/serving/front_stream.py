@@ -3,16 +3,15 @@
     python -m benchmarks.serving.front_stream [--clients 128] [--tokens 64] [--repeats 5]
 
 Takes two minutes with one repeat on two shared, busy cores. Needs nothing but the package;
-`--granian PYTHON` adds servers on granian, which that interpreter has.
+`--beside CHECKOUT` adds the servers of another checkout, for a comparison in pairs.
 
 `ours` is the whole server with a fake engine that takes no time, in two worker processes. `ours,
 every step` is the same server with workers that report each step at once, so that hardly any tokens
 share an event. The bare endpoints send one event per token and have no scheduler: FastAPI's
 StreamingResponse over an asynchronous generator that writes OpenAI's chunk with `json.dumps`, and a
 raw ASGI application with the bytes ready. Both run on uvicorn with uvloop and httptools, FastAPI
-also on asyncio and h11. With `--granian`, ours and both bare ones run on granian, too. In each
-repeat every server is asked once, in another order. Clients are raw sockets in a process of their
-own.
+also on asyncio and h11. In each repeat every server is asked once, in another order. Clients are
+raw sockets in a process of their own.
 """
 
 from __future__ import annotations
@@ -92,13 +91,9 @@ class Served:
         wait_for(self.port)
 
     def cpu_s(self) -> float:
-        """CPU seconds of the serving process, and for granian of its worker. Our workers do not
-        count, since their engine is a fake.
-        """
-        parts = [psutil.Process(self.process.pid)]
-        if self.name.endswith("on granian") and "ours" not in self.name:
-            parts += parts[0].children()
-        return float(sum(part.cpu_times().user + part.cpu_times().system for part in parts))
+        """CPU seconds of the serving process. Our workers do not count: their engine is a fake."""
+        spent = psutil.Process(self.process.pid).cpu_times()
+        return float(spent.user + spent.system)
 
     def end(self) -> None:
         self.process.terminate()
@@ -138,16 +133,15 @@ def write_plan(folder: Path, flush_s: float) -> str:
     return str(folder / "plan.json")
 
 
-def start_all(folder: str, granian: str | None) -> list[Served]:
+def start_all(folder: str, beside: str | None) -> list[Served]:
     Path(folder, "bare.py").write_text(BARE)
     servers = []
     for name, flush_s in (("ours", 0.05), ("ours, every step", 0.0)):
         plan = write_plan(Path(folder, name.replace(", ", "-").replace(" ", "-")), flush_s)
         command = [sys.executable, "-m", "toolkit", "serve", plan, "--json", "--admission", "queue"]
         servers.append(Served(name, command, ".", 0))
-        if granian:
-            command = [granian, "-m", "benchmarks.serving.front_granian", plan]
-            servers.append(Served(f"{name}, on granian", command, ".", 0))
+        if beside:
+            servers.append(Served(f"{name}, beside", command, beside, 0))
     uvicorn = [sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log"]
     plain = [*uvicorn, "--loop", "asyncio", "--http", "h11"]
     bare = [
@@ -155,10 +149,6 @@ def start_all(folder: str, granian: str | None) -> list[Served]:
         ("raw ASGI on uvicorn", "bare:raw", uvicorn),
         ("FastAPI on asyncio and h11", "bare:app", plain),
     ]
-    if granian:
-        command = [granian, "-m", "granian", "--interface", "asgi", "--no-log"]
-        bare.append(("FastAPI on granian", "bare:app", command))
-        bare.append(("raw ASGI on granian", "bare:raw", command))
     for name, app, command in bare:
         (port,) = free_ports(1)
         servers.append(Served(name, [*command, "--port", str(port), app], folder, port))
@@ -170,11 +160,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--granian", help="an interpreter that has granian and FastAPI")
+    parser.add_argument("--beside", help="another checkout of the project")
     options = parser.parse_args()
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        servers = start_all(folder, options.granian)
+        servers = start_all(folder, options.beside)
         runs: dict[str, list[Run]] = {server.name: [] for server in servers}
         for repeat in range(options.repeats + 1):  # the first warms up
             for server in rng.sample(servers, len(servers)):

@@ -36,13 +36,15 @@ import uvloop
 from benchmarks.common.command import make_parser
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.gateway import replicas
-from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.front import Gateway
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
 from toolkit.serve.access import Keyring
-from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.http import HttpServer
+from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import listen, url
 
 HUGE = 10**400
@@ -241,7 +243,7 @@ async def serve_front(
     balancer = Balancer(make_router("vllm-dp", {}), [], block_tokens=64, index_limit=1000)
     kinds = [LiveKind(ReplicaTraits(100_000))]
     pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=2.0)
-    settings = GatewaySettings(wait_up_s=20.0, request_timeout_s=deadline_s)
+    settings = FrontSettings(wait_up_s=20.0, request_timeout_s=deadline_s)
     gateway = Gateway(pool, settings, Keyring())
     server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
     pool.background.start("silent replicas", pool.sweep)

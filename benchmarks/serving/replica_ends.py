@@ -24,13 +24,15 @@ import uvloop
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.dialects import DIALECTS, MODEL, Dialect, Replica
-from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.front import Gateway
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
 from toolkit.serve.access import Keyring
-from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.http import HttpServer
+from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import listen
 
 STOPS = {"stop": ["de", "fgab"]}
@@ -146,7 +148,7 @@ async def front_before(*replicas: Replica) -> Any:
     balancer = Balancer(make_router("round-robin", {}), [], block_tokens=64, index_limit=1000)
     kinds = [LiveKind(ReplicaTraits(100_000))]
     pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=30.0)
-    gateway = Gateway(pool, GatewaySettings(), Keyring())
+    gateway = Gateway(pool, FrontSettings(), Keyring())
     server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
     with listen("127.0.0.1", 0) as listener:
         await server.start(listener)

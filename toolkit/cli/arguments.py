@@ -28,6 +28,7 @@ SLA_EXAMPLE = "ttft_p99_s=2"
 CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
 OUTPUTS = (
     "out",
+    "plan_out",
     "png",
     "html",
     "save_requests",

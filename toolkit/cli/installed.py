@@ -72,14 +72,22 @@ def simulate_installed(
             f"--scheduler {INSTALLED}: policy '{policy.name}' is not vLLM's own scheduler",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
         )
-    model = simulate(trace, policy, world)
-    passes, work_s = _work_of(model.counters)
-    about_s = START_S + work_s
-    text = f"about {seconds(about_s)} for about {passes:,} passes by the installed scheduler"
-    note(f"{text}; the model of it is done")
+    model = None
+    passes = 0
+    about_s = None
+    try:
+        model = simulate(trace, policy, world)
+    except InputError as error:
+        note(f"llmctl's model of the scheduler does not know this, nor how long it takes: {error}")
+    else:
+        passes, work_s = _work_of(model.counters)
+        about_s = START_S + work_s
+        text = f"about {seconds(about_s)} for about {passes:,} passes by the installed scheduler"
+        note(f"{text}; the model of it is done")
     with _installed(world, python, passes, about_s) as (linked, driver):
         result = simulate(trace, policy, linked)
-    note(*_compared(model, result, driver.version))
+    which = f"passes by the scheduler of vLLM {driver.version}"
+    note(*(_compared(model, result, which) if model else [which]))
     return result, driver.version
 
 
@@ -94,7 +102,7 @@ def _work_of(counts: Mapping[str, float]) -> tuple[int, float]:
 
 @contextmanager
 def _installed(
-    world: World, python: str | None, passes: int, about_s: float
+    world: World, python: str | None, passes: int, about_s: float | None
 ) -> Iterator[tuple[World, VllmDriver]]:
     """The world with the installed vLLM's scheduler, and the process that it is in."""
     from toolkit.backends.vllm.driver import VllmDriver
@@ -113,7 +121,7 @@ def _linked(world: World, driver: VllmDriver) -> World:
     return replace(world, paged=replace(world.engine(), link=driver), others=others)
 
 
-def _compared(model: SimResult, installed: SimResult, version: str) -> list[str]:
+def _compared(model: SimResult, installed: SimResult, which: str) -> list[str]:
     """A line on whether the model of the scheduler finds the same, and one for each of a few
     metrics that differ.
     """
@@ -122,7 +130,6 @@ def _compared(model: SimResult, installed: SimResult, version: str) -> list[str]
     before = model.metrics({})
     after = installed.metrics({})
     different = differences(before, after)
-    which = f"passes by the scheduler of vLLM {version}"
     if not different:
         return [f"{which}; llmctl's model of it finds the same"]
     worst = ("rounds", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_mean_s")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,11 +33,11 @@ from toolkit.files.plan import Plan
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
-    from toolkit.cli.serve_start import Access
-    from toolkit.gateway.launch import GatewayLaunch
+    from toolkit.cli.serve_start import FrontToStart, Prepared
     from toolkit.gateway.sources import ReplicaSource
     from toolkit.routing.routers import Router
-    from toolkit.serve.launch import Launch, Manager
+    from toolkit.serve.assemble import FrontSettings
+    from toolkit.serve.launch import FrontConfig
 
 _plan = partial(option, rich_help_panel="What runs")
 _replicas = partial(option, rich_help_panel="Replicas")
@@ -164,8 +164,8 @@ class ServeOptions:
     )
     client_share: float | None = _load(
         None,
-        "Allow one address this share of the connections and held bytes; default: 0.5. Use 1 "
-        "behind a proxy on another machine.",
+        "Allow one address this share of the requests at once and of held bytes; default: 0.5. "
+        "Use 1 behind a proxy on another machine.",
         min=0.001,
         max=1,
         metavar="SHARE",
@@ -255,86 +255,94 @@ def command(args: ServeOptions) -> None:
     time.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
-    from toolkit.serve.launch import Manager
 
     location = serve_start.locate(args.source, args.target)
-    broken = args.force or args.allow_broken_limits
     if location.target in arguments.MANAGED:
+        broken = args.force or args.allow_broken_limits
         serve_start.serve_managed(location, args.as_json, broken=broken)
         return
-    # the workers inherit the environment, and run models' own code
-    serve_start.forget_variable("LLMCTL_API_KEY")
-    serve_start.forget_variable(CONTROL_KEY_VARIABLE)
-    manager = Manager.take()
-    access = serve_start.find_keys(args.api_key, args.api_key_file, args.api_keys)
-    plan = serve_start.plan_to_serve(location.plan or args.source, args)
-    plan = serve_start.override(plan, args.policy, args.settings, args.workers)
-    accept(plan, str(args.tuning or location.plan or args.plan or args.source), broken=broken)
-    serve_start.check_engine(plan, args.engine)
-    ray = args.ray or ("auto" if location.target == "ray" else "")
-    backend = backend_of(plan.recipe.engine.name)
-    several = plan.workers > 1 or bool(ray)
+    given = serve_start.prepare(args, location)
+    backend = backend_of(given.plan.recipe.engine.name)
+    several = given.plan.workers > 1 or bool(given.ray)
     own = backend if isinstance(backend, StartsReplicas) and several else None
     if args.replica or args.replicas or own is not None:
-        file = Path(location.plan) if location.plan else args.plan or Path(args.source or "")
-        gateway = _gateway(args, plan, access, manager, own, ray, file)
-        serve_start.start_gateway(gateway, args)
+        serve_start.start(_before_replicas(args, given, own), args, given)
     elif isinstance(backend, Serves):
-        order = _server_order(args, plan, access)
+        order = _server_order(args, given)
         with serve_start.keeping(args, order) as (order, keep):
-            serve_start.start_server(backend, order, manager, args, keep)
+            serve_start.start_server(backend, order, args, given, keep)
     else:
-        serve_start.start(_launch(args, plan, access, ray, manager), args)
+        serve_start.start(_with_workers(args, given), args, given)
 
 
-def _launch(args: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
-    """Our own server for `plan`."""
-    from toolkit.serve.assemble import make_limits, make_settings
-    from toolkit.serve.http import CLIENT_SHARE
-    from toolkit.serve.launch import Launch
+def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> FrontConfig:
+    """What all fronts have. `settings` are complete but for what the command line decides."""
+    from toolkit.serve.launch import FrontConfig
+    from toolkit.serve.limits import CLIENT_SHARE
     from toolkit.serve.server import Ending, is_loopback
 
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live", "--keep-tuned")
-    callers, watched_keys = access
-    host, port = _address(args, plan)
-    return Launch(
-        plan=plan,
-        settings=make_settings(
-            plan,
-            model=args.served_model_name,
-            request_timeout_s=args.request_timeout,
-            allow_end_after=args.allow_end_after,
-            vllm_metrics=args.vllm_metrics,
-            open_metrics=args.open_metrics,
-            status_page=is_loopback(host) if args.status_page is None else args.status_page,
-        ),
+    callers, watched_keys = given.access
+    host, port = _address(args, given.plan)
+    page = is_loopback(host) if args.status_page is None else args.status_page
+    return FrontConfig(
+        settings=replace(settings, open_metrics=args.open_metrics, status_page=page),
         host=host,
         port=port,
         access=callers,
         insecure=args.insecure,
-        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
         client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
         event_log=args.event_log,
         request_log=args.request_log,
         ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        checks=serve_start.points_to_check(plan, args.check),
-        on_foreign=warn if args.force else None,
-        ray=ray,
-        room_timeout_s=args.room_timeout,
         callers=watched_keys,
         certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
-        manager=manager,
+        manager=given.manager,
     )
 
 
-def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder:
+def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
+    """A front over workers of our own. `InputError` for options that it does not have."""
+    from toolkit.serve.assemble import make_limits, make_settings
+    from toolkit.serve.drift import judge
+    from toolkit.serve.engine_front import OwnWorkers, engine_front
+
+    plan = given.plan
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live", "--keep-tuned")
+    settings = make_settings(
+        plan,
+        model=args.served_model_name,
+        request_timeout_s=args.request_timeout,
+        allow_end_after=args.allow_end_after,
+        vllm_metrics=args.vllm_metrics,
+    )
+    workers = OwnWorkers(
+        plan,
+        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
+        checks=serve_start.points_to_check(plan, args.check),
+        on_checked=partial(judge, strict=args.strict, say=note),
+        on_foreign=warn if args.force else None,
+        ray=given.ray,
+        room_timeout_s=args.room_timeout,
+    )
+    config = _config(args, given, settings)
+    announce = partial(
+        serve_start.announce_plan,
+        args.as_json,
+        plan,
+        settings.model,
+        status_page=config.settings.status_page,
+    )
+    return serve_start.FrontToStart(config, partial(engine_front, workers), announce)
+
+
+def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     """The server of an engine that is one. `InputError` for options that it does not have."""
     from toolkit.backends import ServerOrder
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
 
-    engine = plan.recipe.engine.name
-    what = f"engine {engine}"
+    plan = given.plan
+    what = f"engine {plan.recipe.engine.name}"
     why = ": it has a server of its own"
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
@@ -346,7 +354,7 @@ def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder
         args.served_model_name or model_name(plan),
         *_address(args, plan),
         Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        access[0][0],
+        given.access[0][0],
         args.insecure,
         args.event_log,
         warn if args.force else None,
@@ -355,49 +363,41 @@ def _server_order(args: ServeOptions, plan: Plan, access: Access) -> ServerOrder
     )
 
 
-def _gateway(
-    args: ServeOptions,
-    plan: Plan,
-    access: Access,
-    manager: Manager,
-    own: StartsReplicas | None,
-    ray: str,
-    file: Path,
-) -> GatewayLaunch:
-    """The front before several servers. `InputError` for options that it does not have."""
+def _before_replicas(
+    args: ServeOptions, given: Prepared, own: StartsReplicas | None
+) -> FrontToStart:
+    """A front before several servers. `InputError` for options that it does not have."""
     from toolkit.backends.openai import KEY_VARIABLE
-    from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import (
-        GatewayLaunch,
+        ServedReplicas,
         kinds_of_replicas,
         limits_of_replicas,
+        replica_front,
         replicas_like,
     )
-    from toolkit.serve.http import CLIENT_SHARE
-    from toolkit.serve.server import Ending, is_loopback
+    from toolkit.serve.assemble import FrontSettings
 
     _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-            "--pass-log", "--live", "--keep-tuned")  # fmt: skip
+             "--pass-log", "--live", "--keep-tuned")  # fmt: skip
+    plan = given.plan
+    ray = given.ray
+    file = given.file
     source = _replica_source(args, ray)
-    callers, watched_keys = access
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)
     serve = plan.recipe.serve
-    (host, port) = _address(args, plan)
-    return GatewayLaunch(
-        plan=plan,
-        settings=GatewaySettings(
-            model=needs.model,
-            max_new_tokens=serve.max_new_tokens,
-            max_waiting=serve.max_waiting,
-            request_timeout_s=args.request_timeout or serve.request_timeout_s or math.inf,
-            open_metrics=args.open_metrics,
-            status_page=is_loopback(host) if args.status_page is None else args.status_page,
-        ),
-        router=_router(args, plan),
-        needs=needs,
-        kinds=kinds_of_replicas(plan, any_version=args.force),
-        host=host,
-        port=port,
+    settings = FrontSettings(
+        model=needs.model,
+        max_new_tokens=serve.max_new_tokens,
+        max_waiting=serve.max_waiting,
+        request_timeout_s=args.request_timeout or serve.request_timeout_s or math.inf,
+    )
+    config = _config(args, given, settings)
+    replicas = ServedReplicas(
+        plan,
+        _router(args, plan),
+        needs,
+        kinds_of_replicas(plan, any_version=args.force),
+        limits=limits_of_replicas(plan, args.admission, note),
         source=source,
         own=None if source is not None else own,
         ray=ray,
@@ -405,17 +405,20 @@ def _gateway(
         reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
         on_foreign=warn if args.force else None,
-        access=callers,
-        insecure=args.insecure,
-        client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
-        limits=limits_of_replicas(plan, args.admission, note),
-        event_log=args.event_log,
-        request_log=args.request_log,
-        ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        callers=watched_keys,
-        certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
-        manager=manager,
+        ending=config.ending,
     )
+    announce = partial(
+        serve_start.announce_replicas,
+        args.as_json,
+        needs.model,
+        replicas.router.name,
+        status_page=config.settings.status_page,
+    )
+    if replicas.own is not None:
+        where = f" on Ray ({ray})" if ray else ""
+        servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
+        note(f"starting {servers} of {plan.recipe.engine.name}{where}")
+    return serve_start.FrontToStart(config, partial(replica_front, replicas), announce)
 
 
 def _router(args: ServeOptions, plan: Plan) -> Router:

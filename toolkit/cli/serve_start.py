@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.cli.arguments import IN_PROCESS, MANAGED, parse_settings
+from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, IN_PROCESS, MANAGED, parse_settings
 from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
 from toolkit.cli.output import WIDTH, emit, note
 from toolkit.engine_traits import traits_of
@@ -28,16 +28,16 @@ from toolkit.files.shipped import is_recipe
 from toolkit.files.tuning import breaks, broken
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from ssl import SSLContext
 
     from toolkit.backends import ServerOrder, Serves
     from toolkit.cli.serve import ServeOptions
     from toolkit.deploy.render import Manifest
     from toolkit.deploy.running import Running, Where
-    from toolkit.gateway.launch import GatewayLaunch
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
-    from toolkit.serve.launch import Launch, Manager
+    from toolkit.serve.launch import FrontConfig, FrontServer, Manager, OpenedFront
     from toolkit.serve.server import WatchedFiles
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
@@ -123,6 +123,43 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
             print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
 
     emit(as_json, server, show)
+
+
+class Prepared(NamedTuple):
+    """What every server needs, checked.
+
+    Attributes:
+        file: of the plan, or of what it was made of.
+        ray: the Ray cluster of workers or servers; '': this machine.
+    """
+
+    plan: Plan
+    file: Path
+    access: Access
+    manager: Manager
+    ray: str
+
+
+def prepare(args: ServeOptions, location: ServeLocation) -> Prepared:
+    """The plan, the keys and the service manager. `InputError` for what cannot be used, and for a
+    plan that is predicted to break limits where that is not allowed.
+    """
+    from toolkit.serve.launch import Manager
+
+    # the workers inherit the environment, and run models' own code
+    forget_variable("LLMCTL_API_KEY")
+    forget_variable(CONTROL_KEY_VARIABLE)
+    manager = Manager.take()
+    access = find_keys(args.api_key, args.api_key_file, args.api_keys)
+    source = location.plan or args.source
+    plan = plan_to_serve(source, args)
+    plan = override(plan, args.policy, args.settings, args.workers)
+    broken = args.force or args.allow_broken_limits
+    accept(plan, str(args.tuning or location.plan or args.plan or args.source), broken=broken)
+    check_engine(plan, args.engine)
+    file = Path(location.plan) if location.plan else args.plan or Path(args.source or "")
+    ray = args.ray or ("auto" if location.target == "ray" else "")
+    return Prepared(plan, file, access, manager, ray)
 
 
 def plan_to_serve(source: str | None, args: ServeOptions) -> Plan:
@@ -269,23 +306,26 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     return checks_of(plan, seconds) if seconds else []
 
 
-def start(order: Launch, args: ServeOptions) -> None:
-    """Serve until a signal ends the server.
+class FrontToStart(NamedTuple):
+    """A front: `make` builds what its config serves, `announce` gets its URL once it is ready."""
+
+    config: FrontConfig
+    make: Callable[[OpenedFront], AbstractContextManager[FrontServer]]
+    announce: Callable[[str], None]
+
+
+def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
+    """Serve through a front until a signal ends it.
 
     With --strict the command ends before it serves where a measured point contradicts the fit.
     """
-    from toolkit.serve.drift import judge
     from toolkit.serve.launch import launch
 
-    plan = order.plan
-    front = order.settings
-    check = partial(judge, strict=args.strict, say=note)
-    announce = partial(
-        announce_plan, args.as_json, plan, front.model, status_page=front.status_page
-    )
-    serve = partial(launch, order, on_checked=check)
-    target: Where = "ray" if order.ray else "local"
-    serve_recorded(serve, announce, plan, front.model, order.manager, target, args.ssl_certfile)
+    target: Where = "ray" if given.ray else "local"
+    serve = partial(launch, front.config, front.make)
+    model = front.config.settings.model
+    plan = given.plan
+    serve_recorded(serve, front.announce, plan, model, given.manager, target, args.ssl_certfile)
 
 
 Keep = Callable[[str], None]  # called with the URL of a server that is ready
@@ -341,7 +381,7 @@ def keeping(args: ServeOptions, order: ServerOrder) -> Iterator[tuple[ServerOrde
 
 
 def start_server(
-    backend: Serves, order: ServerOrder, manager: Manager, args: ServeOptions, keep: Keep
+    backend: Serves, order: ServerOrder, args: ServeOptions, given: Prepared, keep: Keep
 ) -> None:
     """Start the server of an engine that is one itself, and serve until a signal ends it. `keep` is
     called once it is ready.
@@ -358,35 +398,8 @@ def start_server(
         announce_plan(args.as_json, plan, model, url)
         keep(url)
 
-    launch = partial(backend.launch, replace(order, beat=manager.beat))
-    serve_recorded(launch, announce, plan, model, manager, control_key=order.control_key)
-
-
-def start_gateway(order: GatewayLaunch, args: ServeOptions) -> None:
-    """Start the front before replicas, and its own replicas, until a signal ends it."""
-    from toolkit.gateway.launch import launch_gateway
-
-    plan = order.plan
-    front = order.settings
-    if order.own is not None:
-        where = f" on Ray ({order.ray})" if order.ray else ""
-        servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
-        note(f"starting {servers} of {plan.recipe.engine.name}{where}")
-
-    def announce(url: str) -> None:
-        page = f"{url}/" if front.status_page else None
-        router = order.router.name
-        facts = {"url": url, "model": front.model, "router": router, "status_page": page}
-        lines = [
-            f"ready: {url} serves {front.model or 'the model of its replicas'}",
-            f"router: {router}; replicas: {url}/replicas",
-            *([f"status page: {page}"] if page else []),
-        ]
-        emit(args.as_json, facts, lambda: print("\n".join(lines)))
-
-    serve = partial(launch_gateway, order)
-    target: Where = "ray" if order.ray else "local"
-    serve_recorded(serve, announce, plan, front.model, order.manager, target, args.ssl_certfile)
+    launch = partial(backend.launch, replace(order, beat=given.manager.beat))
+    serve_recorded(launch, announce, plan, model, given.manager, control_key=order.control_key)
 
 
 def serve_recorded(
@@ -479,3 +492,17 @@ def announce_plan(
             print(f"status page: {page}")
 
     emit(as_json, facts, show)
+
+
+def announce_replicas(
+    as_json: bool, model: str, router: str, url: str, *, status_page: bool = False
+) -> None:
+    """Print that a front is ready, and where its replicas are shown."""
+    page = f"{url}/" if status_page else None
+    facts = {"url": url, "model": model, "router": router, "status_page": page}
+    lines = [
+        f"ready: {url} serves {model or 'the model of its replicas'}",
+        f"router: {router}; replicas: {url}/replicas",
+        *([f"status page: {page}"] if page else []),
+    ]
+    emit(as_json, facts, lambda: print("\n".join(lines)))

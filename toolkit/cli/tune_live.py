@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +35,12 @@ HERE = "here"
 WINDOWS = 4
 BURSTS = 200  # that a search's time is for, where --window is not given
 SHOWN = 8
+SHORT = {
+    "max_num_seqs": "rows",
+    "max_num_batched_tokens": "tokens",
+    "long_prefill_token_threshold": "threshold",
+}
+FIRST_LEASE_S = 120.0  # until the search begins
 WINDOW_S = (1.5, 30.0)
 
 
@@ -73,10 +81,9 @@ def tune_live(args: TuneOptions) -> None:
         args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=LEAST_REQUESTS
     )
     inputs |= {"trace": path} if path else {}
-    control = control_of(
-        None if args.live == HERE else args.live, args.control_key, "llmctl tune --live"
-    )
-    control.get()  # a server without a control is named first
+    owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
+    control = control_of(None if args.live == HERE else args.live, args.control_key, owner)
+    control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
     target = find_target(control.url, None, args.api_key)
     rate = args.rate or recipe.tune.request_rate_rps
     settings = RequestSettings(rate, seed=unused_seed(), loop="open", scaled=path is not None)
@@ -203,17 +210,19 @@ def _show(result: LiveTuning) -> None:
     """Print the result for people."""
     names = list(result.start)
     ranked = sorted(result.trials, key=lambda trial: (-trial.rounds, -trial.first.score))
-    rows = [
+    rows: list[list[object]] = [
         [
-            ", ".join(f"{name}={trial.settings[name]}" for name in names),
+            f"{number}",
+            *(trial.settings[name] for name in names),
             trial.rounds,
             trial.first.goodput_rps,
             trial.predicted.goodput_rps,
             trial.refitted and trial.refitted.goodput_rps,
         ]
-        for trial in ranked[:SHOWN]
+        for number, trial in enumerate(ranked[:SHOWN], start=1)
     ]
-    columns = ["settings", ">rounds", ">goodput", ">predicted", ">refitted"]
+    columns = ["", *(f">{SHORT.get(name, name)}" for name in names)]
+    columns += [">rounds", ">goodput", ">predicted", ">refitted"]
     spent = f"{len(result.trials)} settings in {result.bursts} bursts, {seconds(result.spent_s)}"
     table(columns, rows, f"{spent}: goodput of the first burst, requests/s")
     gain = result.gain

@@ -291,6 +291,12 @@ class Order:
         return fill(template, comment=self.comment(), **values)
 
 
+def proxy_file(order: Order) -> dict[str, str]:
+    """The configuration of a proxy for where strangers reach the server (docs/how-to/expose.md)."""
+    port = order.plan.recipe.serve.port or 8000
+    return {"nginx.conf": order.fill("nginx.conf", name=order.name, port=port)}
+
+
 @dataclass(slots=True, frozen=True)
 class Rendered:
     """The files of a target by name, the explanation of their values, and how to start them.

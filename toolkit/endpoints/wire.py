@@ -29,13 +29,14 @@ import httptools
 import msgspec
 
 from toolkit.endpoints.foreign import UNREADABLE, Count
+from toolkit.endpoints.sse import EventReader, data_of
 from toolkit.endpoints.target import Problem, Target, distrusted, error_text, server_url, trust
 from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
 # Between two pieces of a body: a head, interim answers, framing, trailers.
 MAX_HEAD_BYTES = 1 << 18
-MAX_LINE_BYTES = 16 << 20  # of an event, as the load generator reads them
+MAX_EVENT_BYTES = 16 << 20  # as the load generator reads them
 CONNECT_S = 10.0
 IDLE_S = 4.0  # servers close theirs after five seconds or more
 MAX_IDLE = 256
@@ -80,7 +81,6 @@ class Link(asyncio.Protocol):
         self._is_counted = True
         self.idle_since_s = 0.0
         self.heard = False  # a byte has arrived since the last request
-        self._parser = httptools.HttpResponseParser(self)
         self._event = asyncio.Event()
         self._pieces: list[bytes] = []  # of the body, unread
         self._held_bytes = 0
@@ -155,6 +155,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's class is no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)  # a cycle, until the connection is lost
 
     def data_received(self, data: bytes) -> None:
         if self._complete:  # no request is open
@@ -488,7 +489,8 @@ class StreamCall(asyncio.Protocol):
         self._now_s = math.nan
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._rest = b""  # an incomplete line of events, or the body of an error
+        self._reader = EventReader()
+        self._error = b""  # the body of an error
         self._status = 0
         self._counted = False  # the server has told how many tokens it generated
 
@@ -529,15 +531,13 @@ class StreamCall(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if self._status != 200:
-            self._rest = (self._rest + body)[:MAX_ERROR_BYTES]
+            self._error = (self._error + body)[:MAX_ERROR_BYTES]
             return
-        *lines, self._rest = (self._rest + body).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
+        for event in self._reader.feed(body):
+            if data := data_of(event):
+                self._on_event(data)
+        if len(self._reader.rest) > MAX_EVENT_BYTES:
             self.end("an event is too long")
-            return
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._on_event(line[5:].strip())
 
     def on_message_complete(self) -> None:
         self._finish(cut_off=False)
@@ -579,7 +579,7 @@ class StreamCall(asyncio.Protocol):
         has_tokens = not math.isnan(self._sample.first_token_s)
         if self._status not in (0, 200):
             self._sample.refused = self._status in OVERLOADED
-            self.end(f"HTTP {self._status}: {error_text(self._rest)}")
+            self.end(f"HTTP {self._status}: {error_text(self._error)}")
         elif self._counted and self._sample.output_tokens > 0 and has_tokens:
             self.end()
         elif cut_off:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from toolkit.endpoints.foreign import UNREADABLE, Count, decoded
+from toolkit.endpoints.sse import EventReader, data_of, lines_of
 from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
 from toolkit.serve.errors import ApiError, error_body
 
@@ -158,9 +159,7 @@ class PassingAnswer:
         self._call = call
         self._estimate = estimate
         self._about: dict[str, Raw] = {}  # what all events of the answer say of it
-        self._rest = bytearray()
-        self._seen = 0  # bytes of `_rest` that hold no end of an event
-        self._held_cr = False  # a carriage return; its line feed may follow
+        self._reader = EventReader()
         self._passed_bytes = 0
         self._channels: dict[tuple[int, str], _Channel] = {}
         self._finished: set[int] = set()  # choices of which the client has the end
@@ -186,7 +185,7 @@ class PassingAnswer:
     @property
     def is_midway(self) -> bool:
         """A part of an event has come; no engine waits before the rest."""
-        return bool(self._rest)
+        return bool(self._reader.rest)
 
     @property
     def complete(self) -> bool:
@@ -270,9 +269,7 @@ class PassingAnswer:
                 self._length += len(channel.skip)
                 channel.skip = ""
         self._most_tokens = self.counted_tokens
-        self._rest = bytearray()
-        self._seen = 0
-        self._held_cr = False
+        self._reader = EventReader()
         self._passed_bytes = 0
         self.failure = ""
         self._context = at.max_model_len or UNKNOWN_CONTEXT
@@ -326,28 +323,16 @@ class PassingAnswer:
         """Take a piece of the body; returns what the client gets now."""
         self.new_tokens = 0
         self._passed_bytes += len(piece)
-        if self._held_cr:
-            piece = b"\r" + piece
-        self._held_cr = piece.endswith(b"\r")
-        if b"\r" in piece:
-            piece = (piece[:-1] if self._held_cr else piece).replace(b"\r\n", b"\n")
-        rest = self._rest
-        rest += piece
-        end = rest.rfind(b"\n\n", max(self._seen - 1, 0))
-        if end < 0:
-            self._seen = len(rest)
-            if len(rest) > MAX_EVENT_BYTES:
-                self.failure = "an event is too long"
+        events = self._reader.feed(piece)
+        if len(self._reader.rest) > MAX_EVENT_BYTES:
+            self.failure = "an event is too long"
             return b""
-        head = bytes(rest[:end])
-        del rest[: end + 2]
-        self._seen = len(rest)
         if self._passed_bytes > MAX_ANSWER_BYTES:
             self.failure = "the answer is too long"
             return b""
         passed = []
-        for event in head.split(b"\n\n"):
-            out = self._event(event)
+        for event in events:
+            out = self._event(b"\n".join(lines_of(event)))
             if not self.failure:
                 passed.append(out)
             if self.failure or self.ended:
@@ -433,10 +418,7 @@ class PassingAnswer:
 
     def _event(self, event: bytes) -> bytes:
         """Read one event; returns what of it passes on."""
-        data = event[6:]
-        if not event.startswith(b"data: ") or b"\n" in event:  # it has other lines than one
-            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            data = b"\n".join(lines)
+        data = data_of(event)
         if not data:
             return event + b"\n\n"  # a comment keeps connections alive
         if data == b"[DONE]":

@@ -3,7 +3,7 @@
 `Gateway` is the ASGI application behind `AccessGate`. It passes a request for tokens to the replica
 that the balancer names, and to another one when that fails, until the client has the whole answer
 (`toolkit.gateway.passing`). No accepted request is lost as long as a replica is up, or comes back
-within `GatewaySettings.wait_up_s`.
+within `FrontSettings.wait_up_s`.
 
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
 prefixes, both from bytes: a gateway does not tokenize.
@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import secrets
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from types import SimpleNamespace
@@ -37,28 +36,30 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import toolkit
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
 from toolkit.gateway.calls import GenerationCall, Prompt, read_object
-from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget, send_whole
+from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
 from toolkit.gateway.relaying import RELAYED, RelayedRequest
 from toolkit.gateway.replicas import LOOP, LiveReplica, ReplicaPool
 from toolkit.gateway.responses import RESPONSES, MadeResponses, ResponsesCall
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring, account_of
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, ErrorBody, error_response, overloaded
 from toolkit.serve.forms import read_json_bytes
-from toolkit.serve.metrics import Gauges, by_label, family_of, histogram_family, usage_of_keys
+from toolkit.serve.metrics import Gauges, by_label, families_of_requests, family_of
+from toolkit.serve.routes import FrontApp, Json, Written, an_object, json_page
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", RESPONSES)
-_KEPT = re.compile(r"(?:GET|(?P<post>POST)) /v1/responses/(?P<id>[^/]+)(?(post)/cancel)")
-METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4"
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
 MOST_BYTES_PER_TOKEN = 8.0
@@ -74,29 +75,6 @@ OUT = {  # states of replicas that the history notes
     "hung": "replica {} hangs",
     "left out": "replica {} is left out",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """The gateway's limits. Times are in seconds.
-
-    Attributes:
-        model: by which clients call it; '': any.
-        max_new_tokens: what a request may take where it names no limit; for limits of keys.
-        max_waiting: requests beyond those that the replicas run, before new ones get 503.
-        request_timeout_s: from a request's arrival to its end.
-        wait_up_s: an accepted request waits this long for a replica to be up.
-    """
-
-    model: str = ""
-    max_new_tokens: int = 256
-    max_waiting: int = 4096
-    max_body_bytes: int = 8 << 20
-    request_timeout_s: float = math.inf
-    open_metrics: bool = False
-    status_page: bool = False
-    local_hosts_only: bool = False
-    wait_up_s: float = 60.0
 
 
 class PromptGauge:
@@ -170,7 +148,7 @@ class Gateway:
     def __init__(
         self,
         pool: ReplicaPool,
-        settings: GatewaySettings,
+        settings: FrontSettings,
         keyring: Keyring,
         *,
         stats: Stats | None = None,
@@ -194,6 +172,7 @@ class Gateway:
         self.made = MadeResponses()
         self._created = int(time.time())
         self.status: StatusPage | None = None
+        self._app = self._routes()
         self._merging = asyncio.Lock()
         self._merged = b""
         self._merge_at_s = -math.inf
@@ -226,31 +205,101 @@ class Gateway:
             await asyncio.wait_for(self.idle.wait(), timeout_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        method = scope["method"]
-        try:
-            if self.pool.name in Headers(scope=scope).get("via", ""):
-                raise ApiError("this request went through this front before", status=LOOP)
-            if path in GENERATING and method == "POST":
-                await self._generate(scope, receive, send)
-            elif path in RELAYED and method == "POST":
-                await self._relay(scope, receive, send)
-            elif kept := _KEPT.fullmatch(f"{method} {path}"):
-                await self._ask_for_response(kept["id"], scope, receive, send)
-            elif path == REPLICA_METRICS and method == "GET":
-                headers = [(b"content-type", METRICS_TYPE)]
-                await send_whole(send, 200, headers, await self._merged_metrics())
-            elif method not in ("GET", "HEAD"):
-                raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
-            elif self.status is not None and path in (PAGE, DATA):
-                show = self.status.page if path == PAGE else self.status.data
-                response = await show(Request(scope, receive))
-                await response(scope, receive, send)
-            else:
-                status, kind, content = self._page(path)
-                await send_whole(send, status, [(b"content-type", kind)], content)
-        except ApiError as error:
+        if self.pool.name in Headers(scope=scope).get("via", ""):
+            error = ApiError("this request went through this front before", status=LOOP)
             await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _routes(self) -> FrontApp:
+        """The routes, and how they are described: fields of requests are those of the replicas."""
+        app = FrontApp(_complete_document)
+        anything: Json = {"type": "object"}
+        generate = _written(self._generate)
+        for path in GENERATING:
+            app.take_body(path, generate, anything, anything, streams=True)
+        for path in RELAYED:
+            app.take_body(path, _written(self._relay), anything, anything)
+        app.get_page("/v1/responses/{response_id}", self._kept_response, anything, "404")
+        app.add_api_route(
+            "/v1/responses/{response_id}/cancel",
+            self._kept_response,
+            methods=["POST"],
+            response_model=None,
+        )
+        status = an_object(status={"type": "string"})
+        models = an_object(object={"const": "list"}, data={"type": "array"})
+        app.get_page("/v1/models", self._models, models)
+        app.get_page("/v1/models/{name:path}", self._model, anything, "404")
+        app.get_page("/health", self._health, status, "503")
+        app.get_page("/ready", self._ready, status, "503")
+        app.get_page("/version", self._version, an_object(version={"type": "string"}))
+        app.get_page("/replicas", self._replicas, anything)
+        app.get_page("/metrics", self._metrics, {"type": "string"}, kind="text/plain")
+        app.get_page(REPLICA_METRICS, self._replica_metrics, {"type": "string"}, kind="text/plain")
+        if self.settings.status_page:
+            app.get_page(PAGE, self._status_page)
+            app.get_page(DATA, self._status_data)
+        return app
+
+    async def _kept_response(self, response_id: str) -> Response:
+        """A response that a replica keeps."""
+        return Written(partial(self._ask_for_response, response_id))
+
+    async def _health(self) -> Response:
+        """200 while the front's event loop runs. Replicas do not count here, but in /ready."""
+        return json_page({"status": "ok"})
+
+    async def _ready(self) -> Response:
+        """200 while a replica is up, until the end is announced."""
+        return json_page({"status": self.state}, 200 if self.state == "ready" else 503)
+
+    async def _version(self) -> Response:
+        return json_page({"version": toolkit.__version__})
+
+    async def _models(self) -> Response:
+        return json_page({"object": "list", "data": [self._about_model()]})
+
+    async def _model(self, name: str) -> Response:
+        if name != self.model:
+            raise self._unknown_model(name)
+        return json_page(self._about_model())
+
+    async def _metrics(self) -> Response:
+        return Response(text_of(families_of(self)), media_type=METRICS_TYPE)
+
+    async def _replica_metrics(self) -> Response:
+        """The metrics of all replicas, each with its URL as a label."""
+        return Response(await self._merged_metrics(), media_type=METRICS_TYPE)
+
+    async def _replicas(self) -> Response:
+        """The router and the replicas: their states, problems and counts."""
+        router = self.balancer.router
+        several = len(self.pool.kinds) > 1
+        replicas = [
+            {
+                "url": each.url,
+                "state": each.state,
+                "problem": each.problem,
+                "version": each.version,
+                "running": len(each.attempts),
+                "requests": each.requests,
+                "failures": each.failures,
+                "moved": each.moved,
+            }
+            | ({"kind": self.pool.kind_of(each)} if several else {})
+            for each in self.pool.replicas
+        ]
+        about = {"router": router.name, "parameters": parameters(router)}
+        return json_page(about | {"state": self.state, "replicas": replicas})
+
+    async def _status_page(self, request: Request) -> Response:
+        assert self.status is not None
+        return await self.status.page(request)
+
+    async def _status_data(self, request: Request) -> Response:
+        assert self.status is not None
+        return await self.status.data(request)
 
     async def _merged_metrics(self) -> bytes:
         """The metrics of all replicas, read at most once a second, and for no more than a share of
@@ -265,56 +314,19 @@ class Gateway:
                 self._merge_at_s = self.now_s() + max(MERGE_EVERY_S, took_s / MERGE_SHARE)
             return self._merged
 
-    def _page(self, path: str) -> tuple[int, bytes, bytes]:
-        """The status, the content type and the content of a page."""
-        status = 200
-        shown = dict[str, object]()
-        match path:
-            case "/metrics":
-                return 200, METRICS_TYPE, text_of(families_of(self))
-            case "/health":
-                shown = {"status": "ok"}
-            case "/ready":
-                status = 200 if self.state == "ready" else 503
-                shown = {"status": self.state}
-            case "/version":
-                shown = {"version": toolkit.__version__}
-            case "/v1/models":
-                shown = {"object": "list", "data": [self._model()]}
-            case "/replicas":
-                router = self.balancer.router
-                several = len(self.pool.kinds) > 1
-                about = {"router": router.name, "parameters": parameters(router)}
-                replicas = [
-                    {
-                        "url": each.url,
-                        "state": each.state,
-                        "problem": each.problem,
-                        "version": each.version,
-                        "running": len(each.attempts),
-                        "requests": each.requests,
-                        "failures": each.failures,
-                        "moved": each.moved,
-                    }
-                    | ({"kind": self.pool.kind_of(each)} if several else {})
-                    for each in self.pool.replicas
-                ]
-                shown = about | {"state": self.state, "replicas": replicas}
-            case _ if self.model and path.removeprefix("/v1/models/") == self.model:
-                shown = self._model()
-            case _:
-                raise ApiError(f"there is no such route: GET {path[:80]}", status=404)
-        return status, b"application/json", msgspec.json.encode(shown)
-
     @property
     def model(self) -> str:
         return self.settings.model or self.pool.model
 
-    def _model(self) -> dict[str, object]:
+    def _about_model(self) -> dict[str, object]:
         lengths = [each.max_model_len for each in self.pool.up if each.max_model_len]
         about = {"id": self.model, "object": "model", "created": self._created}
         about |= {"owned_by": "llmctl", "replicas": len(self.pool.up)}
         return about | {"max_model_len": min(lengths, default=None)}
+
+    def _unknown_model(self, name: str) -> ApiError:
+        text = f"there is no model '{name[:80]}'; this server has '{self.model}'"
+        return ApiError(text, status=404, param="model", code="model_not_found")
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
@@ -355,8 +367,7 @@ class Gateway:
         owner = account_of(scope).name
         call = self._call(scope["path"], body, session, owner)
         if self.model and call.model and call.model != self.model:
-            text = f"there is no model '{call.model[:80]}'; this server has '{self.model}'"
-            raise ApiError(text, status=404, param="model", code="model_not_found")
+            raise self._unknown_model(call.model)
         if self.waiting >= self.settings.max_waiting:
             self.stats.refused += 1
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
@@ -407,6 +418,29 @@ class Gateway:
                 self.idle.set()
 
 
+def _written(
+    write: Callable[[Scope, Receive, Send], Awaitable[None]],
+) -> Callable[[], Awaitable[Response]]:
+    """An endpoint whose answer `write` sends as it comes."""
+
+    async def endpoint() -> Response:
+        return Written(write)
+
+    endpoint.__name__ = write.__name__.strip("_")
+    return endpoint
+
+
+def _complete_document(document: Json) -> None:
+    """Add the schema of errors; an invalid field gets 400, not FastAPI's 422."""
+    _, schemas = msgspec.json.schema_components(
+        [ErrorBody], ref_template="#/components/schemas/{name}"
+    )
+    document["components"]["schemas"] = schemas
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+
+
 def families_of(gateway: Gateway) -> Iterator[Metric]:
     """The gateway's own metrics, at the moment of a scrape."""
     stats = gateway.stats
@@ -418,28 +452,9 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
         ("llmctl_requests_waiting", beyond, gateway.waiting),
     ):
         yield family_of(GaugeMetricFamily, name, text, labels, value)
-    refused = "Requests that got 503 because of overload, or without a replica."
-    within = "Requests that met every target."
-    for name, text, value in (
-        ("llmctl_prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
-        ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("llmctl_requests_within_targets", within, stats.within_targets),
-        ("llmctl_refused", refused, stats.refused),
-    ):
-        yield family_of(CounterMetricFamily, name, text, labels, value)
-    name = "llmctl_requests"
-    text = "Requests that ended, and how."
-    yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
+    yield from families_of_requests(stats, labels, gateway.keyring.named)
     text = "Answers that a second replica continued, by how."
     yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
-    for name, text, histogram in (
-        ("llmctl_ttft_seconds", "Arrival to first token, of streams.", stats.ttft),
-        ("llmctl_itl_seconds", "Time between tokens of streams.", stats.itl),
-        ("llmctl_tpot_seconds", "First to last token, per token after the first.", stats.tpot),
-        ("llmctl_mtpot_seconds", "The longest time between two tokens of a stream.", stats.mtpot),
-        ("llmctl_e2e_seconds", "Arrival to last token.", stats.e2e),
-    ):
-        yield histogram_family(name, text, labels, histogram)
     reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
     usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
     reported = "Share of its KV cache that a replica reported last."
@@ -467,7 +482,6 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
     name = "llmctl_background_task_failures"
     text = "Failures of tasks that run beside requests."
     yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
-    yield from usage_of_keys(labels, gateway.keyring.named)
 
 
 def merged_metrics(pages: Mapping[str, bytes]) -> bytes:

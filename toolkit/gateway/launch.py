@@ -1,27 +1,22 @@
-"""From a plan to a running gateway, before replicas that run already or that it starts itself.
+"""The front before replicas that run already, or that it starts itself.
 
-`launch_gateway` builds everything, and tears it down at the end. `OwnReplicas` starts an engine's
-servers, restarts those that end, and at SIGHUP all of them, one at a time, with the new plan.
+`OwnReplicas` starts an engine's servers, restarts those that end, and at SIGHUP all of them, one at
+a time, with the new plan.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import secrets
-import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from ssl import SSLContext
 from typing import Any, TypeVar
-
-import uvloop
 
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
@@ -30,7 +25,7 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
-from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
+from toolkit.gateway.front import Gateway, GatewayStatus
 from toolkit.gateway.on_ray import replicas_on_ray
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
@@ -39,28 +34,12 @@ from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.routers import LawRouter, Router
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits, weighed
 from toolkit.sched.policies.parameters import parameters
-from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import model_name
-from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
-from toolkit.serve.launch import EventLog, Manager, flush
-from toolkit.serve.server import (
-    LAST_BYTES_S,
-    Ending,
-    Followed,
-    Signals,
-    WatchedFiles,
-    check_exposure,
-    first_of,
-    follow,
-    followed_files,
-    is_loopback,
-    leave,
-    listen,
-    url,
-)
+from toolkit.serve.launch import FrontServer, OpenedFront
+from toolkit.serve.limits import WireLimits, possible_connections
+from toolkit.serve.server import Ending, Followed, WatchedFiles, first_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import Facts, facts_of
-from toolkit.traces.write import TraceLog
 
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
 FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no replica is up
@@ -74,10 +53,11 @@ LOADED_S = 60.0  # one that ran for so long is started again at once
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayLaunch:
-    """A gateway to start.
+class ServedReplicas:
+    """The replicas behind a front.
 
     Attributes:
+        limits: by which new requests are refused.
         source: the replicas; None: `own` starts them.
         own: starts the plan's number of servers.
         ray: the Ray cluster that `own` starts them on (`toolkit.cluster.connect.joined` lists the
@@ -86,33 +66,22 @@ class GatewayLaunch:
         kinds: of the replicas, as `kinds_of_replicas` gives them.
         reread: reads the plan again for `own`, at SIGHUP.
         key: sent to the replicas of `source`; those of `own` are given another.
+        on_foreign: called if an own replica's engine is not the fitted one; None: it is refused.
     """
 
     plan: Plan
-    settings: GatewaySettings
     router: Router
     needs: ReplicaNeeds
     kinds: Sequence[LiveKind]
-    host: str
-    port: int
+    limits: LatencyLimits = UNLIMITED
     source: ReplicaSource | None = None
     own: StartsReplicas | None = None
     ray: str = ""
     room_timeout_s: float = 60.0
     reread: Callable[[], Plan] | None = None
     key: str = ""
-    # Called if an own replica's engine is not the fitted one; None: it is refused.
     on_foreign: OnForeign | None = None
-    access: Callers = ("", ())
-    insecure: bool = False
-    client_share: float = CLIENT_SHARE
-    limits: LatencyLimits = UNLIMITED  # by which new requests are refused
-    event_log: Path | None = None
-    request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
-    callers: WatchedFiles[Callers] | None = None
-    certificate: WatchedFiles[SSLContext] | None = None
-    manager: Manager = field(default_factory=Manager)
 
 
 def kinds_of_replicas(plan: Plan, *, any_version: bool = False) -> list[LiveKind]:
@@ -172,94 +141,104 @@ def limits_of_replicas(
     return UNLIMITED
 
 
-def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Mapping[str, int]:
-    """Serve until a signal ends the gateway. Returns the number of ended requests by status.
+@contextmanager
+def replica_front(serving: ServedReplicas, opened: OpenedFront) -> Iterator[ReplicaFront]:
+    """The front before replicas, not started.
 
-    `on_ready` gets the URL: when all own replicas are loaded, or a given one is up, or none was
-    within `FIRST_PROBES_S`. Raises `InputError` for an address, a list or a log that cannot be
-    used, and for a replica of another kind where the order is strict; `EngineError` if an own
-    replica never loads.
+    It can serve when all own replicas are loaded, or a given one is up, or none was within
+    `FIRST_PROBES_S`. When it starts, it raises `InputError` for a list that cannot be used, and
+    with `strict` for a replica of another kind; `EngineError` if an own replica never loads.
     """
-    if _needs_laws(order.router, order.kinds):
+    if _needs_laws(serving.router, serving.kinds):
         hint = "serve a plan with a fitted law of passes (engine vllm), or choose another --router"
         raise InputError(NO_LAW, hint)
-    check_exposure(order.host, asks_key=any(order.access), insecure=order.insecure)
     with ExitStack() as stack:
-        listener = stack.enter_context(listen(order.host, order.port))
-        events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
-        log = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
-        if order.ray:
-            there = replicas_on_ray(order.plan, order.ray, order.room_timeout_s)
-            order = replace(order, own=stack.enter_context(there))
-        if order.own is not None:
-            order = replace(order, key=secrets.token_urlsafe(24))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(_serve(order, listener, events, log, on_ready))
+        if serving.ray:
+            there = replicas_on_ray(serving.plan, serving.ray, serving.room_timeout_s)
+            serving = replace(serving, own=stack.enter_context(there))
+        if serving.own is not None:
+            serving = replace(serving, key=secrets.token_urlsafe(24))
+        yield ReplicaFront(serving, _gateway(serving, opened), opened)
 
 
-async def _serve(
-    order: GatewayLaunch,
-    listener: socket.socket,
-    events: EventLog | None,
-    log: TraceLog | None,
-    on_ready: Callable[[str], None],
-) -> Mapping[str, int]:
-    gateway = _gateway(order, events, log)
-    say = order.ending.say
-    signals = Signals()
-    pool = gateway.pool
-    limits = WireLimits(client_share=order.client_share, descriptors_each=2)
-    server = HttpServer(gateway.access, limits, on_share=gateway.stats.count_share)
-    pool.open_links.most = server.total.max_connections
+class ReplicaFront(FrontServer):
+    """The front before replicas that run already, or that it starts itself."""
 
-    def show(plan: Plan) -> None:
-        if gateway.status is not None:
-            gateway.status.facts = _facts(order, plan)
+    def __init__(self, serving: ServedReplicas, gateway: Gateway, opened: OpenedFront) -> None:
+        pool = gateway.pool
+        limits = WireLimits(client_share=opened.client_share, descriptors_each=2)
+        super().__init__(gateway.access, gateway.stats, pool.background, limits)
+        self._serving = serving
+        self._gateway = gateway
+        self._pool = pool
+        self._say = opened.say
+        self._own = OwnReplicas(serving, pool, self._show) if serving.own is not None else None
+        pool.open_links.most = possible_connections(limits)
+        if self._own is not None and serving.reread is not None:  # at SIGHUP alone
+            self.followed = [Followed(WatchedFiles([], serving.reread), self._own.renew)]
+        start = pool.background.start
+        self.at_start = [partial(start, "silent replicas", pool.sweep)]
+        if opened.settings.status_page:
+            gateway.status = GatewayStatus(gateway, _facts(serving, serving.plan))
+            self.at_start.append(partial(start, "status page", gateway.status.sampling))
+        if serving.router.reads_reports:
+            self.at_start.append(partial(start, "reports of replicas", pool.read_reports))
 
-    own = OwnReplicas(order, pool, show) if order.own is not None else None
-    followed, tls = followed_files(order.callers, gateway.keyring.renew, order.certificate)
-    if own is not None and order.reread is not None:
-        followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
-    background = pool.background
-    background.start("health of the manager", partial(order.manager.report_health, lambda: True))
-    background.start("silent replicas", pool.sweep)
-    background.start("files that change", partial(follow, followed, say))
-    if order.settings.status_page:
-        gateway.status = GatewayStatus(gateway, _facts(order, order.plan))
-        background.start("status page", gateway.status.sampling)
-    if order.router.reads_reports:
-        background.start("reports of replicas", pool.read_reports)
-    if events is not None:
-        background.start("event log", partial(flush, events))
-    gc.collect()
-    gc.freeze()  # no later collection should walk over imported objects while streams wait
-    try:
-        await server.start(listener, tls)
-        await _begin(order, pool, own, signals)
-        if not signals.first.is_set():
-            if not pool.up:
-                say("no replica is up yet: requests get 503 until one is")
-            on_ready(url(listener, tls=tls is not None))
-            await signals.first.wait()
-        gateway.leaving = True
-        drain = partial(gateway.drain, order.ending.timeout_s)
-        await leave(gateway.running, server, order.ending, signals, drain)
-    finally:
+    @property
+    def left(self) -> int:
+        return self._gateway.running
+
+    def announce_end(self) -> None:
+        self._gateway.leaving = True
+
+    async def start(self) -> None:
+        """Start the replicas, and wait for all; or find those that run already, and wait until one
+        is up. With `strict`, wait until each was probed.
+        """
+        own = self._own
         if own is not None:
-            await own.stop()
-        await pool.stop()
-        await server.stop(LAST_BYTES_S)
-        signals.close()
-    return dict(gateway.stats.ended)
+            own.start()
+            await first_of(own.loaded(), own.failed.wait())
+        elif self._serving.source is not None:
+            await self._find(self._serving.source)
+        if error := self._pool.refused or (own and own.error):
+            raise error
+        if not self._pool.up:
+            self._say("no replica is up yet: requests get 503 until one is")
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._gateway.drain(timeout_s)
+
+    async def stop(self) -> None:
+        if self._own is not None:
+            await self._own.stop()
+        await self._pool.stop()
+
+    async def _find(self, source: ReplicaSource) -> None:
+        pool = self._pool
+        say = self._say
+        say(pool.renew(await source.read()))
+        following = partial(follow_source, source, pool.renew, say, pool.listed)
+        pool.background.start("list of replicas", following)
+        now_s = asyncio.get_running_loop().time
+        end_s = now_s() + FIRST_PROBES_S
+        while pool.refused is None and now_s() < end_s:
+            probed = [replica.problem != "not asked yet" for replica in pool.replicas]
+            if probed and (all(probed) or (pool.up and not self._serving.needs.strict)):
+                break
+            await asyncio.sleep(POLL_EVERY_S / 10)
+
+    def _show(self, plan: Plan) -> None:
+        if self._gateway.status is not None:
+            self._gateway.status.facts = _facts(self._serving, plan)
 
 
-def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None) -> Gateway:
+def _gateway(serving: ServedReplicas, opened: OpenedFront) -> Gateway:
     """The gateway, without replicas yet. The balancer's log begins with what a replay needs."""
-    recipe = order.plan.recipe
-    say = order.ending.say
-    router = order.router
-    limits = order.limits
-    sink = None if events is None else events.add
+    recipe = serving.plan.recipe
+    router = serving.router
+    limits = serving.limits
+    sink = None if opened.events is None else opened.events.add
     if sink is not None:
         values = parameters(router)
         targets = (None if math.isinf(limit) else limit for limit in limits)
@@ -268,46 +247,15 @@ def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None
         router, [], block_tokens=BLOCK_TOKENS, limits=limits, index_limit=INDEX_LIMIT, sink=sink
     )
     hang_s = recipe.serve.hang_s
-    key = order.key
-    pool = ReplicaPool(balancer, order.kinds, order.needs, hang_s=hang_s, key=key, say=say)
-    local = is_loopback(order.host) and not any(order.access)
-    settings = replace(order.settings, local_hosts_only=local)
+    key = serving.key
+    say = opened.say
+    pool = ReplicaPool(balancer, serving.kinds, serving.needs, hang_s=hang_s, key=key, say=say)
     stats = Stats(sla=recipe.sla)
-    return Gateway(pool, settings, Keyring(*order.access), stats=stats, log=log)
+    return Gateway(pool, opened.settings, opened.keyring, stats=stats, log=opened.requests)
 
 
-def _facts(order: GatewayLaunch, plan: Plan) -> Facts:
-    return facts_of(plan, order.needs.model or model_name(plan))
-
-
-async def _begin(
-    order: GatewayLaunch,
-    pool: ReplicaPool,
-    own: OwnReplicas | None,
-    signals: Signals,
-) -> None:
-    """Start the replicas, and wait for all; or find those that run already, and wait until one is
-    up. With `strict`, wait until each was probed.
-    """
-    if own is not None:
-        own.start()
-        await first_of(own.loaded(), own.failed.wait(), signals.first.wait())
-    elif order.source is not None:
-        source = order.source
-        say = order.ending.say
-        say(pool.renew(await source.read()))
-        pool.background.start(
-            "list of replicas", lambda: follow_source(source, pool.renew, say, pool.listed)
-        )
-        now_s = asyncio.get_running_loop().time
-        end_s = now_s() + FIRST_PROBES_S
-        while not signals.first.is_set() and pool.refused is None and now_s() < end_s:
-            probed = [replica.problem != "not asked yet" for replica in pool.replicas]
-            if probed and (all(probed) or (pool.up and not order.needs.strict)):
-                break
-            await asyncio.sleep(POLL_EVERY_S / 10)
-    if error := pool.refused or (own and own.error):
-        raise error
+def _facts(serving: ServedReplicas, plan: Plan) -> Facts:
+    return facts_of(plan, serving.needs.model or model_name(plan))
 
 
 def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
@@ -336,29 +284,29 @@ class OwnReplicas:
     """
 
     def __init__(
-        self, order: GatewayLaunch, pool: ReplicaPool, show: Callable[[Plan], None]
+        self, serving: ServedReplicas, pool: ReplicaPool, show: Callable[[Plan], None]
     ) -> None:
-        assert order.own is not None
+        assert serving.own is not None
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
-        self._own = order.own
+        self._own = serving.own
         self._pool = pool
-        self._say = order.ending.say
-        self._ending = order.ending
+        self._say = serving.ending.say
+        self._ending = serving.ending
         self._show = show
-        model = order.needs.model
-        key = order.key
-        foreign = order.on_foreign
+        model = serving.needs.model
+        key = serving.key
+        foreign = serving.on_foreign
         first = ServerOrder(
-            order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign
+            serving.plan, model, "127.0.0.1", 0, serving.ending, key, on_foreign=foreign
         )
-        self._router = order.router
-        self._any_version = not any(k.version for k in order.kinds)
-        self._count = order.plan.workers
+        self._router = serving.router
+        self._any_version = not any(k.version for k in serving.kinds)
+        self._count = serving.plan.workers
         self._order = self._loaded = first  # the newest, and the newest that every kind has loaded
         self._orders = [first] * self._count  # of each replica
         self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
-        self._kinds = order.plan.kind_numbers
+        self._kinds = serving.plan.kind_numbers
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now

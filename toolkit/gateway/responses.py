@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from toolkit.endpoints.foreign import UNREADABLE, Count, decoded
+from toolkit.endpoints.sse import EventReader, data_of
 from toolkit.gateway.answers import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
@@ -37,7 +38,6 @@ MAX_TURNS = 64  # of the tools that a server calls itself, each with a prompt an
 OWN_TOOLS = ("function", "custom")  # that the client calls
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 REASONS = {"max_output_tokens": "length", "content_filter": "content_filter"}
-_EVENT_END = re.compile(rb"\n\r?\n")
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # Fields that become a part of the prompt.
 PROMPTS = ("instructions", "tools", "previous_input_messages", "previous_response", "input")
@@ -207,7 +207,7 @@ class PassingResponse:
         self._call = call
         self._estimate = estimate
         self._context = UNKNOWN_CONTEXT
-        self._rest = bytearray()
+        self._reader = EventReader()
         self._passed_bytes = 0
         self._delta_bytes = self._done_bytes = 0  # the same text, in pieces and as a whole
         self._number = -1  # of the last event
@@ -219,7 +219,7 @@ class PassingResponse:
 
     @property
     def is_midway(self) -> bool:
-        return bool(self._rest)
+        return bool(self._reader.rest)
 
     @property
     def complete(self) -> bool:
@@ -239,7 +239,7 @@ class PassingResponse:
         if self.begun:
             return None
         self._context = at.max_model_len or UNKNOWN_CONTEXT
-        self._rest = bytearray()
+        self._reader = EventReader()
         self._passed_bytes = 0
         self.failure = ""
         return RESPONSES.encode(), msgspec.json.encode(self._call.fields)
@@ -251,24 +251,19 @@ class PassingResponse:
         """Take a piece of the body; returns the events that are whole now, as they came."""
         self.new_tokens = 0
         self._passed_bytes += len(piece)
-        rest = self._rest
-        start = max(len(rest) - 2, 0)
-        rest += piece
-        ends = [match.end() for match in _EVENT_END.finditer(rest, start)]
-        if not ends and len(rest) > MAX_EVENT_BYTES:
+        events = self._reader.feed(piece)
+        if len(self._reader.rest) > MAX_EVENT_BYTES:
             self.failure = "an event is too long"
         if self._passed_bytes > MAX_ANSWER_BYTES:
             self.failure = "the answer is too long"
-        passed = 0
-        for end in ends:
+        passed = []
+        for event in events:
             if not self.failure:
-                self._event(bytes(rest[passed:end]))
+                self._event(event)
             if self.failure:
                 break
-            passed = end
-        out = bytes(rest[:passed])
-        del rest[:passed]
-        return out
+            passed.append(event)
+        return b"".join(passed)
 
     def whole(self, content: bytes) -> None:
         """Read an answer in one piece."""
@@ -312,8 +307,7 @@ class PassingResponse:
         return StreamedUsage(usage.input_tokens, usage.output_tokens)
 
     def _event(self, event: bytes) -> None:
-        lines = (line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-        data = b"\n".join(lines)
+        data = data_of(event)
         if not data or data == b"[DONE]":
             return
         try:

@@ -5,7 +5,7 @@ minutes, it simulates this traffic with the current settings and with others, of
 differs. It changes that one only if
 
 - the gain of the blocks of the traffic, in pairs, is sure: its 95 % interval lies above
-  `sure_percent`, and the gain above `least_percent`;
+  `sure_percent`, and the gain above `least_percent`, over all blocks or over the newest ones;
 - the gain remains where passes take as much longer or shorter as the law may be off;
 - the operator's bounds allow it, and nothing is being watched;
 - there is no incident: passes are as long as the law says, and requests do not fail.
@@ -47,6 +47,7 @@ FACTORS = (0.25, 0.5, 0.71, 1.41, 2.0, 4.0)  # of a number that is tried instead
 THRESHOLDS = (0, 32, 64, 128, 256, 512, 1024, 2048)
 WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
 BLOCKS_MIN = 5
+NEWEST = 6  # blocks that are looked at alone, too: traffic may have changed
 TIE_BREAK = 0.02  # of a block's score: what a mean E2E of 0 is worth
 
 
@@ -115,6 +116,32 @@ class _Watch:
     expected: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    """Another value of a setting, and its gain over so many of the newest blocks."""
+
+    name: str
+    value: Value
+    blocks: int
+    percent: float
+    low_percent: float
+    high_percent: float
+
+    @classmethod
+    def of(
+        cls, name: str, value: Value, blocks: int, scores: Floats, usual: Floats
+    ) -> list[_Alternative]:
+        """One alternative; none for too few blocks."""
+        before = usual[-blocks:]
+        after = scores[-blocks:]
+        differences = 100.0 * (after - before) / max(float(before.mean()), 1e-9)
+        found = interval(differences.tolist())
+        if found is None:
+            return []
+        bounds = found.low_percent, found.high_percent
+        return [cls(name, value, blocks, gain_percent(after, before), *bounds)]
+
+
 class Keeper:
     """See the module. `planned` are the flags of the start, `sla` the latency targets."""
 
@@ -140,32 +167,32 @@ class Keeper:
         usual = self._blocks(seen.traffic, current, world)
         if len(usual) < BLOCKS_MIN:
             return Step("wait", f"{len(usual)} blocks of traffic are too few to decide")
-        found: list[tuple[float, str, Value, Floats]] = []
+        found: list[_Alternative] = []
         for name, value in self._alternatives(current, world):
             if self._not_until.get((name, value), -math.inf) > now_s:
                 continue
             scores = self._blocks(seen.traffic, current | {name: value}, world)
-            found.append((gain_percent(scores, usual), name, value, scores))
+            for blocks in (len(usual), NEWEST):
+                found += _Alternative.of(name, value, blocks, scores, usual)
         if not found:
             return Step("keep", "no setting may change")
-        percent, name, value, scores = max(found, key=lambda one: one[0])
+        best = max(found, key=lambda one: one.low_percent)
+        name = best.name
+        value = best.value
         change = f"{name} {current[name]} -> {value}"
-        if percent < rules.least_percent:
-            return Step("keep", f"the best change, {change}, would add {percent:.1f} %: kept")
-        sure = interval((100.0 * (scores - usual) / max(float(usual.mean()), 1e-9)).tolist())
-        if sure is None or sure.low_percent < rules.sure_percent:
-            low = "-" if sure is None else f"{sure.low_percent:.1f}"
-            return Step("keep", f"{change} may add {percent:.1f} %, and {low} % surely: kept")
+        if best.percent < rules.least_percent or best.low_percent < rules.sure_percent:
+            surely = f"and {best.low_percent:.1f} % surely"
+            return Step("keep", f"{change} may add {best.percent:.1f} %, {surely}: kept")
         for factor in (1.0 - rules.law_percent / 100.0, 1.0 + rules.law_percent / 100.0):
             other = slowed(world, factor)
-            before = self._blocks(seen.traffic, current, other)
-            after = self._blocks(seen.traffic, current | {name: value}, other)
+            before = self._blocks(seen.traffic, current, other)[-best.blocks :]
+            after = self._blocks(seen.traffic, current | {name: value}, other)[-best.blocks :]
             if gain_percent(after, before) <= 0.0:
                 line = f"{change} adds nothing where the law is {100 * (factor - 1):+.0f} % off"
                 return Step("keep", f"{line}: kept")
-        self._watch = _Watch(now_s, dict(current), current | {name: value}, percent)
-        low = f"{sure.low_percent:.1f} to {sure.high_percent:.1f}"
-        return Step("change", f"{change}: adds {percent:.1f} % ({low})", {name: value})
+        self._watch = _Watch(now_s, dict(current), current | {name: value}, best.percent)
+        span = f"{best.low_percent:.1f} to {best.high_percent:.1f}, {best.blocks} blocks"
+        return Step("change", f"{change}: adds {best.percent:.1f} % ({span})", {name: value})
 
     def forget(self) -> None:
         """What was ordered was not done: a dry run."""

@@ -348,6 +348,7 @@ class KeyedRequest:
         account = self._account
         now_s = self._now_s()
         used = self._used()
+        self._used = lambda: 0  # it knows the request: a cycle, which only a collection would free
         account.running -= self._choices
         account.taken_tokens += used
         if account.tokens:

@@ -22,13 +22,22 @@ MAX_BODY_BYTES = 8 << 20
 
 @dataclass(slots=True, frozen=True)
 class FrontSettings:
-    """The front's names and limits. Lengths are in tokens."""
+    """A front's names and limits. Lengths are in tokens, times in seconds.
 
-    model: str  # the name by which clients call it
-    max_model_len: int  # of prompt and output together
-    vocab_size: int
-    max_new_tokens: int  # that one request may ask for
-    max_waiting: int  # requests; with more, new ones get 503
+    Attributes:
+        model: the name by which clients call it; '': before replicas, any.
+        max_new_tokens: that one request may ask for; before replicas, what a key is charged for a
+            request that names no limit.
+        max_waiting: requests; with more, new ones get 503.
+        max_model_len, vocab_size: of workers of our own, prompt and output together.
+        wait_up_s: an accepted request waits this long for a replica to be up.
+    """
+
+    model: str = ""
+    max_new_tokens: int = 256
+    max_waiting: int = 4096
+    max_model_len: int = 0
+    vocab_size: int = 0
     open_metrics: bool = False  # /metrics needs no key
     allow_end_after: bool = False  # requests may set `llmctl_end_after`
     vllm_metrics: bool = False  # metrics also under vLLM's names
@@ -38,6 +47,7 @@ class FrontSettings:
     keepalive_s: float = 10.0  # an idle stream gets a comment after this long
     # The deadline of requests that set none, and the longest that a request may set.
     request_timeout_s: float = math.inf
+    wait_up_s: float = 60.0
 
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:

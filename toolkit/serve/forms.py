@@ -63,7 +63,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> ApiError:
     text = f"the body is larger than {max_bytes} bytes"
-    return ApiError(text, status=413, headers={"Connection": "close"})
+    return ApiError(text, status=413)
 
 
 def parse_json(body: bytes) -> Json:

@@ -5,7 +5,7 @@ what it can before the work is done: a full queue before tokenizing.
 
 `json_response` and `EventStream` write the response, and cancel the requests when the client
 disconnects. An event carries everything that arrived since the last one, so a slow reader gets
-fewer and larger events. A reader that stops is disconnected by `toolkit.serve.http`.
+fewer and larger events. `toolkit.serve.http` disconnects a reader that stops.
 """
 
 from __future__ import annotations

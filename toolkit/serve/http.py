@@ -1,279 +1,230 @@
-"""An HTTP/1.1 server for an ASGI application that bounds what its clients may use.
+"""uvicorn serves HTTP/1.1; what it leaves without a bound on a connection is bounded here.
 
-uvicorn listens; `http_connection` runs one connection with its timers; `http_messages` parses
-requests and frames responses. `HttpServer` bounds connections, and the bytes of bodies and unread
-responses, over all connections. One client may use a share of both, so that it cannot use all. A
-client is an IPv4 address or an IPv6 network of 64 bits. Connections from this machine, such as
-those of a proxy, have no share.
-
-One sweep a second checks all connections, so a timer may be up to `SWEEP_EVERY_S` late.
+That is the bytes and the time of a head, the time until a client reads on, and the number of
+connections, of which those without a request give way. Errors have OpenAI's format. Requests are
+bounded in `toolkit.serve.limits`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import resource
+import re
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from email.utils import formatdate
-from itertools import chain
-from typing import cast
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from toolkit.serve.assemble import MAX_BODY_BYTES
-from toolkit.serve.errors import ApiError, overloaded
-from toolkit.serve.http_connection import Connection
-from toolkit.serve.http_messages import RequestRefusedError, over_share
+from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.limits import (
+    DEFAULT_LIMITS,
+    ConnectionRoom,
+    Limited,
+    WireLimits,
+    head_too_large,
+    possible_connections,
+)
 
 BACKLOG = 2048  # connections that wait to be accepted
-CLIENT_SHARE = 0.5  # of connections and of held bytes, for one client
-SWEEP_EVERY_S = 1.0
-SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
-
-
-@dataclass(frozen=True, slots=True)
-class WireLimits:
-    """What clients may use. Times are in seconds."""
-
-    connections: int = 4096
-    descriptors_each: int = 1  # file descriptors per connection: 2 with one to an upstream server
-    head_bytes: int = 1 << 16  # of the request line and all headers, and of trailers
-    body_bytes: int = MAX_BODY_BYTES
-    held_bytes: int = 256 << 20  # of bodies and unread responses, over all connections
-    client_share: float = 1.0  # of `connections` and `held_bytes`, for one client; 1: no shares
-    head_timeout_s: float = 60.0
-    body_timeout_s: float = 60.0
-    idle_timeout_s: float = 60.0  # longer than in clients' connection pools: they close first
-    write_timeout_s: float = 30.0
-    linger_timeout_s: float = 5.0
-
-
-def client_of(address: str) -> str | None:
-    """The address, or its IPv6 network of 64 bits; None for this machine's, and for no address."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return None
-    if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or ip
-    if ip.is_loopback:
-        return None
-    if isinstance(ip, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(ip)
-
-
-class Share:
-    """The connections of one client or of all clients, the bytes that they hold, and the caps."""
-
-    def __init__(self, name: str, max_connections: int, max_bytes: int) -> None:
-        self.name = name
-        self.max_connections = max_connections
-        self.max_bytes = max_bytes
-        self.connections: set[Connection] = set()
-        self.body_bytes = 0  # of requests that have not ended
-        self.unread_bytes = 0  # of responses, at the last sweep, plus large writes since
-
-    @property
-    def held_bytes(self) -> int:
-        return self.body_bytes + self.unread_bytes
+POLL_S = 0.01
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+NO_UPGRADE = b"\r\nproxy-connection:"  # has no meaning here
+MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 
 
 class HttpServer:
-    """An ASGI application on a listening socket, and its connections.
+    """An ASGI application on a listening socket. It gets only scopes of type `http`.
 
     Args:
-        app: gets only scopes of type `http`.
-        limits: what clients may use.
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
-        now_s: the clock of all timers, in seconds.
-        client_of: the client of an address; None: only the caps over all connections bound it.
-        on_share: called with `connections` or `bytes` when a client gets 429 or a reset because of
-            its share.
+        options: those of `Limited`.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        limits: WireLimits = WireLimits(),
+        limits: WireLimits = DEFAULT_LIMITS,
         *,
         dated: bool = True,
-        now_s: Callable[[], float] = time.monotonic,
-        client_of: Callable[[str], str | None] = client_of,
-        on_share: Callable[[str], None] = lambda _: None,
+        **options: Callable[[str], Any],
     ) -> None:
-        self.app = app
         self.limits = limits
-        self.total = Share("", _raise_descriptor_limit(limits), limits.held_bytes)
-        self.clients: dict[str, Share] = {}
-        self.now_s = now_s
-        self.idle: dict[Connection, None] = {}  # the longest idle first
-        self.heads: dict[Connection, None] = {}  # reading a request's head, the oldest first
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.leaving = False
-        self.common_headers = b""
-        self._client_of = client_of
-        self._on_share = on_share
-        self._dated = dated
-        self._server: uvicorn.Server | None = None
-        self._sweeping: asyncio.TimerHandle | None = None
-        self._empty = asyncio.Event()
-
-    async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-        """Accept connections from a bound `listener`, with TLS if `tls` is given."""
-        loop = asyncio.get_running_loop()
-        self._tick()
-
-        def connection(**_: object) -> Connection:
-            return Connection(self, loop)
-
-        config = uvicorn.Config(
+        self.room = ConnectionRoom(possible_connections(limits))
+        self.app = Limited(app, limits, self.room.most, **options)
+        self._config = uvicorn.Config(
             self.app,
-            http=cast(type[asyncio.Protocol], connection),
+            http=cast(type[asyncio.Protocol], partial(BoundedConnection, self)),
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",
             access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=dated,
             backlog=BACKLOG,
+            timeout_keep_alive=limits.idle_timeout_s,
         )
-        config.load()
-        config.ssl = tls
-        self._server = uvicorn.Server(config)
-        self._server.lifespan = config.lifespan_class(config)
+        self._server = uvicorn.Server(self._config)
+        self._dating: asyncio.Task[None] | None = None  # keeps the Date
+
+    @property
+    def connections(self) -> set[BoundedConnection]:
+        return cast(set[BoundedConnection], self._server.server_state.connections)
+
+    async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Accept connections from a bound `listener`, with TLS if `tls` is given."""
+        self._config.load()
+        self._config.ssl = tls
+        self._server.lifespan = self._config.lifespan_class(self._config)
+        await self._server.on_tick(0)
         await self._server.startup(sockets=[listener])
+        self._dating = asyncio.create_task(self._server.main_loop())
 
     def close_listener(self) -> None:
         """Accept no more connections. Existing ones continue."""
-        for server in self._server.servers if self._server else ():
+        for server in self._server.servers if self._server.started else ():
             server.close()
 
     async def stop(self, timeout_s: float) -> None:
         """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
-        self.leaving = True
         self.close_listener()
-        connections = self.total.connections
-        for connection in list(connections):
-            connection.leave()
-        if connections:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), timeout_s)
-        tasks = list(self.tasks)
-        for connection in list(connections):
+        for connection in list(self.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.connections:
+                    await asyncio.sleep(POLL_S)
+        for connection in list(self.connections):
             connection.abort()
+        tasks = [*self._server.server_state.tasks, *([self._dating] if self._dating else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._sweeping:
-            self._sweeping.cancel()
-
-    def sweep(self) -> None:
-        """Apply all timers that have run out, and abort connections with too much unread."""
-        now_s = self.now_s()
-        for share in (self.total, *self.clients.values()):
-            share.unread_bytes = 0
-        for connection in list(self.total.connections):
-            connection.count_unread(connection.check(now_s))
-        self._abort_excess(self.total)
-        for client in list(self.clients.values()):
-            if self._abort_excess(client):
-                self._on_share("bytes")
-
-    def _abort_excess(self, share: Share) -> bool:
-        """Abort connections with the most unread bytes, until the rest are within the cap.
-
-        Returns whether they were above it.
-        """
-        excess = share.unread_bytes - share.max_bytes
-        if excess <= 0:
-            return False
-        for connection in sorted(share.connections, key=Connection.unread_bytes, reverse=True):
-            if excess <= 0:
-                break
-            excess -= connection.unread_bytes()
-            self.total.unread_bytes -= connection.unread_bytes()
-            connection.abort()
-        return True
-
-    def admit(self, connection: Connection, address: str) -> ApiError | None:
-        """Add a connection, closing an inactive one if necessary; an error if there is none."""
-        total = self.total
-        part = self.limits.client_share
-        name = self._client_of(address) if part < 1 else None
-        if name is not None:
-            client = self.clients.get(name) or Share(
-                name, max(int(total.max_connections * part), 1), int(total.max_bytes * part)
-            )
-            while len(client.connections) >= client.max_connections:
-                if not self._abort_inactive(client.connections):
-                    self._on_share("connections")
-                    text = f"{name} has {client.max_connections} connections"
-                    return over_share(f"{text}, as many as one client gets")
-            self.clients[name] = client  # again: closing its last connection has removed it
-            connection.shares = (total, client)
-            client.connections.add(connection)
-        while len(total.connections) >= total.max_connections:
-            if not self._abort_inactive(total.connections):
-                self.remove(connection)
-                text = f"the server has {total.max_connections} connections, as many as it takes"
-                return overloaded(f"{text}; try again later")
-        total.connections.add(connection)
-        self._empty.clear()
-        return None
-
-    def _abort_inactive(self, connections: set[Connection]) -> bool:
-        """Abort the one idle longest, else the one longest in a head; False if there is none."""
-        for connection in chain(self.idle, self.heads):
-            if connection in connections:
-                connection.abort()
-                return True
-        return False
-
-    def remove(self, connection: Connection) -> None:
-        """Remove a connection that is closed, or is about to be."""
-        self.idle.pop(connection, None)
-        self.heads.pop(connection, None)
-        for share in connection.shares:
-            share.connections.discard(connection)
-            if not share.connections and self.clients.get(share.name) is share:
-                del self.clients[share.name]
-        if not self.total.connections:
-            self._empty.set()
-
-    def check_held(self, connection: Connection) -> None:
-        """Raise `RequestRefusedError` if there is no room for more of a connection's body."""
-        for share in connection.shares:
-            if share.held_bytes <= share.max_bytes:
-                continue
-            mib = share.held_bytes >> 20
-            if share is self.total:
-                text = f"the server holds {mib} MiB of requests and answers"
-                raise RequestRefusedError(overloaded(f"{text}; try again later"))
-            self._on_share("bytes")
-            text = f"this client's requests and unread answers are {mib} MiB, which is its share"
-            raise RequestRefusedError(over_share(text))
-
-    def _tick(self) -> None:
-        if self._dated:
-            self.common_headers = b"date: " + formatdate(usegmt=True).encode("ascii") + b"\r\n"
-        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._tick)
-        self.sweep()
 
 
-def _raise_descriptor_limit(limits: WireLimits) -> int:
-    """Ask for enough file descriptors. Returns how many connections they are enough for."""
-    wanted = limits.connections * limits.descriptors_each + SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return limits.connections
-    possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft < possible:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
-    enough_for = (max(soft, possible) - SPARE_DESCRIPTORS) // limits.descriptors_each
-    return max(min(limits.connections, enough_for), 1)
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection, with bounds."""
+
+    def __init__(self, server: HttpServer, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._limits = server.limits
+        self._room = server.room
+        self._in_head = False
+        self._is_refused = False  # what still comes is dropped, so that its answer arrives
+        self._received = 0  # bytes since the packet in which the request began
+        # "head": of a head, or of a body that nothing waits for; "read": of the client's reading.
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._start("head", self._limits.head_timeout_s, self._late)
+        if full := self._room.enter(self, cast(set[BoundedConnection], self.connections)):
+            self._refuse(full)
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._room.waiting.pop(self, None)
+        self._unset_keepalive_if_required()
+        self._stop("head", "read")
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if b"pgrade" in data and self in self._room.waiting:
+            # Java's client asks for h2c with each request, and uvicorn would lose the body.
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(NO_UPGRADE, head) + end + rest
+        self._received += len(data)
+        super().data_received(data)
+        limits = self._limits
+        if self.transport.is_closing():
+            return
+        if self._in_head and self._received > limits.head_bytes:
+            self._refuse(head_too_large(limits))
+        elif self._received > MAX_FRAMING_FACTOR * (limits.body_bytes + limits.head_bytes):
+            self._refuse(ApiError(f"the body is larger than {limits.body_bytes} bytes", status=413))
+        elif self in self._room.waiting and "head" not in self._timers:
+            self._start("head", limits.head_timeout_s, self._late)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._received = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer is dropped: none that is read here may be one (RFC 9110, 6.5)
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+        self._stop("head")
+        self._room.waiting.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self.transport.is_closing() or self.pipeline):
+            self._room.waiting[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError("the request is not valid HTTP/1.1"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start("read", self._limits.write_timeout_s, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("read")
+
+    def abort(self) -> None:
+        """Close at once. Unsent bytes are lost."""
+        self.connections.discard(self)
+        self._room.waiting.pop(self, None)
+        self.transport.abort()
+
+    def _late(self) -> None:
+        """A head, or the rest of a body that nothing waits for, did not come in time."""
+        if self._in_head:
+            text = f"the request's head did not come within {self._limits.head_timeout_s:g} s"
+            self._refuse(ApiError(text, status=408))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in place of the application, unless its response has begun; and close."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = error_body(error)
+            headers = {"content-type": "application/json", "content-length": str(len(body))}
+            headers |= {"connection": "close", **error.headers}
+            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.pipeline.clear()
+        self._is_refused = True
+        self._start("head", self._limits.linger_timeout_s, self.transport.close)
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _start(self, name: str, seconds: float, then: Callable[[], None]) -> None:
+        self._stop(name)
+        self._timers[name] = self.loop.call_later(seconds, then)
+
+    def _stop(self, *names: str) -> None:
+        for name in names:
+            if timer := self._timers.pop(name, None):
+                timer.cancel()

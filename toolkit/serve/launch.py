@@ -1,6 +1,8 @@
-"""From a plan to a running server: `launch` builds everything, and tears it down at the end.
+"""One config and one launch for every front: over workers of our own, before replicas, a recorder.
 
-Neither the log of events nor that of requests holds text, prompt tokens or names of clients.
+`launch` opens what a front needs, serves until a signal ends it, and closes all of it. What a kind
+of front adds is a `FrontServer`. Neither the log of events nor the log of requests holds text,
+prompt tokens or names of clients.
 """
 
 from __future__ import annotations
@@ -10,43 +12,47 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from ssl import SSLContext
-from typing import Self
+from typing import Any, Self
 
 import uvloop
+from starlette.types import ASGIApp
 
-from toolkit.engine_traits import traits_of
-from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.io import LineLog
-from toolkit.files.plan import Plan
-from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
-from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import BalancerEvent
 from toolkit.sched.eventlog import Event, lost_line, to_line
-from toolkit.sched.types import Request
-from toolkit.serve import server
 from toolkit.serve.access import Callers, Keyring
-from toolkit.serve.api import make_app
-from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
-from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
-from toolkit.serve.driver import Driver
-from toolkit.serve.helper import Helper
-from toolkit.serve.http import CLIENT_SHARE, WireLimits
-from toolkit.serve.live import ActiveRequest
-from toolkit.serve.status import Status, facts_of
-from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
-from toolkit.workers.pool import Patience, ProcessWorkers
-from toolkit.workers.process import require_gpu
-from toolkit.workers.protocol import Workers
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.background import Background
+from toolkit.serve.http import HttpServer
+from toolkit.serve.limits import CLIENT_SHARE, WireLimits
+from toolkit.serve.server import (
+    Ending,
+    Followed,
+    Signals,
+    WatchedFiles,
+    check_exposure,
+    first_of,
+    follow,
+    followed_files,
+    is_loopback,
+    leave,
+    listen,
+    url,
+)
+from toolkit.serve.stats import Stats
+from toolkit.traces.write import TraceLog
 
 PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
 EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server
 FLUSH_EVERY_S = 1.0
+LAST_BYTES_S = 5  # for final chunks to be sent
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,157 +100,179 @@ class Manager:
 
 
 @dataclass(slots=True, frozen=True)
-class Launch:
-    """A server to start."""
+class FrontConfig:
+    """A front to start: where it listens, who may call, what it writes down, how it ends."""
 
-    plan: Plan
     settings: FrontSettings
     host: str
     port: int
     access: Callers = ("", ())  # the one key, or several keys; without any everything is open
     insecure: bool = False
-    limits: LatencyLimits = UNLIMITED
-    client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
+    client_share: float = CLIENT_SHARE  # of requests at once and of held bytes, for one client
     event_log: Path | None = None
     request_log: Path | None = None
-    ending: server.Ending = field(default_factory=server.Ending)
-    checks: Sequence[DriftCheck] = ()  # of the fits, before the first request
-    # Called if the engine is not the fitted one; None: the server refuses to start then.
-    on_foreign: OnForeign | None = None
-    # The Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '': this
-    # machine.
-    ray: str = ""
-    room_timeout_s: float = 60.0  # for the cluster to have room for all workers
+    ending: Ending = field(default_factory=Ending)
     # The file of the keys, if it may change while the server runs.
-    callers: server.WatchedFiles[Callers] | None = None
-    certificate: server.WatchedFiles[SSLContext] | None = None  # None: no TLS
+    callers: WatchedFiles[Callers] | None = None
+    certificate: WatchedFiles[ssl.SSLContext] | None = None  # None: no TLS
     manager: Manager = field(default_factory=Manager)  # gets health reports
 
 
-def launch(
-    order: Launch, on_ready: Callable[[str], None], on_checked: OnFound = lambda _: None
-) -> dict[str, int]:
-    """Serve until a signal ends the server. Returns the number of ended requests by finish reason.
+@dataclass(slots=True, frozen=True)
+class OpenedFront:
+    """What `launch` has opened for a front."""
 
-    `on_checked` gets the result of the order's checks; what it raises ends the server. Then
-    `on_ready` gets the URL, once all workers are loaded.
+    settings: FrontSettings
+    keyring: Keyring
+    client_share: float
+    say: Callable[[str], None]
+    events: EventLog | None = None
+    requests: TraceLog | None = None
 
-    Raises `InputError` for an address, a log or a plan that cannot be used, `ForeignError` if the
-    workers load another engine, model or device than the laws are about, and `EngineError` if a
-    recipe needs a GPU or a library that is missing, or if a worker cannot load.
+
+class FrontServer(ABC):
+    """What `launch` starts, serves and ends.
+
+    Attributes:
+        app: the application.
+        limits: what clients may use.
+        stats: its counters.
+        background: its tasks.
+        at_start: called in the event loop before it listens.
+        followed: files that are read again while it runs.
+        dated: whether responses have a Date; a proxy leaves it to the upstream server.
     """
-    if not order.ray:
-        require_gpu(kind.recipe for kind in order.plan.kinds)
-        for kind in order.plan.kinds:
-            traits_of(kind.recipe.engine.name).require()
-    asks_key = any(order.access)
-    server.check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
+
+    dated = True
+
+    def __init__(
+        self, app: ASGIApp, stats: Stats, background: Background, limits: WireLimits
+    ) -> None:
+        self.app = app
+        self.limits = limits
+        self.stats = stats
+        self.background = background
+        self.at_start: list[Callable[[], object]] = []
+        self.followed: list[Followed[Any]] = []
+
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """Requests that have not ended."""
+
+    @property
+    def healthy(self) -> bool:
+        """What its service manager is told."""
+        return True
+
+    @abstractmethod
+    def announce_end(self) -> None:
+        """The end is announced: load balancers should stop sending, though requests still run."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Return when it can serve. It listens before, and answers that it cannot yet."""
+
+    async def broken(self) -> None:
+        """Raise when it cannot go on."""
+        await asyncio.Event().wait()
+
+    @abstractmethod
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait at most `timeout_s` seconds for those that run."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End what it has started."""
+
+
+def launch(
+    config: FrontConfig,
+    make: Callable[[OpenedFront], AbstractContextManager[FrontServer]],
+    on_ready: Callable[[str], None],
+) -> dict[str, int]:
+    """Serve until a signal ends the front. Returns the number of ended requests by finish reason.
+
+    `on_ready` gets the URL once the front can serve. Raises `InputError` for an address or a log
+    that cannot be used, and what `make` and the front raise.
+    """
+    asks_key = any(config.access)
+    check_exposure(config.host, asks_key=asks_key, insecure=config.insecure)
+    local = is_loopback(config.host) and not asks_key
     with ExitStack() as stack:
-        listener = stack.enter_context(server.listen(order.host, order.port))
-        events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
-        requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
-        where = f" on Ray ({order.ray})" if order.ray else ""
-        order.ending.say(f"loading {order.plan.workers} workers of {order.plan.recipe.name}{where}")
-        tokenizer = load_tokenizer(order.plan.recipe.model)
-        warm_up(order.plan)
-        workers = stack.enter_context(_workers(order.plan, order.ray, order.room_timeout_s))
-        if order.checks:
-            workers = CheckedWorkers(workers, order.checks, on_checked)
-        driver = _driver(order, workers, events, requests)
-        facts = facts_of(order.plan, order.settings.model)
-        status = Status(driver, facts) if order.settings.status_page else None
-        keyring = Keyring(*order.access)
-        local = server.is_loopback(order.host) and not asks_key
-        settings = replace(order.settings, local_hosts_only=local)
-        helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        app = make_app(driver, tokenizer, settings, keyring, helper, status)
-        followed, tls = server.followed_files(order.callers, keyring.renew, order.certificate)
+        listener = stack.enter_context(listen(config.host, config.port))
+        events = stack.enter_context(EventLog(config.event_log)) if config.event_log else None
+        requests = stack.enter_context(TraceLog(config.request_log)) if config.request_log else None
+        opened = OpenedFront(
+            replace(config.settings, local_hosts_only=local),
+            Keyring(*config.access),
+            config.client_share,
+            config.ending.say,
+            events,
+            requests,
+        )
+        front = stack.enter_context(make(opened))
+        start = front.background.start
+        followed, tls = followed_files(config.callers, opened.keyring.renew, config.certificate)
+        followed += front.followed
+        front.at_start += [
+            partial(start, "files that change", partial(follow, followed, config.ending.say)),
+            partial(
+                start,
+                "health of the manager",
+                partial(config.manager.report_health, lambda: front.healthy),
+            ),
+        ]
+        if events is not None:
+            front.at_start.append(partial(start, "event log", partial(flush, events)))
         gc.collect()
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
-
-        background = [
-            server.follow(followed, order.ending.say),
-            order.manager.report_health(lambda: not driver.bug),
-            *([flush(events)] if events else []),
-            *([status.sampling()] if status else []),
-        ]
-        limits = WireLimits(client_share=order.client_share)
-        address = server.url(listener, tls=bool(tls))
-        serving = server.serve(
-            driver, app, listener, order.ending, lambda: on_ready(address), tls, limits
-        )
+        address = url(listener, tls=tls is not None)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(serving, helper, background))
-        return dict(driver.stats.ended)
+            serving = serve(front, listener, config.ending, lambda: on_ready(address), tls)
+            runner.run(serving)
+        return dict(front.stats.ended)
 
 
-async def _run(
-    serving: Awaitable[None], helper: Helper, background: Sequence[Coroutine[None, None, None]]
+async def serve(
+    front: FrontServer,
+    listener: socket.socket,
+    ending: Ending,
+    on_ready: Callable[[], None],
+    tls: ssl.SSLContext | None = None,
 ) -> None:
-    tasks = [asyncio.create_task(coroutine) for coroutine in background]
+    """Serve on a bound `listener` until a signal ends the front. Raises what the front raises."""
+    signals = Signals()
+    server = HttpServer(
+        front.app, front.limits, dated=front.dated, on_share=front.stats.count_share
+    )
+    for call in front.at_start:
+        call()
+    starting: asyncio.Task[None] | None = None
+    breaking: asyncio.Task[None] | None = None
     try:
-        await helper.start()
-        await serving
+        await server.start(listener, tls)
+        starting = asyncio.create_task(front.start())
+        await first_of(starting, signals.first.wait())
+        if not signals.first.is_set():
+            starting.result()
+            on_ready()
+            breaking = asyncio.create_task(front.broken())
+            await first_of(signals.first.wait(), breaking)
+            if breaking.done():
+                breaking.result()
+            front.announce_end()
+            await leave(front.left, server, ending, signals, partial(front.drain, ending.timeout_s))
     finally:
-        await helper.stop()
+        tasks = [task for task in (starting, breaking) if task is not None]
         for task in tasks:
             task.cancel()
-
-
-@contextmanager
-def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
-    """The plan's workers, not started. With Ray, this process is in the cluster meanwhile."""
-    serve_spec = plan.recipe.serve
-    patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
-    if not ray:
-        recipes = [kind.recipe for kind in plan.kinds for _ in range(kind.workers)]
-        yield ProcessWorkers(recipes, patience)
-        return
-    from toolkit.cluster.connect import joined
-    from toolkit.cluster.places import places, refuse_local_fleet
-    from toolkit.cluster.workers import RayWorkers
-
-    refuse_local_fleet(plan.kinds, ray)
-    worker_places = places(plan.kinds)
-    with joined(ray, sum(place.share.cpus for place in worker_places)):
-        yield RayWorkers(worker_places, room_timeout_s, patience)
-
-
-def _driver(
-    order: Launch, workers: Workers, events: EventLog | None, requests: TraceLog | None
-) -> Driver:
-    plan = order.plan
-
-    def accept(loaded: list[EngineFacts]) -> None:
-        facts = iter(loaded)  # in the order of the workers' numbers, kind by kind
-        for kind in plan.kinds:
-            identities = map(identity, islice(facts, kind.workers))
-            refuse_foreign(kind.fit.engine, identities, order.on_foreign)
-
-    def log(active: ActiveRequest, start_s: float) -> None:
-        assert requests is not None
-        requests.add(trace_line(active, requests.timestamp(start_s + active.arrival_s)))
-
-    return Driver(
-        make_scheduler(plan, events.add if events else None),
-        workers,
-        make_stats(plan),
-        on_end=log if requests else None,
-        limits=order.limits,
-        accept=accept,
-    )
-
-
-WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
-
-
-def warm_up(plan: Plan) -> None:
-    """Load or compile the policy's kernels before the first request: it takes 0.3 s or more."""
-    scheduler = make_scheduler(plan)
-    for number in range(WARM_UP_REQUESTS * plan.workers):
-        scheduler.submit(Request(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
-    scheduler.tick(0.0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await front.stop()
+        await front.background.stop()
+        await server.stop(LAST_BYTES_S)
+        signals.close()
 
 
 async def flush(events: EventLog) -> None:
@@ -286,17 +314,3 @@ class EventLog:
     def flush(self) -> None:
         self._log.write(bytes(self._pending))
         self._pending.clear()
-
-
-def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:
-    """The line of a trace for a request that has ended."""
-    return TraceLine(
-        timestamp=timestamp,
-        input_length=len(active.request.prompt),
-        output_length=active.output.tokens,
-        max_tokens=active.request.max_new_tokens,
-        priority=active.request.priority,
-        ttft_ms=ms_or_none(active.first_token_s - active.arrival_s),
-        e2e_ms=ms_or_none(active.last_token_s - active.arrival_s),
-        status="ok" if active.status in ("stop", "length") else active.status,
-    )

@@ -64,8 +64,9 @@ class Exposition:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at each scrape."""
         gauges = self.gauges()
+        labels = {"model_name": self.model}
         yield from self._own(gauges)
-        yield from self._keys({"model_name": self.model})
+        yield from families_of_requests(self.stats, labels, self.accounts())
         if self.vllm_names:
             yield from self._vllm(gauges)
 
@@ -95,35 +96,12 @@ class Exposition:
             name = re.sub("_s$", "_seconds", attribute)
             value = getattr(stats, attribute)
             yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
-        name = "llmctl_requests_within_targets"
-        text = "Requests that met every target."
-        yield family_of(CounterMetricFamily, name, text, labels, stats.within_targets)
-        limited = "Connections and bodies that got 429 or a reset because of a client's share."
         sums = "Sums over slices: measured time, predicted time, arrivals, and their products."
-        for name, text, label, values in (
-            ("llmctl_requests", "Requests that ended, and how.", "finish_reason", stats.ended),
-            ("llmctl_client_limited", limited, "limit", stats.share_refusals),
-            ("llmctl_slice_sums", sums, "of", stats.slice_sums),
-        ):
-            yield by_label(CounterMetricFamily, name, text, labels, label, values)
+        name = "llmctl_slice_sums"
+        yield by_label(CounterMetricFamily, name, sums, labels, "of", stats.slice_sums)
         compared = [stats.compared[index] for index in range(len(now.workers))]
         yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
         yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
-
-    def _keys(self, labels: Labels) -> Iterator[Metric]:
-        """The usage of each key of a keys file, with one series per name."""
-        accounts = self.accounts()
-        yield from usage_of_keys(labels, accounts)
-        text = "Choices of a key that run or wait."
-        running = {account.name: account.running for account in accounts}
-        yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
-        name = "llmctl_key_limited"
-        text = "Requests of a key that got 429, by limit."
-        limited = CounterMetricFamily(name, text, labels=[*labels, "key", "limit"])
-        for account in accounts:
-            for limit in LIMITS:
-                limited.add_metric([*labels.values(), account.name, limit], account.refused[limit])
-        yield limited
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
         stats = self.stats
@@ -153,15 +131,12 @@ class Exposition:
 # Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is
 # `_seconds`.
 _COUNTERS = {
-    "prompt_tokens": "Prompt tokens accepted.",
-    "generation_tokens": "Tokens generated.",
     "batches": "Batches that ran.",
     "batch_s": "Time of batches that ended well.",
     "predicted_batch_s": "Time that the laws predict for the same batches.",
     "extrapolated_batches": "Batches outside the measured range of the laws.",
     "oom_events": "Batches that ran out of memory.",
     "preemptions": "Rows that were evicted, paused or swapped out.",
-    "refused": "Requests that got 503 because of overload.",
     "worker_restarts": "Workers lost and started again.",
     "engine_s": "Time inside workers' engines, of all workers.",
     "engine_steps": "Steps that batches ran for.",
@@ -179,12 +154,14 @@ _WORKER_COUNTERS = (
     ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
 )
 # Of histograms: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE_seconds.
-_LATENCIES = {
+_OF_REQUESTS = {
     "ttft": "Arrival to first token.",
     "itl": "Time between tokens; tokens that arrive together share their gap.",
     "tpot": "First to last token, per token after the first.",
     "mtpot": "The longest time between two tokens of a request.",
     "e2e": "Arrival to last token.",
+}
+_LATENCIES = {
     "queue": "Arrival to the start of the first batch.",
     "deciding": "Time of one call of the scheduler.",
     "hop": "From the end of a worker's batch to the start of the next, if one was ready.",
@@ -226,14 +203,41 @@ def by_label(
     return family
 
 
-def usage_of_keys(labels: Labels, accounts: Sequence[Account]) -> Iterator[Metric]:
-    """What each key was given: requests and tokens."""
+def families_of_requests(
+    stats: Stats, labels: Labels, accounts: Sequence[Account]
+) -> Iterator[Metric]:
+    """What every front counts: its requests, and the usage of each key of a keys file."""
+    for attribute, text in _OF_REQUESTS.items():
+        name = f"llmctl_{attribute}_seconds"
+        yield histogram_family(name, text, labels, getattr(stats, attribute))
+    for name, text, value in (
+        ("llmctl_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens),
+        ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
+        ("llmctl_requests_within_targets", "Requests that met every target.", stats.within_targets),
+        ("llmctl_refused", "Requests that got 503 because of overload.", stats.refused),
+    ):
+        yield family_of(CounterMetricFamily, name, text, labels, value)
+    limited = "Requests that got 429 because of a client's share, of requests at once or bytes."
+    for name, text, label, values in (
+        ("llmctl_requests", "Requests that ended, and how.", "finish_reason", dict(stats.ended)),
+        ("llmctl_client_limited", limited, "limit", stats.share_refusals),
+    ):
+        yield by_label(CounterMetricFamily, name, text, labels, label, values)
     for name, text, attribute in (
         ("llmctl_key_requests", "Accepted requests of a key.", "accepted"),
         ("llmctl_key_tokens", "Prompt and output tokens of a key.", "taken_tokens"),
     ):
-        values = {account.name: float(getattr(account, attribute)) for account in accounts}
-        yield by_label(CounterMetricFamily, name, text, labels, "key", values)
+        used = {account.name: float(getattr(account, attribute)) for account in accounts}
+        yield by_label(CounterMetricFamily, name, text, labels, "key", used)
+    text = "Choices of a key that run or wait."
+    running = {account.name: account.running for account in accounts}
+    yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
+    text = "Requests of a key that got 429, by limit."
+    refused = CounterMetricFamily("llmctl_key_limited", text, labels=[*labels, "key", "limit"])
+    for account in accounts:
+        for limit in LIMITS:
+            refused.add_metric([*labels.values(), account.name, limit], account.refused[limit])
+    yield refused
 
 
 def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:

@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,23 +28,19 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from toolkit.endpoints.foreign import Count, decoded
+from toolkit.endpoints.sse import EventReader, data_of
 from toolkit.endpoints.wire import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
+from toolkit.serve.background import Background
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.forms import read_body
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
-from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.launch import FrontServer, serve
+from toolkit.serve.limits import WireLimits
 from toolkit.serve.prompt_blocks import PromptBlocks, blocks_of_prompt
-from toolkit.serve.server import (
-    LAST_BYTES_S,
-    Signals,
-    disconnected,
-    first_of,
-    is_loopback,
-    listen,
-    url,
-)
+from toolkit.serve.server import Ending, disconnected, is_loopback, listen, url
+from toolkit.serve.stats import Stats
 from toolkit.traces.formats import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
@@ -58,10 +55,8 @@ UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options
 READ = "read"
 WITH_USAGE = "with usage"  # jobs about a body, beside that of `PromptBlocks`
 
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 # One of several prompts in a list: a string or a list of tokens.
 _PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\]]*\])\s*[,\]]')
-_LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY = (b'""', b"null", b"[]", b"{}")
 _NULL = Raw(b"null")
 
@@ -118,21 +113,37 @@ async def _record(
         local = is_loopback(order.host)
         block_tokens = order.block_tokens
         recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
-        limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
-        signals = Signals()
-        server = HttpServer(recorder, limits, dated=False)
-        try:
-            await server.start(listener)
-            on_ready(url(listener))
-            await signals.first.wait()
-            recorder.leaving = True
-            ended = (recorder.idle.wait(), signals.second.wait(), asyncio.sleep(order.ending_s))
-            await first_of(*ended)
-            await server.stop(LAST_BYTES_S)
-        finally:
-            await recorder.stop()
-            signals.close()
+        ending = Ending(timeout_s=order.ending_s)
+        await serve(RecorderFront(recorder), listener, ending, lambda: on_ready(url(listener)))
         return recorder.ended
+
+
+class RecorderFront(FrontServer):
+    """The front that passes everything to one server, and writes what it sees."""
+
+    dated = False
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
+        super().__init__(recorder, Stats(), Background(), limits)
+        self._recorder = recorder
+
+    @property
+    def left(self) -> int:
+        return self._recorder.running
+
+    def announce_end(self) -> None:
+        self._recorder.leaving = True
+
+    async def start(self) -> None:
+        pass  # the server behind is there, or its requests get 502
+
+    async def drain(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._recorder.idle.wait(), timeout_s)
+
+    async def stop(self) -> None:
+        await self._recorder.stop()
 
 
 @dataclass(slots=True)
@@ -179,12 +190,12 @@ class TraceRecorder:
     ) -> None:
         self.ended: Counter[str] = Counter()
         self.leaving = False  # new requests are refused
+        self.running = 0
         self.idle = asyncio.Event()
         self._upstream = upstream
         self._log = log
         self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the upstream turns out not to support it
-        self._running = 0
         self._requests = RequestReading()
         self._blocks = PromptBlocks(block_tokens, self._requests.ask)
         self._block_tokens = block_tokens
@@ -194,15 +205,15 @@ class TraceRecorder:
         await self._requests.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._running += 1
+        self.running += 1
         self.idle.clear()
         try:
             await self._serve(scope, receive, send)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, send)
         finally:
-            self._running -= 1
-            if not self._running:
+            self.running -= 1
+            if not self.running:
                 self.idle.set()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -460,36 +471,30 @@ class StreamReader:
         self.has_tokens = False  # tokens have arrived
         self.failed = False  # the response has status 200 but contains an error
         self._strip = strip
-        self._rest = b""
+        self._reader = EventReader()
 
     def feed(self, piece: bytes) -> bytes:
         """What to pass on now: with `strip` whole events, otherwise the piece itself."""
         passed = []
-        text = self._rest + piece
-        at = 0
-        seen = max(len(self._rest) - 3, 0)  # no event ends before; the end of one may be cut
-        for end in _EVENT_END.finditer(text, seen):
-            only_usage = self._read_event(text[at : end.start()])
+        for event in self._reader.feed(piece):
+            only_usage = self._read_event(event)
             if not (only_usage and self._strip):
-                passed.append(text[at : end.end()])
-            at = end.end()
-        self._rest = text[at:]
-        if len(self._rest) > MAX_EVENT_BYTES:
-            passed.append(self._rest)
-            self._rest = b""
+                passed.append(event)
+        if len(self._reader.rest) > MAX_EVENT_BYTES:
+            passed.append(bytes(self._reader.rest))
+            self._reader.rest.clear()
         return b"".join(passed) if self._strip else piece
 
     def end(self) -> bytes:
         """What is left to pass on at the end of the response."""
-        rest = self._rest
-        self._rest = b""
+        rest = bytes(self._reader.rest)
+        self._reader.rest.clear()
         only_usage = self._read_event(rest)
         return rest if self._strip and not only_usage else b""
 
     def _read_event(self, event: bytes) -> bool:
         """Note what an event says. Returns whether it carries the usage and nothing else."""
-        lines = [line for line in _LINE_END.split(event) if line.startswith(b"data:")]
-        chunk = decoded(b"\n".join(line[5:] for line in lines), _Chunk)
+        chunk = decoded(data_of(event), _Chunk)
         if chunk is None:
             return False  # a comment, [DONE], or an event of an unknown format
         self.usage = _usage(chunk.usage) or self.usage

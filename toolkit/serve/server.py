@@ -26,15 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from starlette.types import ASGIApp, Receive
+from starlette.types import Receive
 
 from toolkit import interrupts
 from toolkit.errors import InputError, LlmctlError
-from toolkit.serve.driver import Driver
-from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
+from toolkit.serve.http import BACKLOG, HttpServer
 
-DEFAULT_LIMITS = WireLimits()
-LAST_BYTES_S = 5  # for final chunks to be sent
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 CHECK_EVERY_S = 1.0  # the files that are read again
 ValueT = TypeVar("ValueT")
@@ -133,43 +130,6 @@ class Signals:
         """Give the signals back. A closed loop of uvloop would keep them and do nothing."""
         for number in {signal.SIGHUP, *end_signals()}:
             self._loop.remove_signal_handler(number)
-
-
-async def serve(
-    driver: Driver,
-    app: ASGIApp,
-    listener: socket.socket,
-    ending: Ending,
-    on_ready: Callable[[], None],
-    tls: ssl.SSLContext | None = None,
-    limits: WireLimits = DEFAULT_LIMITS,
-) -> None:
-    """Serve until a signal ends the server. `limits` bounds what clients may use.
-
-    Raises `EngineError` if a worker cannot load, or if no worker is left and none can be loaded
-    again. Also raises an exception of the scheduler.
-    """
-    signals = Signals()
-    server = HttpServer(app, limits, on_share=driver.stats.count_share)
-    await server.start(listener, tls)
-    loading = asyncio.create_task(driver.start())
-    try:
-        await first_of(loading, signals.first.wait())
-        if not signals.first.is_set():
-            loading.result()
-            on_ready()
-            await first_of(signals.first.wait(), driver.broke.wait())
-            if ended_by := driver.bug or driver.failed:
-                raise ended_by
-            driver.leaving = True
-            left = driver.running + driver.waiting
-            await leave(left, server, ending, signals, lambda: driver.drain(ending.timeout_s))
-    finally:
-        loading.cancel()
-        await asyncio.wait([loading])
-        await driver.stop()
-        await server.stop(LAST_BYTES_S)
-        signals.close()
 
 
 async def leave(

@@ -169,7 +169,7 @@ class Stats:
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
     refused: int = 0  # for overload
     # Refusals because a client had its share, by what it was a share of.
-    share_refusals: Counter[str] = field(default_factory=lambda: Counter(connections=0, bytes=0))
+    share_refusals: Counter[str] = field(default_factory=lambda: Counter(requests=0, bytes=0))
     # Time of each call of the scheduler.
     deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
     # Time between two batches on a worker, if the second was sent as soon as the first had ended.
@@ -195,7 +195,7 @@ class Stats:
         return sum(worker.predicted_s for worker in self.compared.values())
 
     def count_share(self, limit: str) -> None:
-        """Count a refusal: a client exceeded its share of `connections` or `bytes`."""
+        """Count a refusal: a client exceeded its share of `requests` or `bytes`."""
         self.share_refusals[limit] += 1
 
     def count_tokens(

@@ -143,6 +143,7 @@ def _served_by_engines(
 ) -> SimResult:
     """Serve on engines with schedulers of their own: alike and in turn, or behind a router."""
     several = bool(world.others)
+    ledger.knows_lost = world.engine().link is None  # vLLM does not count them
     front = None if world.front == NO_DELAY else world.front
     kinds = []
     for kind in world.kinds:

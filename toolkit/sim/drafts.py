@@ -263,6 +263,7 @@ class DraftScheduler(PassScheduler):
         self._shares = shares
         self._ahead = ahead
         self._reserves_input = reserves
+        self._threshold: int = flags.long_prefill_token_threshold
         self._longest = longest or blocks * block_tokens
         self._reserve = int(flags.watermark * (blocks + 1))
         self._size = block_tokens
@@ -275,6 +276,13 @@ class DraftScheduler(PassScheduler):
         self._plan: list[DraftPart] | None = None
         self._under_way: deque[list[DraftPart]] = deque()
         self._idle = False  # the last plan had no rows
+        self._most_new = self._most_tokens  # of a row in the planned pass
+        if 0 < self._threshold < 1 + self._count:
+            raise InputError(
+                f"long_prefill_token_threshold is {self._threshold}, and a row with "
+                f"{self._count} drafts computes {1 + self._count} tokens in a pass",
+                "raise it, or leave it at 0",
+            )
 
     def add(self, row: PagedRequest) -> None:
         if self._caches and (row.content is None or not self._shares):
@@ -374,6 +382,7 @@ class DraftScheduler(PassScheduler):
         """
         budget = self._most_tokens
         order = self._order
+        most = self._most_of_row()
         ran_chunk = False
         at = 0
         while at < len(order) and budget > 0:
@@ -383,7 +392,7 @@ class DraftScheduler(PassScheduler):
             if one.expected > 0 and sure >= one.prompt + one.limit:
                 continue  # it ends with the pass that is under way
             new = one.known + one.drafts + one.expected - one.computed
-            new = min(new, budget, self._longest - one.computed - 1)
+            new = min(new, most, budget, self._longest - one.computed - 1)
             if new <= 0:
                 continue
             room = True
@@ -405,6 +414,12 @@ class DraftScheduler(PassScheduler):
             budget -= new
         return budget, ran_chunk
 
+    def _most_of_row(self) -> int:
+        """The most new tokens of a row in the pass that is planned."""
+        others = len(self._order) + len(self._queue) > 1
+        self._most_new = self._threshold if self._threshold and others else self._most_tokens
+        return self._most_new
+
     def _has_room(self, one: DraftRow, new: int) -> bool:
         """Give a running row the blocks for `new` tokens; False if they are not free."""
         computed = one.computed
@@ -425,6 +440,7 @@ class DraftScheduler(PassScheduler):
         order = self._order
         count = self._count
         runs = bool(plan)
+        most = self._most_new
         while queue and budget > 0 and len(order) < self._most_rows:
             one = queue[0]
             row = one.row
@@ -440,6 +456,8 @@ class DraftScheduler(PassScheduler):
                     return
                 new = 1 + count
                 padded = True
+            if new > most:
+                new = most
             if new > budget:
                 if not self._chunked:
                     return

@@ -17,6 +17,7 @@ from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, Node, PagedRequest
 from toolkit.sim.drafts import DrawnDrafts
+from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.link import InstalledPlan, SchedulerLink
 from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 
@@ -26,7 +27,8 @@ FIRST_TOKEN: Final = 1_000  # vLLM's side has tokens below for itself
 class InstalledScheduler(PassScheduler):
     """The passes of one engine as the installed vLLM plans them.
 
-    Args: as `DraftScheduler`; with prefix caching, requests with contents share blocks.
+    Args: as `DraftScheduler`, and `caches` as of `PagedEngine`; with prefix caching, requests with
+    contents share blocks.
     """
 
     def __init__(
@@ -38,12 +40,15 @@ class InstalledScheduler(PassScheduler):
         *,
         ahead: bool,
         drafts: DrawnDrafts | None,
+        caches: CacheSettings | None = None,
     ) -> None:
         super().__init__(BlockPool(blocks, block_tokens, keeps=False))
         self._link = link
         self._ahead = ahead
         self._drafts = drafts
-        self._number = link.open(flags, blocks, block_tokens, ahead=ahead, drafts=drafts)
+        self._number = link.open(
+            flags, blocks, block_tokens, ahead=ahead, drafts=drafts, caches=caches
+        )
         self._rows: dict[int, PagedRequest] = {}
         self._turns: dict[int, int] = {}  # passes with drafts of each request so far
         self._entered: set[int] = set()  # running rows with a complete input

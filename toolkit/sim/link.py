@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.blocks import PagedRequest
     from toolkit.sim.drafts import DrawnDrafts
+    from toolkit.sim.groups.caches import CacheSettings
 
 
 class InstalledPlan(Protocol):
@@ -44,8 +45,9 @@ class SchedulerLink(Protocol):
         *,
         ahead: bool,
         drafts: DrawnDrafts | None,
+        caches: CacheSettings | None,
     ) -> int:
-        """Make a scheduler; its number."""
+        """Make a scheduler with these flags and caches, as of `PagedEngine`; its number."""
         ...
 
     def add(self, scheduler: int, row: PagedRequest, tokens: Sequence[tuple[int, int]]) -> None:

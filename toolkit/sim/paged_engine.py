@@ -178,19 +178,29 @@ class PagedEngine:
         size = self.block_tokens
         if self.link is not None:
             if self.caches is not None:
-                raise InputError(
-                    "the installed vLLM's scheduler is driven with one group of caches, and this "
-                    f"model has {len(self.caches.groups)}",
-                    "leave out --scheduler installed: llmctl's model of it knows the groups",
-                )
+                problem, hint = self.caches.start_problem(blocks, flags, ahead=self.ahead)
+                if problem:
+                    raise InputError(problem, hint)
             return InstalledScheduler(
-                self.link, flags, blocks, size, ahead=self.ahead, drafts=self.drafts
+                self.link,
+                flags,
+                blocks,
+                size,
+                ahead=self.ahead,
+                drafts=self.drafts,
+                caches=self.caches,
             )
         if self.caches is not None:
             if self.drafts is not None:
                 raise InputError(
                     "speculative decoding is not modelled with several groups of caches",
                     "leave engine.vllm.drafts out of the recipe",
+                )
+            if flags.long_prefill_token_threshold:
+                raise InputError(
+                    f"long_prefill_token_threshold is {flags.long_prefill_token_threshold}, which "
+                    "is not modelled with several groups of caches",
+                    "leave it at 0, or simulate with --scheduler installed",
                 )
             return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
         if self.drafts is not None:
@@ -378,7 +388,7 @@ class PagedRun:
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
         # with several groups of caches, of the longest request
-        self._tokens_per_block: float = engine.block_tokens
+        self._tokens_per_block: float = float(engine.block_tokens)
         if engine.caches is not None:
             self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
         self._gaps = Gaps()

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from toolkit.backends.vllm.messages import (
     DraftSettings,
     GivenTokens,
     GiveTokens,
+    GroupSettings,
     LoadedVllm,
     Message,
     OpenScheduler,
@@ -44,10 +45,12 @@ from toolkit.backends.vllm.messages import (
 )
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import read_vllm
-from toolkit.errors import EngineError
+from toolkit.catalogue.resolved import CacheGroup
+from toolkit.errors import EngineError, InputError
 from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.drafts import DrawnDrafts
+from toolkit.sim.groups.caches import CacheSettings
 
 # A model that vLLM knows without any code of its own; only its config is read.
 MODEL = {
@@ -62,6 +65,32 @@ MODEL = {
 }
 REPLIES: dict[type, type] = {PlanPass: PlannedPass, GiveTokens: GivenTokens}
 Reply = TypeVar("Reply")
+
+
+KINDS: dict[str, Literal["full", "window", "chunk", "state"]] = {
+    "full": "full",
+    "mla": "full",
+    "window": "window",
+    "chunk": "chunk",
+    "state": "state",
+}
+
+
+def _group(group: CacheGroup) -> GroupSettings:
+    """A cache group as the child makes it. `InputError` for a kind that it does not make."""
+    if group.kind not in KINDS:
+        raise InputError(
+            f"a KV cache of kind {group.spec or group.kind} is not made without a server",
+            "simulate it with --scheduler model",
+        )
+    return GroupSettings(
+        kind=KINDS[group.kind],
+        block=group.block,
+        window=group.window,
+        mode="none" if group.mode == "none" else "align",
+        checkpoint=group.checkpoints,
+        draft=group.draft_group,
+    )
 
 
 class VllmDriver:
@@ -133,16 +162,25 @@ class VllmDriver:
         *,
         ahead: bool,
         drafts: DrawnDrafts | None,
+        caches: CacheSettings | None,
     ) -> int:
         """See `toolkit.sim.link.SchedulerLink`; so are the following."""
         longest = blocks * block_tokens + (drafts is None)  # the last token is not cached
         if not flags.chunked_prefill:
             longest = min(longest, flags.max_num_batched_tokens)
+        groups = []
+        retention = None
+        if caches is not None:
+            groups = [_group(group) for group in caches.groups]
+            retention = caches.retention
+            longest = caches.max_model_len
         later = {
             name: value
             for name, flag in LATER.items()
             if (value := getattr(flags, name)) != flag.default
         }
+        if flags.long_prefill_token_threshold:
+            later["long_prefill_token_threshold"] = flags.long_prefill_token_threshold
         of_drafts = None
         if drafts is not None:
             of_drafts = DraftSettings(method=drafts.method, tokens=drafts.tokens)
@@ -156,6 +194,8 @@ class VllmDriver:
             prefix_caching=flags.prefix_caching,
             watermark=flags.watermark,
             ahead=ahead,
+            groups=groups,
+            retention=retention,
             drafts=of_drafts,
             flags=later,
         )

@@ -21,6 +21,7 @@ from toolkit.deploy.order import (
     Sourced,
     explain_value,
     llmctl_image,
+    proxy_file,
 )
 from toolkit.deploy.reckon import SHARED_GIB, drain_s, gpus, grace_s, startup_s
 from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, at
@@ -65,7 +66,8 @@ def render(order: Order) -> Rendered:
         ExplainedValue("healthcheck on /ready", "3 x 10 s", waits),
         *_explained_token(order),
     ]
-    return Rendered({"compose.yaml": _file(order, services)}, lines, _start(order))
+    files = {"compose.yaml": _file(order, services), **proxy_file(order)}
+    return Rendered(files, lines, _start(order))
 
 
 def render_replicas(order: Order) -> Rendered:
@@ -114,7 +116,8 @@ def render_replicas(order: Order) -> Rendered:
             source = kind.gpus.source
             lines += kind.about([ExplainedValue("device_ids of the replicas", shares, source)])
     lines += _explained_token(order)
-    return Rendered({"compose.yaml": text, ALIVE: replicas.alive}, lines, _start(order))
+    files = {"compose.yaml": text, ALIVE: replicas.alive, **proxy_file(order)}
+    return Rendered(files, lines, _start(order))
 
 
 def _file(order: Order, services: Mapping[str, Service]) -> str:
@@ -256,7 +259,7 @@ def _published(order: Order) -> str:
 
 def _explained(order: Order) -> list[ExplainedValue]:
     """The lines about what only llmctl's own service has."""
-    port = "recipe: serve.port; loopback: put a proxy with TLS in front"
+    port = "recipe: serve.port; loopback: put a proxy with TLS in front, as nginx.conf"
     key = "a file that you create; the key is in no image and in no rendered file"
     return [
         ExplainedValue("ports", _published(order), port),

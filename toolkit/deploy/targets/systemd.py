@@ -18,6 +18,7 @@ from toolkit.deploy.order import (
     Rendered,
     Sourced,
     explain_value,
+    proxy_file,
     unit_word,
 )
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
@@ -67,7 +68,7 @@ def render(order: Order) -> Rendered:
         ExplainedValue("LoadCredential", "plan.json, api-key", secret),
         ExplainedValue("PrivateDevices", "no" if devices.value else "yes", devices.source),
     ]
-    files = {f"{order.name}.service": unit}
+    files = {f"{order.name}.service": unit, **proxy_file(order)}
     return Rendered(files, lines, _start(order, order.name, "service"))
 
 
@@ -88,7 +89,7 @@ def render_replicas(order: Order) -> Rendered:
     units = [f"{kind.name}@{number}.service" for kind, number, _ in servers]
     target = order.fill("replicas.target", name=name, recipe=recipe.name, replicas=units)
     front = _server(order, words, replicas.drain, 0, units)
-    files = {f"{name}.target": target, f"{name}.service": front}
+    files = {f"{name}.target": target, f"{name}.service": front, **proxy_file(order)}
     for kind in replicas.kinds:
         files[f"{kind.name}@.service"] = _replica(order, kind)
         if order.plan.others:

@@ -30,6 +30,8 @@ def make(method: str, seed: int, ahead: bool) -> Case:
     rates = [rate**k for k in range(1, tokens + 1)]
     proposed = draw.choice([1.0, 0.5]) if method == "ngram" and not ahead else 1.0
     drafts = DrawnDrafts(method, tuple(rates), proposed, seed)
+    thresholds = [0, 0, 7, 40] if case["chunked_prefill"] else [0]
+    threshold = draw.choice(thresholds)
     turns = range(max(one[3] for one in case["requests"]) + 1)
     numbers = range(len(case["requests"]))
     return case | {
@@ -37,6 +39,7 @@ def make(method: str, seed: int, ahead: bool) -> Case:
             case["max_num_batched_tokens"], case["max_num_seqs"] * (1 + tokens)
         ),
         "blocks": case["blocks"] + draw.choice([0, 2, 10]),
+        "flags": {"long_prefill_token_threshold": threshold} if threshold else {},
         "drafts": {
             "method": method,
             "tokens": tokens,
@@ -53,7 +56,9 @@ def passes_of_case(case: Case) -> list[Pass]:
     """The passes of our model for a workload with drafts."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(
-        **{name: case[name] for name in names}, chunked_prefill=case["chunked_prefill"]
+        **{name: case[name] for name in names},
+        chunked_prefill=case["chunked_prefill"],
+        **case.get("flags", {}),
     )
     drafts = case["drafts"]
     scheduler = DraftScheduler(

@@ -1,0 +1,204 @@
+"""The front over workers of our own: the scheduler, its driver, and the routes before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from starlette.types import ASGIApp
+
+from toolkit.engine_traits import traits_of
+from toolkit.engines.tokenizer import load_tokenizer
+from toolkit.files.plan import Plan
+from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.sched.types import Request
+from toolkit.serve.api import make_app
+from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.serve.background import Background
+from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
+from toolkit.serve.driver import Driver
+from toolkit.serve.helper import Helper
+from toolkit.serve.launch import FrontServer, OpenedFront
+from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
+from toolkit.serve.live import ActiveRequest
+from toolkit.serve.status import Status, facts_of
+from toolkit.traces.write import TraceLine, ms_or_none
+from toolkit.workers.pool import Patience, ProcessWorkers
+from toolkit.workers.process import require_gpu
+from toolkit.workers.protocol import Workers
+
+WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
+
+
+@dataclass(slots=True, frozen=True)
+class OwnWorkers:
+    """What a front serves with workers of its own.
+
+    Attributes:
+        limits: the latency targets of admission.
+        checks: of the fits, before the first request.
+        on_checked: gets their result; what it raises ends the server.
+        on_foreign: called if the engine is not the fitted one; None: the server refuses to start.
+        ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
+            this machine.
+        room_timeout_s: for the cluster to have room for all workers.
+    """
+
+    plan: Plan
+    limits: LatencyLimits = UNLIMITED
+    checks: Sequence[DriftCheck] = ()
+    on_checked: OnFound = lambda _: None
+    on_foreign: OnForeign | None = None
+    ray: str = ""
+    room_timeout_s: float = 60.0
+
+
+class EngineFront(FrontServer):
+    """The front over a driver, its application, and the process that reads large bodies."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        app: ASGIApp,
+        helper: Helper | None = None,
+        limits: WireLimits = DEFAULT_LIMITS,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(app, driver.stats, Background(say), limits)
+        self._driver = driver
+        self._helper = helper
+
+    @property
+    def left(self) -> int:
+        return self._driver.running + self._driver.waiting
+
+    @property
+    def healthy(self) -> bool:
+        return self._driver.bug is None
+
+    def announce_end(self) -> None:
+        self._driver.leaving = True
+
+    async def start(self) -> None:
+        """Load the workers. Raises `EngineError` if one cannot load."""
+        if self._helper:
+            await self._helper.start()
+        await self._driver.start()
+
+    async def broken(self) -> None:
+        """Raises `EngineError` if no worker is left and none can be loaded again; also an exception
+        of the scheduler.
+        """
+        await self._driver.broke.wait()
+        if ended_by := self._driver.bug or self._driver.failed:
+            raise ended_by
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._driver.drain(timeout_s)
+
+    async def stop(self) -> None:
+        await self._driver.stop()
+        if self._helper:
+            await self._helper.stop()
+
+
+@contextmanager
+def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFront]:
+    """The front for a plan, not started.
+
+    Raises `ForeignError` when it starts, if the workers load another engine, model or device than
+    the laws are about; `InputError` for a plan that cannot be used, and `EngineError` if a recipe
+    needs a GPU or a library that is missing.
+    """
+    plan = serving.plan
+    if not serving.ray:
+        require_gpu(kind.recipe for kind in plan.kinds)
+        for kind in plan.kinds:
+            traits_of(kind.recipe.engine.name).require()
+    where = f" on Ray ({serving.ray})" if serving.ray else ""
+    opened.say(f"loading {plan.workers} workers of {plan.recipe.name}{where}")
+    settings = opened.settings
+    tokenizer = load_tokenizer(plan.recipe.model)
+    warm_up(plan)
+    with ExitStack() as stack:
+        workers = stack.enter_context(_workers(plan, serving.ray, serving.room_timeout_s))
+        if serving.checks:
+            workers = CheckedWorkers(workers, serving.checks, serving.on_checked)
+        driver = _driver(serving, workers, opened)
+        status = Status(driver, facts_of(plan, settings.model)) if settings.status_page else None
+        helper = Helper(plan.recipe.model, settings.vocab_size, settings.max_model_len)
+        app = make_app(driver, tokenizer, settings, opened.keyring, helper, status)
+        limits = WireLimits(client_share=opened.client_share)
+        front = EngineFront(driver, app, helper, limits, opened.say)
+        if status is not None:
+            front.at_start.append(partial(front.background.start, "status page", status.sampling))
+        yield front
+
+
+@contextmanager
+def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
+    """The plan's workers, not started. With Ray, this process is in the cluster meanwhile."""
+    serve_spec = plan.recipe.serve
+    patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
+    if not ray:
+        recipes = [kind.recipe for kind in plan.kinds for _ in range(kind.workers)]
+        yield ProcessWorkers(recipes, patience)
+        return
+    from toolkit.cluster.connect import joined
+    from toolkit.cluster.places import places, refuse_local_fleet
+    from toolkit.cluster.workers import RayWorkers
+
+    refuse_local_fleet(plan.kinds, ray)
+    worker_places = places(plan.kinds)
+    with joined(ray, sum(place.share.cpus for place in worker_places)):
+        yield RayWorkers(worker_places, room_timeout_s, patience)
+
+
+def _driver(serving: OwnWorkers, workers: Workers, opened: OpenedFront) -> Driver:
+    plan = serving.plan
+    requests = opened.requests
+
+    def accept(loaded: list[EngineFacts]) -> None:
+        facts = iter(loaded)  # in the order of the workers' numbers, kind by kind
+        for kind in plan.kinds:
+            identities = map(identity, islice(facts, kind.workers))
+            refuse_foreign(kind.fit.engine, identities, serving.on_foreign)
+
+    def log(active: ActiveRequest, start_s: float) -> None:
+        assert requests is not None
+        requests.add(trace_line(active, requests.timestamp(start_s + active.arrival_s)))
+
+    return Driver(
+        make_scheduler(plan, opened.events.add if opened.events else None),
+        workers,
+        make_stats(plan),
+        on_end=log if requests else None,
+        limits=serving.limits,
+        accept=accept,
+    )
+
+
+def warm_up(plan: Plan) -> None:
+    """Load or compile the policy's kernels before the first request: it takes 0.3 s or more."""
+    scheduler = make_scheduler(plan)
+    for number in range(WARM_UP_REQUESTS * plan.workers):
+        scheduler.submit(Request(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
+    scheduler.tick(0.0)
+
+
+def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:
+    """The line of a trace for a request that has ended."""
+    return TraceLine(
+        timestamp=timestamp,
+        input_length=len(active.request.prompt),
+        output_length=active.output.tokens,
+        max_tokens=active.request.max_new_tokens,
+        priority=active.request.priority,
+        ttft_ms=ms_or_none(active.first_token_s - active.arrival_s),
+        e2e_ms=ms_or_none(active.last_token_s - active.arrival_s),
+        status="ok" if active.status in ("stop", "length") else active.status,
+    )

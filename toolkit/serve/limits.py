@@ -1,0 +1,278 @@
+"""What clients may use of a front, and the middleware that holds requests to it.
+
+`Limited` bounds the time of a body, and over all requests and for one client the number of requests
+at once, and the bytes of their bodies and large answers. Connections are bounded in
+`toolkit.serve.http`, the length of a body where it is read.
+
+A client is an IPv4 address or an IPv6 network of 64 bits. Connections from this machine, such as
+those of a proxy, have no share. docs/how-to/expose.md says what a proxy in front does better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import resource
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toolkit.serve.assemble import MAX_BODY_BYTES
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
+
+CLIENT_SHARE = 0.5  # of requests at once and of held bytes, for one client
+SMALL_BYTES = 1 << 16  # a body or an answer up to this size is taken however much is held
+ALL = ""  # all clients
+FRAMING = (b"content-length", b"transfer-encoding")  # of requests with a body
+SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """What clients may use. Times are in seconds."""
+
+    connections: int = 4096  # with or without a request
+    descriptors_each: int = 1  # file descriptors per connection: 2 with one to an upstream server
+    head_bytes: int = 1 << 16  # of the request line and all headers
+    body_bytes: int = MAX_BODY_BYTES
+    held_bytes: int = 256 << 20  # of bodies and large answers
+    client_share: float = 1.0  # of `connections` and `held_bytes`, for one client; 1: no shares
+    head_timeout_s: float = 60.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: int = 60  # longer than in clients' connection pools: they close first
+    write_timeout_s: float = 30.0
+    linger_timeout_s: float = 5.0  # for the rest of what was refused
+
+
+DEFAULT_LIMITS = WireLimits()
+
+
+def possible_connections(limits: WireLimits) -> int:
+    """Ask for enough file descriptors. Returns how many connections they are enough for."""
+    wanted = limits.connections * limits.descriptors_each + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits.connections
+    possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < possible:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    enough_for = (max(soft, possible) - SPARE_DESCRIPTORS) // limits.descriptors_each
+    return max(min(limits.connections, enough_for), 1)
+
+
+class Connection(Protocol):
+    """A connection, as far as `ConnectionRoom` knows it."""
+
+    def abort(self) -> None:
+        """Close at once, and leave the set of connections."""
+
+
+class ConnectionRoom:
+    """The room for `most` connections; those in `waiting`, which have no request, give way to new
+    ones, the longest waiting first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: dict[Connection, None] = {}
+
+    def enter(self, new: Connection, connections: Collection[Connection]) -> ApiError | None:
+        """Make room for a new connection, one of these; an error if there is none."""
+        while len(connections) > self.most:
+            if not self.waiting:
+                text = f"the server has {self.most} connections, as many as it takes"
+                return overloaded(f"{text}; try again later")
+            oldest = next(iter(self.waiting))
+            del self.waiting[oldest]
+            oldest.abort()
+        self.waiting[new] = None
+        return None
+
+
+@lru_cache(4096)
+def client_of(address: str) -> str | None:
+    """The address, or its IPv6 network of 64 bits; None for this machine's, and for no address."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    if ip.is_loopback:
+        return None
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)
+
+
+class Limited:
+    """The middleware.
+
+    Args:
+        app: what it passes requests to.
+        most_requests: at once, of all clients.
+        client_of: the client of an address; None: only the bounds over all clients hold.
+        on_share: called with `requests` or `bytes` when a client gets 429 because of its share.
+
+    Attributes:
+        requests, held_bytes: by client, and over `ALL`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: WireLimits,
+        most_requests: int,
+        *,
+        client_of: Callable[[str], str | None] = client_of,
+        on_share: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.limits = limits
+        self.requests: Counter[str] = Counter()
+        self.held_bytes: Counter[str] = Counter()
+        self._app = app
+        self._most_requests = max(int(most_requests * limits.client_share), 1)
+        self._most_bytes = int(limits.held_bytes * limits.client_share)
+        self._client_of = client_of
+        self._on_share = on_share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if wrong := self._wrong_head(scope):
+            await error_response(wrong)(scope, receive, send)
+            return
+        client = ALL
+        if self.limits.client_share < 1 and scope["client"] is not None:
+            client = self._client_of(scope["client"][0]) or ALL
+        if client != ALL and self.requests[client] >= self._most_requests:
+            self._on_share("requests")
+            text = f"{client} has {self._most_requests} requests here"
+            refusal = _over_share(f"{text}, as many as one client may have at once")
+            await error_response(refusal)(scope, receive, send)
+            return
+        request = _LimitedRequest(self, client, scope, receive, send)
+        names = {ALL, client}
+        self.requests.update(names)
+        try:
+            await self._app(scope, request.receive, request.send)
+        finally:
+            self.requests.subtract(names)
+            for name in names:
+                self.held_bytes[name] -= request.held_bytes
+            if not self.requests[client]:
+                del self.requests[client], self.held_bytes[client]
+
+    def _wrong_head(self, scope: Scope) -> ApiError | None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) + 4 for name, value in headers)
+        if size + len(scope["raw_path"]) + len(scope["query_string"]) > self.limits.head_bytes:
+            return head_too_large(self.limits)
+        hosts = sum(name == b"host" for name, _ in headers)
+        if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):
+            fault = "more than one Host header" if hosts else "no Host header"
+            text = f"the request has {fault}; HTTP/1.1 requires one"
+            return ApiError(text, headers={"Connection": "close"})
+        return None
+
+    def hold(self, client: str, size: int) -> None:
+        """Count bytes that are in memory. Raises `ApiError` if there is no room for them."""
+        for name in {ALL, client}:
+            self.held_bytes[name] += size
+        if self.held_bytes[ALL] > self.limits.held_bytes:
+            mib = self.held_bytes[ALL] >> 20
+            raise overloaded(f"the server holds {mib} MiB of requests and answers; try again later")
+        if client != ALL and self.held_bytes[client] > self._most_bytes:
+            self._on_share("bytes")
+            mib = self.held_bytes[client] >> 20
+            text = f"the requests and unread answers of this client are {mib} MiB"
+            raise _over_share(f"{text}, which is more than its share")
+
+
+class _LimitedRequest:
+    """One request: its `receive` and `send`."""
+
+    def __init__(
+        self, limited: Limited, client: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self.held_bytes = 0
+        self._limited = limited
+        self._client = client
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._body_bytes = 0
+        self._body_is_whole = not any(name in FRAMING for name, _ in scope["headers"])
+        self._is_refused = False  # the response is an error: the application's is dropped
+        timeout_s = limited.limits.body_timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+
+    def _hold(self, size: int) -> None:
+        self.held_bytes += size
+        self._limited.hold(self._client, size)
+
+    async def receive(self) -> Message:
+        """The `receive` of ASGI. Raises `ApiError` for a body that is late or finds no room."""
+        if self._body_is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"the body did not come within {self._limited.limits.body_timeout_s:g} s"
+            raise ApiError(text, status=408, headers={"Connection": "close"}) from None
+        self._body_is_whole = not message.get("more_body", False)
+        size = len(message.get("body", b""))
+        self._body_bytes += size
+        if self._body_bytes > SMALL_BYTES:
+            self._hold(size)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """The `send` of ASGI. A large body leaves in pieces, each once the client has read on."""
+        if self._is_refused:
+            return
+        if message["type"] == "http.response.start":
+            for name, value in message.get("headers", ()):
+                if name.lower() == b"content-length" and int(value) > SMALL_BYTES:
+                    try:
+                        self._hold(int(value))
+                    except ApiError as refusal:
+                        self._is_refused = True
+                        await error_response(refusal)(self._scope, self._receive, self._send)
+                        return
+            await self._send(message)
+            return
+        body = message.get("body", b"")
+        at = 0
+        while len(body) - at > SMALL_BYTES:
+            piece = body[at : at + SMALL_BYTES]
+            at += SMALL_BYTES
+            await self._send({**message, "body": piece, "more_body": True})
+        last = {**message, "body": body[at:]} if at else message
+        if not message.get("more_body") and not self._body_is_whole:
+            # A connection that closes while its client sends is reset, and the answer is lost.
+            await self._send({**last, "more_body": True})
+            await self._drop_body()
+            last = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(last)
+
+    async def _drop_body(self) -> None:
+        """Wait for the rest of the body, for a short time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limited.limits.linger_timeout_s):
+                while not self._body_is_whole:
+                    self._body_is_whole = not (await self._receive()).get("more_body", False)
+
+
+def head_too_large(limits: WireLimits) -> ApiError:
+    text = f"request line and headers are larger than {limits.head_bytes} bytes"
+    return ApiError(text, status=431, headers={"Connection": "close"})
+
+
+def _over_share(text: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(text, status=429, code="client_share", headers=headers)
