@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-ray quick quick-compiled test coverage check setup compile docs reference package lock clean help
+.PHONY: demo demo-ray quick quick-compiled test coverage check setup compile docs reference vllm-versions package lock clean help
 LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
@@ -73,6 +73,9 @@ reference: $(STAMP)  ## make the recipes, pages and pictures that follow from th
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_recipes
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference
 	$(BIN)/python -m docs.make_pictures
+
+vllm-versions: $(STAMP)  ## compare the simulator with the newest releases of vLLM (VLLM_PYTHON=a Python that has any; VERSIONS="0.33.0 ...")
+	$(BIN)/python -m benchmarks.engines.vllm_versions --base $(VLLM_PYTHON) $(VERSIONS)
 
 package: $(STAMP)  ## sdist, wheel and SBOM in dist/: reproducible, and tried in an empty environment
 	PYTHON=$(BIN)/python sh .ci/package

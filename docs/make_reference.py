@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
@@ -22,6 +23,8 @@ from typing import Any, get_args
 from prometheus_client import Metric
 
 from toolkit import api, errors
+from toolkit.backends.vllm.conformance.results import shipped_results
+from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
 from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
 from toolkit.extras import install
@@ -51,6 +54,8 @@ VARIABLES = {
     "LLMCTL_VLLM_PLAN": "inside vLLM: plan.json, in place of the two above",
     "LLMCTL_VLLM_EVENT_LOG": "inside vLLM: a file for every call and decision of our scheduler",
     "LLMCTL_VLLM_ITERATIONS": "inside vLLM: a file with a line for each forward pass",
+    "LLMCTL_VLLM_CONTROL_KEY": "inside vLLM: the key of the control of its settings",
+    "LLMCTL_CONTROL_KEY": "the same for `serve --live`, `set` and `tune --live`",
 }
 # Variables of others that change what llmctl does.
 OTHERS = {
@@ -60,6 +65,7 @@ OTHERS = {
     "RAY_ADDRESS": "the cluster of `--ray auto`; `RAY_AUTH_MODE` and `RAY_AUTH_TOKEN_PATH` say how "
     "to join it",
     "SSL_CERT_FILE": "authorities that clients trust, in place of the system's",
+    "XDG_DATA_HOME": "where `vllm-check` keeps its results (`~/.local/share`)",
     "XDG_STATE_HOME": "where running servers are registered (`~/.local/state`)",
     "XDG_CACHE_HOME": "where models of `source: random` are saved for vLLM (`~/.cache`)",
 }
@@ -186,11 +192,12 @@ def section_of(spec: Mapping[str, Any]) -> str:
     return found[1] if found else ""
 
 
-def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def key_rows(section: Mapping[str, Any], *, inner: bool = True) -> list[tuple[str, ...]]:
+    """A row for each key of a section; `inner`: also for those that are sections themselves."""
     rows: list[tuple[str, ...]] = []
     without_gpu = section.get("anyOf", [{}])[-1].get("required", ())
     for name, spec in section["properties"].items():
-        if section_of(spec) and name != "vllm":
+        if section_of(spec) and not inner:
             continue
         default = spec.get("default")
         shown = "required" if name in section.get("required", ()) else ""
@@ -202,20 +209,27 @@ def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def key_tables(models: Mapping[str, Any], path: str, model: str, level: str) -> list[str]:
+    """The table of a section's keys, and those of the sections in it."""
+    section = models[model]
+    head = ("key", "value", "default", "meaning")
+    text = fill(" ".join(section["description"].split()), 100)
+    parts = [f"{level} {path}", text, table(head, key_rows(section))]
+    for name, spec in section["properties"].items():
+        if section_of(spec):
+            parts += key_tables(models, f"{path}.{name}", section_of(spec), level + "#")
+    return parts
+
+
 def recipe() -> str:
     schema = Recipe.model_json_schema()
     head = ("key", "value", "default", "meaning")
-    parts = ["## At the top", table(head, key_rows(schema))]
+    parts = ["## At the top", table(head, key_rows(schema, inner=False))]
     sections = {
         name: section_of(spec) for name, spec in schema["properties"].items() if section_of(spec)
     }
     for name, model in sections.items():
-        section = schema["$defs"][model]
-        parts += [f"### {name}", fill(section["description"], 100), table(head, key_rows(section))]
-        if name == "engine":
-            vllm = schema["$defs"]["VllmSpec"]
-            parts += ["#### engine.vllm", fill(" ".join(vllm["description"].split()), 100)]
-            parts.append(table(head, key_rows(vllm)))
+        parts += key_tables(schema["$defs"], name, model, "###")
         if name == "profile":
             metrics = sorted({key.split("_")[0] for key in SLA_KEYS})
             statistics = list(dict.fromkeys(key.split("_")[1] for key in SLA_KEYS))
@@ -296,6 +310,51 @@ def metrics() -> str:
             table(head, sorted(others)),
         ]
     )
+
+
+# Releases of vLLM
+
+
+def vllm_versions() -> str:
+    results = shipped_results()
+    compared = [
+        (
+            one.vllm,
+            one.date,
+            row.kind,
+            f"`{row.scheduler}`",
+            f"{row.workloads:,}",
+            f"{row.passes:,}",
+            f"{row.differing:,}",
+        )
+        for one in results
+        for row in one.rows
+    ]
+    head = ("vLLM", "date", "kind of model", "vLLM's class", "workloads", "passes", "differ")
+    parts = [table(head, compared), "## Flags and metrics that came and went"]
+    changes: list[tuple[str, ...]] = []
+    for before, after in pairwise(results):
+        for what, old, new in (
+            ("flags", before.flags, after.flags),
+            ("metrics", before.metrics, after.metrics),
+        ):
+            came = ", ".join(map(code, sorted(set(new) - set(old))))
+            went = ", ".join(map(code, sorted(set(old) - set(new))))
+            if came or went:
+                changes.append((after.vllm, what, came, went))
+    parts.append(table(("vLLM", "", "came", "went"), changes))
+    parts.append("## What llmctl touches inside vLLM")
+    needs = [
+        f"- `{need}`: to {one.what}. Without it: {one.without}."
+        for need, one in CAPABILITIES.items()
+    ]
+    parts.append("\n".join(needs))
+    named = [(code(one.words), one.kind, ", ".join(one.needs), one.since) for one in TOUCHED]
+    parts.append(table(("what", "", "needed for", "since"), named))
+    lacks = [(one.vllm, code(item), why) for one in results for item, why in one.missing.items()]
+    if lacks:
+        parts += ["## What a release lacks", table(("vLLM", "what", "why"), lacks)]
+    return joined(parts)
 
 
 # Exit codes and variables
@@ -436,6 +495,13 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "`from toolkit import api`. What it exports keeps its meaning within a minor version. "
         "[How to use it](../how-to/simulate-in-python.md).",
         python_api,
+    ),
+    "vllm-versions": (
+        "results of `llmctl vllm-check` and `toolkit/backends/vllm/touched.py`",
+        "Releases of vLLM",
+        "How the simulator's model of vLLM's scheduler compares with each release, pass by pass, "
+        "and what\nllmctl touches inside vLLM. `llmctl vllm-check` does the same with yours.",
+        vllm_versions,
     ),
     "engines": (
         "`toolkit/engine_traits.py`",

@@ -241,7 +241,7 @@ def run(scheduler, requests, *, ahead=0, most=5000) -> dict[str, int]:
 def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
     """The modules under vLLM's names."""
     contents = {
-        "vllm": {"__version__": version},
+        "vllm": {"__version__": version, "__file__": "no-such-folder/__init__.py"},
         "vllm.v1": {},
         "vllm.v1.core": {},
         "vllm.v1.core.sched": {},

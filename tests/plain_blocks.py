@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.engines.vllm_passes_child import Arrivals, outputs_of, tokens_of
+from toolkit.backends.vllm.conformance.workloads import CaseArrivals, outputs_of, tokens_of
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class PlainScheduler:
 
     def run(self) -> list[dict[str, Any]]:
         case = self.case
-        arrivals = Arrivals(self.case)
+        arrivals = CaseArrivals(self.case)
         prompts = tokens_of(self.case)
         while True:
             for number in arrivals.due(len(self.passes)):

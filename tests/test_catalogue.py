@@ -198,7 +198,6 @@ def test_what_is_not_known_is_named(change: dict[str, Any], quantization: str, n
 def test_sliding_windows_are_seen(change: dict[str, Any], windows: tuple[int, int]) -> None:
     special = special_of({**TINY, **change})
     assert special.windows == windows
-    assert bool(special.cache_problem) == bool(windows[0])
 
 
 def test_the_cache_of_mla_is_whole_on_every_gpu() -> None:

@@ -245,7 +245,7 @@ def test_a_gpu_with_a_longer_name_is_another(tmp_path: Path) -> None:
     assert "H200" in checks["hardware"].found
 
 
-def test_sliding_windows_are_named(tmp_path: Path) -> None:
-    checks = checked(tmp_path, "model_type: llama", "model_type: llama, sliding_window: 128")
-    assert checks["kv cache"].status == "missing"
-    assert "128" in checks["kv cache"].found
+def test_sparse_attention_is_named(tmp_path: Path) -> None:
+    checks = checked(tmp_path, "model_type: llama", "model_type: llama, index_topk: 128")
+    assert checks["not modelled"].status == "missing"
+    assert "128" in checks["not modelled"].found

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from real_vllm import CONFIG, PYTHON, differences, needed
+from real_vllm import PYTHON, differences, needed
 
-from benchmarks.engines import vllm_passes
 from benchmarks.engines import vllm_past_future as bench
+from toolkit.backends.vllm.conformance.run import passes_of_vllm
 
 
 @needed
@@ -43,7 +43,7 @@ def test_tokens_are_vllm_s_own_and_the_log_replays(
 @needed
 @pytest.mark.slow
 @pytest.mark.slow
-def test_past_future_counts_the_blocks_that_vllm_holds(tmp_path: Path) -> None:
+def test_past_future_counts_the_blocks_that_vllm_holds() -> None:
     """Prompts in a tree, whole in a pass; those that came first end while others go on."""
     size = 8
     requests = [[3 * n, size * 9 + 4, 4 + 7 * n % 30, 34] for n in range(60)]
@@ -60,16 +60,8 @@ def test_past_future_counts_the_blocks_that_vllm_holds(tmp_path: Path) -> None:
         "requests": requests,
         "policy": "past-future initial_count=50 initial_length=30",
     }
-    (tmp_path / "config.json").write_text(
-        json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}), encoding="utf-8"
-    )
-    passes = [
-        one
-        for found in vllm_passes.theirs_of_cases(
-            [case | {"ahead": ahead} for ahead in (False, True)], PYTHON, str(tmp_path)
-        )
-        for one in found
-    ]
+    cases = [case | {"ahead": ahead} for ahead in (False, True)]
+    passes = [one for found in passes_of_vllm(PYTHON, cases) for one in found]
     held, counted, uncounted = zip(*[one["blocks"] for one in passes], strict=True)
     assert max(uncounted) > 0
     assert [a + b for a, b in zip(counted, uncounted, strict=True)] == list(held)

@@ -416,11 +416,16 @@ def test_a_request_as_large_as_the_cache_is_scheduled(make):
     assert len(scheduler.steps.scheduler._view.finished.recent) == 1
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "nonsense"])
-def test_an_untested_version_is_refused(monkeypatch, version):
+@pytest.mark.parametrize("version", ["0.27.2", "0.99.0", "1.0", "nonsense"])
+def test_an_unknown_release_without_what_is_needed_is_refused(version):
     with pytest.raises(InputError) as caught:
         fake_vllm.imported(NAME, version)
-    assert says(str(caught.value), version, "==0.32.*", "--scheduler-cls")
+    assert says(str(caught.value), version, "vllm.v1.core", "policy vllm")
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.31.2", "0.33.0"])
+def test_releases_that_were_tried_are_taken(version):
+    assert fake_vllm.imported(NAME, version).LlmctlScheduler
 
 
 @pytest.mark.parametrize(

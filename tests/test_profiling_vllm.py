@@ -1,5 +1,6 @@
 """vLLM profiled by its log of passes, with a fake server; a law gives the time of its passes."""
 
+import dataclasses
 from pathlib import Path
 
 import fake_vllm_server
@@ -9,13 +10,20 @@ import samples
 
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, refuse_not_modelled, timed
+from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow
+from toolkit.sched.iterations import (
+    IterationLogHeader,
+    LoggedPass,
+    LoggedRow,
+    header_of,
+    to_line,
+)
 
 
 def recipe_for(python: str, source: str = "toy", **settings: object):
@@ -189,6 +197,13 @@ def test_a_decode_step_whose_requests_parted_is_tried_again(monkeypatch, late: i
     assert len(runs) == tried
 
 
+RESOLVED = Resolved(
+    groups=[CacheGroup("full", "FullAttentionSpec", 16, 2, 32768)],
+    blocks=1000,
+    bytes_per_block=65536,
+    hash_block=16,
+    scheduler_block=16,
+)
 HEADER = IterationLogHeader(
     max_num_seqs=256,
     max_num_batched_tokens=2048,
@@ -224,3 +239,27 @@ def test_a_server_that_is_not_modelled_is_refused_by_name(changes):
 
 def test_a_server_that_is_modelled_is_not_refused():
     refuse_not_modelled(HEADER)
+    refuse_not_modelled(msgspec.structs.replace(HEADER, header=2, resolved=RESOLVED))
+
+
+def test_a_server_is_refused_from_what_it_resolved():
+    resolved = dataclasses.replace(RESOLVED, drafts=Drafts("ngram", 3, padded=True))
+    with pytest.raises(InputError, match="ngram, 3 drafts"):
+        refuse_not_modelled(msgspec.structs.replace(HEADER, header=2, resolved=resolved))
+
+
+def test_several_engines_of_data_parallelism_are_refused():
+    with pytest.raises(InputError, match="2 engines"):
+        refuse_not_modelled(HEADER, ranks=2)
+
+
+def test_a_header_keeps_all_that_was_resolved():
+    header = msgspec.structs.replace(HEADER, header=2, resolved=RESOLVED)
+    assert header_of(to_line(header)) == header
+
+
+def test_a_header_of_an_older_log_is_read():
+    content = msgspec.json.decode(to_line(HEADER))
+    del content["header"], content["resolved"]
+    assert header_of(msgspec.json.encode(content)) == HEADER
+    assert HEADER.header == 1

@@ -39,7 +39,7 @@ def test_a_recipe_agrees_with_the_sizes_and_the_doctor(tmp_path: Path, model: st
     assert recipe.model.weight_bytes == facts.weight_bytes
     assert recipe.model.kv_bytes_per_token == facts.kv_bytes_per_token
     assert recipe.model.pinned
-    check_kv_bytes(recipe.model)
+    check_kv_bytes(recipe)
     assert [check.status for check in check_sizes(recipe)] == ["ok"]
 
 

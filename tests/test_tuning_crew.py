@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import samples
 from test_tuning import trace
 
 from toolkit.errors import InputError
+from toolkit.tuning import executor
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, ProcessPool, collect
 
@@ -79,6 +82,22 @@ def test_results_of_abandoned_tasks_are_not_taken_for_later_tasks(bench: Evaluat
         assert collect(crew, [Task(bench, "slice")]) == collect(
             InProcessRunner(), [Task(bench, "slice")]
         )
+
+
+def test_ctrl_c_waits_while_locks_of_futures_may_be_held(bench: EvaluationSetup, monkeypatch):
+    """Interrupted inside `wait`, this thread would keep the lock that the pool's thread needs."""
+    completed = []
+
+    def interrupted_wait(*args: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        ended = wait(*args)
+        completed.append(True)
+        return ended
+
+    monkeypatch.setattr(executor, "wait", interrupted_wait)
+    with pytest.raises(KeyboardInterrupt), ProcessPool(1) as crew:
+        collect(crew, [Task(bench, "slice"), Task(bench, "sequence")])
+    assert completed == [True]
 
 
 class EndsItsProcess(dict[str, int]):

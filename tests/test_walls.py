@@ -21,7 +21,8 @@ FLOORS = {
     "routing": 2, "sim": 3, "profiling": 3, "serve": 3,
     "backends": 4, "api": 4,
     "tuning": 5, "deploy": 5, "bench": 5, "report": 5, "gateway": 5,
-    "cli": 6,
+    "live": 6,
+    "cli": 7,
 }  # fmt: skip
 SAME_FLOOR = {
     ("engine_traits", "errors"),

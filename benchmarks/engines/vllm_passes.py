@@ -1,27 +1,34 @@
 """The simulator's model of vLLM's scheduler against vLLM's own, pass by pass.
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
-    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER [--cases 400]
-        [--timed]
-    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER --trace TRACE [...]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON [--cases 400]
+        [--timed] [--live]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --caches gpt-oss [--cases 400]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --trace TRACE [...]
 
-Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM 0.32.
+Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM.
 
 The first compares it with a log of a real vLLM (`--scheduler-cls
 toolkit.backends.vllm.iterations.logged_scheduler`) and the requests that it served, one JSON object
 each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 
 The second makes up workloads, with small caches and all flags drawn, and runs them through vLLM's
-scheduler classes, also the asynchronous one, without an engine (`vllm_passes_child.py`): the
+scheduler classes, also the asynchronous one, without an engine: the
 arrivals before each pass are given, and so is which requests end before their limit. Two thirds of
 them have prompts that share blocks, or sessions in which each turn begins with those before, in
-open and closed loop. FOLDER has a model's config.json; no weights are read.
+open and closed loop. `llmctl vllm-check` does the same with fewer workloads.
+
+With --live all settings of a running server are changed every few passes, by the code that changes
+them there (`toolkit.backends.vllm.knobs`).
 
 With --timed the requests come at times, and vLLM's loop, without its executor, hands out tokens by
 a law of launches and of the GPU that is drawn too, with its queue of one or two passes; the times
 of all tokens must be those of the simulated engine, to a nanosecond.
 
-The third does the same with the requests of a trace that says what prompts share, their lengths
+With --caches the workloads are of a model with such groups of caches, in pools that just hold its
+longest request, and the blocks that each group holds for each row must be the same, too.
+
+The last does the same with the requests of a trace that says what prompts share, their lengths
 divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
 
 A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
@@ -34,10 +41,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -46,21 +50,41 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.engines.vllm_passes_child import Arrivals
-from toolkit.backends.vllm.command import link_package
+from toolkit.backends.vllm.conformance import groups
+from toolkit.backends.vllm.conformance.groups import make_grouped, without_keys
+from toolkit.backends.vllm.conformance.kinds import first_difference, live
+from toolkit.backends.vllm.conformance.kinds.full import (
+    ModelledScheduler,
+    passes_of_case,
+    rows_of,
+    step_of,
+)
+from toolkit.backends.vllm.conformance.run import passes_of_results, passes_of_vllm, run_cases
+from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.flight import EMPTY_S
+from toolkit.sim.groups.caches import settings_of
+from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine, PagedRun
 from toolkit.traces.read import read_trace
-from toolkit.traces.types import SharedBlocks, trace_path
+from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
 
-Case = Mapping[str, Any]  # a workload and flags, as JSON
+CACHES = {
+    "gpt-oss": groups.like_gpt_oss,
+    "gpt-oss-128": groups.like_gpt_oss_whole,
+    "gemma": groups.like_gemma,
+    "windows": groups.windows_alone,
+    "sizes": groups.two_sizes,
+    "states": groups.states,
+    "qwen3-next": groups.like_qwen3_next,
+}
+TIMED = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens, not passes
 
 
 def passes_of_log(
@@ -73,7 +97,10 @@ def passes_of_log(
         chunked_prefill=header.enable_chunked_prefill,
         prefix_caching=header.prefix_caching,
     )
-    scheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
+    scheduler: ModelledScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    if caches is not None:
+        scheduler = GroupedScheduler(caches, flags, header.blocks)
     arrived = 0
     found = []
     for start_s in starts_s:
@@ -81,9 +108,57 @@ def passes_of_log(
             one = requests[arrived]
             scheduler.add(PagedRequest(arrived, one["prompt_tokens"], one["max_tokens"]))
             arrived += 1
-        found.append(_step(scheduler))
+        step = step_of(scheduler)
+        step.pop("held", None)
+        found.append(step)
         scheduler.settle(scheduler.commit())
     return found
+
+
+def passes_of_live_log(header: IterationLogHeader, passes: Sequence[LoggedPass]) -> list[Any]:
+    """The passes of our model for a server with live settings, whose log says which requests have
+    come and which settings are new with each pass. No request stops before its limit.
+    """
+    flags = VllmPolicy(
+        max_num_seqs=header.max_num_seqs,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        chunked_prefill=header.enable_chunked_prefill,
+        prefix_caching=header.prefix_caching,
+    )
+    scheduler = PagedScheduler(
+        flags, header.blocks, header.block_tokens, ahead=header.async_scheduling
+    )
+    arrived = 0
+    found: list[Any] = []
+    under_way: list[PagedRequest] = []
+    for one in passes:
+        scheduler.change(one.changed)
+        for _, _, prompt, limit in one.arrived:
+            scheduler.add(PagedRequest(arrived, prompt, limit))
+            arrived += 1
+        step = step_of(scheduler)
+        found.append(step)
+        ended: list[PagedRequest] = []
+        if step["rows"]:
+            ended = scheduler.commit()
+        scheduler.settle(under_way if header.async_scheduling else ended)
+        under_way = ended if header.async_scheduling else []
+    return found
+
+
+def logged_live(passes: Sequence[LoggedPass]) -> list[Any]:
+    """The same log's passes in the same form."""
+    names = [arrival.request_id for one in passes for arrival in one.arrived]
+    number = {name: k for k, name in enumerate(names)}
+    return [
+        {
+            "rows": [[number[row.request_id], row.computed, row.new] for row in one.rows],
+            "preempted": [number[name] for name in one.preempted],
+            "free": one.free_blocks,
+            "waiting": one.waiting,
+        }
+        for one in passes
+    ]
 
 
 def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -100,48 +175,6 @@ def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) 
         }
         for one in passes
     ]
-
-
-def make_case(seed: int) -> dict[str, Any]:
-    """A made-up workload and flags; a request is [pass before which it arrives, prompt, output,
-    limit]. In a closed loop, a turn arrives so many passes after the turn before has ended.
-    """
-    draw = random.Random(seed)
-    block_tokens = draw.choice([4, 8, 16])
-    blocks = draw.choice([12, 20, 40, 100])
-    longest = min(blocks * block_tokens, 1024)
-    seqs = draw.choice([2, 4, 8, 16])
-    kind = draw.choice(["alone", "blocks", "blocks", "sessions", "closed", "both"])
-    made = _Prompts(draw, block_tokens, longest, kind)
-    at = 0
-    requests = []
-    for _ in range(draw.randint(3, 40)):
-        at += draw.choice([0, 0, 0, 1, 2, 5, 30])
-        prompt = made.add()
-        limit = draw.randint(1, min(longest - prompt, draw.choice([3, 20, 60])))
-        output = limit if draw.random() < 0.5 else draw.randint(1, limit)
-        made.lengths.append((prompt, output))
-        later = kind == "closed" and made.previous[-1] >= 0
-        requests.append([draw.choice([0, 0, 1, 7]) if later else at, prompt, output, limit])
-    chunked = draw.random() < 0.8
-    tokens = max(seqs, draw.choice([8, 16, 32, 64, 256]))
-    return {
-        "block_tokens": block_tokens,
-        "blocks": blocks,
-        "max_model_len": longest,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": tokens if chunked else max(tokens, longest),
-        "chunked_prefill": chunked,
-        "prefix_caching": draw.random() < (0.5 if kind == "alone" else 0.9),
-        "reserve_full_isl": draw.random() < 0.8,
-        "watermark": draw.choice([0.0, 0.0, 0.1]),
-        "ahead": draw.random() < 0.5,
-        "closed": kind == "closed",
-        "shared_tokens": made.size,
-        "ids": made.ids,
-        "previous": made.previous,
-        "requests": requests,
-    }
 
 
 def timed_case(seed: int) -> dict[str, Any]:
@@ -187,7 +220,7 @@ def times_of_case(case: Case) -> list[list[float]]:
     law = PipelineLaw(GraphSettings(mode, tuple(sizes), apart), **coefficients)
     engine = PagedEngine(law, case["blocks"], case["block_tokens"], ahead=case["ahead"])
     arrival_s = case["arrival_s"]
-    rows = _rows_of(case)
+    rows = rows_of(case)
     ledger = Ledger(arrival_s, [output for _, _, output, _ in case["requests"]], 1)
     run = PagedRun(0, engine, flags, ledger, shares=True, tells=False)
     arrived = 0
@@ -207,52 +240,6 @@ def summarised(tokens: Sequence[Sequence[float]]) -> list[list[float]]:
         [one[0], one[-1], max((after - before for before, after in pairwise(one)), default=0.0)]
         for one in tokens
     ]
-
-
-class _Prompts:
-    """Made-up prompts that share blocks of `size` tokens and continue earlier requests."""
-
-    def __init__(self, draw: random.Random, block_tokens: int, longest: int, kind: str) -> None:
-        self._draw = draw
-        self._block_tokens = block_tokens
-        self._longest = longest
-        self._kind = kind
-        self.size = draw.choice([2, 3, block_tokens, 2 * block_tokens])
-        self.ids: list[list[int]] = []
-        self.previous: list[int] = []
-        self.lengths: list[tuple[int, int]] = []
-        self._next = 0
-
-    def add(self) -> int:
-        """Make one more prompt; its length. `lengths` has the earlier requests'."""
-        draw = self._draw
-        before = -1
-        most = self._longest // 2
-        prompt = draw.randint(1, min(most, draw.choice([5, 20, 100, 400])))
-        if draw.random() < 0.3:
-            prompt = min(-(-prompt // self._block_tokens) * self._block_tokens, most)
-        common: list[int] = []
-        if self.lengths and self._kind in ("sessions", "closed", "both") and draw.random() < 0.6:
-            before = draw.randrange(len(self.lengths))
-            tokens = sum(self.lengths[before])
-            if tokens + prompt > self._longest - 4:
-                before = -1
-            else:
-                prompt += tokens
-                common = self.ids[before][: self.lengths[before][0] // self.size]
-        if before < 0 and self.lengths and self._kind in ("blocks", "both"):
-            other = draw.randrange(len(self.lengths))
-            if draw.random() < 0.2:
-                prompt = self.lengths[other][0]
-            if draw.random() < 0.8:
-                common = self.ids[other][: draw.randint(0, len(self.ids[other]))]
-        count = -(-prompt // self.size) if self._kind in ("blocks", "both") else 0
-        common = common[:count]
-        new = range(self._next, self._next + count - len(common))
-        self._next += len(new)
-        self.ids.append([*common, *new])
-        self.previous.append(before)
-        return prompt
 
 
 def case_of_trace(
@@ -282,129 +269,17 @@ def case_of_trace(
     }
 
 
-def passes_of_case(case: Case) -> list[Any]:
-    """The passes of our model for a made-up workload."""
-    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
-    flags = VllmPolicy(
-        **{name: case[name] for name in names}, chunked_prefill=case.get("chunked_prefill", True)
-    )
-    shares = "ids" in case
-    scheduler = PagedScheduler(
-        flags,
-        case["blocks"],
-        case["block_tokens"],
-        ahead=case["ahead"],
-        shares=shares,
-        reserves=case.get("reserve_full_isl", True),
-    )
-    arrivals = Arrivals(case)
-    rows = _rows_of(case) if shares else _alone(case)
-    found: list[Any] = []
-    under_way: list[Any] = []
-
-    def settle(ended: list[Any]) -> None:
-        scheduler.settle(ended)
-        for row in ended:
-            arrivals.ended(row.number, len(found))
-
-    while True:
-        for number in arrivals.due(len(found)):
-            scheduler.add(rows[number])
-        step = _step(scheduler, counts=shares)
-        if step["rows"]:
-            found.append(step)
-            ended = scheduler.commit()
-            settle(under_way if case["ahead"] else ended)
-            under_way = ended if case["ahead"] else []
-            continue
-        if step["preempted"]:
-            found.append(step)
-        if under_way:
-            settle(under_way)
-            under_way = []
-        elif not arrivals.skip(len(found)):
-            return found
-
-
-def _alone(case: Case) -> list[PagedRequest]:
-    return [
-        PagedRequest(number, prompt, output, stops=output < limit)
-        for number, (_, prompt, output, limit) in enumerate(case["requests"])
-    ]
-
-
-def _rows_of(case: Case) -> list[PagedRequest]:
-    """The requests of a workload that says what they share."""
-    requests = case["requests"]
-    counts = [len(ids) for ids in case["ids"]]
-    shared = SharedBlocks(
-        case["shared_tokens"],
-        np.array([one for ids in case["ids"] for one in ids], dtype=np.int64),
-        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-    )
-    prompts = [one[1] for one in requests]
-    outputs = [one[2] for one in requests]
-    leaves, continued = contents(prompts, outputs, shared, case["previous"])
-    return [
-        PagedRequest(
-            number,
-            prompt,
-            output,
-            stops=output < limit,
-            content=leaves[number],
-            watched=continued[number] and not case["closed"],
-        )
-        for number, (_, prompt, output, limit) in enumerate(requests)
-    ]
-
-
-def _step(scheduler: PagedScheduler, *, counts: bool = False) -> dict[str, Any]:
-    pool = scheduler.pool
-    before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
-    plan = scheduler.schedule()
-    # vLLM does not know yet that these rows have ended
-    over = sum(not row.left for row in plan.preempted)
-    after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
-    return {
-        "rows": [list(row) for row in scheduler.rows()],
-        "preempted": [row.number for row in plan.preempted],
-        "free": scheduler.pool.free,
-        "waiting": len(scheduler.waiting) + over,
-    } | ({"found": [now - then for now, then in zip(after, before, strict=True)]} if counts else {})
-
-
-def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """The first pass that differs; None: no pass differs."""
-    for k, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        if one != other:
-            return k
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
-
-
-def theirs_of_cases(cases: Sequence[Case], python: str, model: str) -> list[list[Any]]:
-    """The passes that vLLM's own schedulers make of the workloads."""
-    with tempfile.TemporaryDirectory() as folder:
-        link_package(Path(folder))  # and what our scheduler inside vLLM needs
-        environment = os.environ | {"PYTHONPATH": folder}
-        given = Path(folder, "cases.json")
-        found = Path(folder, "passes.json")
-        given.write_text(json.dumps(cases), encoding="utf-8")
-        child = [python, "-m", "benchmarks.engines.vllm_passes_child"]
-        child += [str(given), str(found), model]
-        subprocess.run(child, check=True, env=environment)
-        return json.loads(found.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--vllm-python")
-    parser.add_argument("--model")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--timed", action="store_true")
+    parser.add_argument("--live", action="store_true")
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
+    parser.add_argument("--caches", choices=CACHES)
     parser.add_argument("--trace")
     parser.add_argument("--divide", type=float, default=16)
     parser.add_argument("--pass-s", type=float, default=0.5)
@@ -413,8 +288,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--block-tokens", type=int, default=32)
     given = parser.parse_args()
-    if not ((given.log and given.requests) or (given.vllm_python and given.model)):
-        parser.error("give --log and --requests, or --vllm-python and --model")
+    if not ((given.log and given.requests) or given.vllm_python):
+        parser.error("give --log and --requests, or --vllm-python")
     if given.log:
         header, *lines = given.log.read_bytes().splitlines(keepends=True)
         requests = [
@@ -428,7 +303,9 @@ def main() -> None:
             _report_times([timed_case(given.seed + k) for k in range(given.cases)], given)
             return
         cases = _cases(given)
-        theirs = theirs_of_cases(cases, given.vllm_python, given.model)
+        loaded = run_cases(given.vllm_python, cases)
+        theirs = [without_keys(passes) for passes in passes_of_results(loaded.results)]
+        cases = [case | {"version": loaded.version} for case in cases]
         ours = [passes_of_case(case) for case in cases]
         ahead = sum(case["ahead"] for case in cases)
         print(f"{len(cases) - ahead} workloads with vLLM's Scheduler, {ahead} with AsyncScheduler")
@@ -439,8 +316,14 @@ def main() -> None:
 
 def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The workloads that the options ask for; a trace's with both schedulers."""
+    if given.caches:
+        maker = CACHES[given.caches]
+        return [make_grouped(maker, given.seed + k, ahead=bool(k % 2)) for k in range(given.cases)]
     if not given.trace:
-        return [make_case(given.seed + k) for k in range(given.cases)]
+        seeds = range(given.seed, given.seed + given.cases)
+        if given.live:
+            return [dict(live.make(seed, seed % 2 == 1)) for seed in seeds]
+        return [make_case(seed) for seed in seeds]
     flags = {
         "block_tokens": given.block_tokens,
         "blocks": given.blocks,
@@ -462,7 +345,7 @@ def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _report_times(cases: Sequence[Case], given: argparse.Namespace) -> None:
     """Compare the times of tokens."""
-    theirs = theirs_of_cases(cases, given.vllm_python, given.model)
+    theirs = passes_of_vllm(given.vllm_python, cases, TIMED)
     differ = []
     largest_s = 0.0
     for number, (case, tokens) in enumerate(zip(cases, theirs, strict=True)):
@@ -478,7 +361,7 @@ def _report_times(cases: Sequence[Case], given: argparse.Namespace) -> None:
     print(f"{len(differ)} differ in {count:,} tokens; the largest difference is {largest_s:.2g} s")
 
 
-def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> None:
+def _report(ours: Sequence[list[Any]], theirs: Sequence[list[Any]]) -> None:
     differences = {
         k: found
         for k in range(len(ours))

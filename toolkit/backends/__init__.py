@@ -47,7 +47,8 @@ class ServerOrder:
     `event_log` is for llmctl's own policies, `pass_log` for engines that report their passes.
     `on_foreign` is called if the engine's version or the
     CPU differs from the fitted one; without it, such a plan is refused. `beat` is called every few
-    seconds while llmctl watches the server.
+    seconds while llmctl watches the server. With a `control_key` its settings can be changed while
+    it runs.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class ServerOrder:
     on_foreign: OnForeign | None = None
     beat: Callable[[], None] = lambda: None
     pass_log: Path | None = None
+    control_key: str = ""
 
 
 class Backend(Protocol):
@@ -142,8 +144,8 @@ class StartsReplicas(Protocol):
 class Checks(Protocol):
     """A backend that can check whether its engine is on this machine."""
 
-    def check(self, recipe: Recipe) -> Check:
-        """Return one line for `llmctl doctor`."""
+    def check(self, recipe: Recipe) -> list[Check]:
+        """Return lines for `llmctl doctor`."""
         ...
 
 
@@ -202,12 +204,12 @@ class LocalBackend:
         traits_of(recipe.engine.name).require()
         return engine_process(recipe)
 
-    def check(self, recipe: Recipe) -> Check:
+    def check(self, recipe: Recipe) -> list[Check]:
         """See `Checks.check`: the versions of the engine's libraries."""
         traits = traits_of(recipe.engine.name)
         try:
             traits.require()
         except EngineError as error:
-            return Check("libraries", "missing", error.message, error.hint)
+            return [Check("libraries", "missing", error.message, error.hint)]
         versions = [f"{name} {metadata.version(name)}" for name in traits.libraries]
-        return Check("libraries", "ok", ", ".join(versions) or "none needed")
+        return [Check("libraries", "ok", ", ".join(versions) or "none needed")]

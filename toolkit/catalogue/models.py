@@ -8,15 +8,22 @@ transformers is imported. `benchmarks/engines/recipe_sizes.py` compares the sums
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from toolkit.catalogue.quantization import Config, Scheme, scheme_of
 from toolkit.errors import InputError, nearest
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_BYTES = DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # without scales
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+WINDOW_PATTERNS = {  # where the config has no pattern: the last of so many layers is full
+    "cohere2": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+}
 
 # How the weights of a `model_type` are laid out. A type is listed only if `_modules` counts it.
 DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -63,6 +70,7 @@ class ModelFacts:
         scheme: how they are quantized; None: not at all.
         special: what llmctl's laws and its model of a cache do not know (`Special`).
         kv_bytes_per_token: of a whole model that caches every token in every layer.
+        config: that the sizes follow from.
     """
 
     model_type: str
@@ -79,6 +87,7 @@ class ModelFacts:
     scheme: Scheme | None
     special: Special
     kv_bytes_per_token: int
+    config: Config = field(repr=False, compare=False)
 
     @property
     def parameters(self) -> int:
@@ -121,23 +130,13 @@ class Special:
         experts: of a layer; 0: none.
         windows: layers with a sliding window, and the window; (0, 0): none.
         latent: values per token and layer of multi-head latent attention (MLA); 0: none.
-        states: what else holds a cache, such as 'linear attention'; '': nothing.
+        states: what holds a state per request, such as 'linear attention'; '': nothing.
     """
 
     experts: int = 0
     windows: tuple[int, int] = (0, 0)
     latent: int = 0
     states: str = ""
-
-    @property
-    def cache_problem(self) -> str:
-        """Why llmctl's model of the KV cache does not hold; '': it holds."""
-        if self.states:
-            return f"{self.states} beside attention: several kinds of cache"
-        layers, window = self.windows
-        if layers:
-            return f"sliding windows of {window:,} tokens in {layers} layers: more kinds of cache"
-        return ""
 
 
 def special_of(config: Config) -> Special:
@@ -170,18 +169,24 @@ def not_computed(special: Special, scheme: str) -> list[str]:
     reasons = []
     if special.latent:
         reasons.append("MLA (multi-head latent attention)")
-    if special.cache_problem:
-        reasons.append(special.cache_problem.partition(":")[0])
+    if special.windows[0]:
+        reasons.append("sliding windows")
+    if special.states:
+        reasons.append(special.states)
     if scheme.startswith("int"):
         reasons.append(f"quantized weights ({scheme})")
     return reasons
 
 
 def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
-    """Bytes that every token adds to a full cache, and the formula; None: a size is missing."""
+    """Bytes that every token adds to a full cache, and the formula; None: a size is missing, or
+    `dtype` keeps scales, too.
+    """
+    if dtype not in CACHE_BYTES:
+        return None
     config = text_config(config)
     layers = integer_at(config, "num_hidden_layers")
-    element = DTYPE_BYTES[dtype]
+    element = CACHE_BYTES[dtype]
     latent = special_of(config).latent
     if layers and latent:
         return layers * latent * element, f"{layers} layers * {latent} of MLA * {element} bytes"
@@ -215,9 +220,6 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise InputError("the config has no model_type", "give transformers' config.json")
-    if states := _states(config):
-        problem = f"model_type '{kind}': {states} beside attention is not modelled"
-        raise InputError(problem, "llmctl knows layers of attention with one kind of KV cache")
     if kind not in KNOWN_TYPES:
         problem = f"model_type '{kind}': its sizes are not known"
         raise InputError(problem, nearest(kind, KNOWN_TYPES))
@@ -247,6 +249,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
         scheme=scheme,
         special=special_of(config),
         kv_bytes_per_token=found[0],
+        config=config,
     )
 
 
@@ -279,7 +282,7 @@ def _windows(config: Config) -> tuple[int, int]:
     if isinstance(kinds, list):
         count = kinds.count(SLIDING)
         return (count, window) if count else (0, 0)
-    every = integer_at(config, "sliding_window_pattern")  # the last of so many is full
+    every = integer_at(config, "sliding_window_pattern") or WINDOW_PATTERNS.get(kind, 0)
     if every:
         return layers - layers // every, window
     if kind.startswith("qwen"):  # the layers from this one on
@@ -296,15 +299,16 @@ STATE_KEYS = {  # a key of config.json, and what holds a state per request
     "state_size": "Mamba layers",
     "linear_num_value_heads": "linear attention",
     "linear_attn_config": "linear attention",
-    "attention_chunk_size": "chunked attention",
-    "index_topk": "an index of sparse attention",
+    "layers_block_type": "Mamba layers",
+    "attn_layer_period": "Mamba layers",
+    "attn_type_list": "linear attention",
 }
 
 
 def _states(config: Config) -> str:
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
-        other = [str(kind) for kind in kinds if kind not in (FULL, SLIDING)]
+        other = [str(kind) for kind in kinds if kind not in (FULL, SLIDING, CHUNKED)]
         if other:
             return other[0].replace("_", " ")
     return next((name for key, name in STATE_KEYS.items() if config.get(key)), "")

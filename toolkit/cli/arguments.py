@@ -25,8 +25,10 @@ RENDERED = ("local", "systemd", "compose", "kubernetes", "ray", "vllm", "sglang"
 IN_PROCESS = ("local", "ray")  # the command itself is the server
 MANAGED = ("systemd", "compose")  # a service manager starts the server
 SLA_EXAMPLE = "ttft_p99_s=2"
+CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
 OUTPUTS = (
     "out",
+    "plan_out",
     "png",
     "html",
     "save_requests",
@@ -211,6 +213,7 @@ RecipeArgument = Annotated[
         help="A recipe's file, or the name of a shipped recipe.",
     ),
 ]
+RECIPE: dict[str, Any] = {"callback": resolve_recipe, "autocompletion": recipes}  # of an option
 FIT: dict[str, Any] = {"callback": resolve_fit, "autocompletion": fits}  # of an option for a fit
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
 SET_HELP = "Set a parameter of the policy, like slice_tokens=64; repeatable."

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.catalogue.classes import of_resolved
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
 from toolkit.engine_traits import traits_of
@@ -24,6 +25,7 @@ from toolkit.files.fleet import (
     sized,
 )
 from toolkit.files.io import digest, head, read_file, shipped_fit
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
@@ -92,16 +94,21 @@ class FoundFit:
 def note_found(found: Sequence[FoundFit]) -> None:
     """Print what predictions from these fits rest on: each fact once."""
     note_bases({one.file: one.fit for one in found if one.file})
-    computed = [one.fit.engine for one in found if not one.file]
-    note(*dict.fromkeys(line for engine in computed for line in analytic_notes(engine)))
+    computed = [one.fit for one in found if not one.file]
+    lines = [
+        line for fit in computed for line in (*analytic_notes(fit.engine), *agreement_notes(fit))
+    ]
+    note(*dict.fromkeys(lines))
 
 
 def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = False) -> FoundFit:
     """The fit of the recipe in `file`: the one that is `given`, fit.json of this folder, the
     shipped one, or computed.
 
-    Raises `InputError` where none of these is possible, and as `read_fit`.
+    Raises `InputError` where none of these is possible, for what is not modelled, and as
+    `read_fit`.
     """
+    refuse_recipe(recipe)
     path = given or _fit_here(recipe) or shipped_fit(file.stem)
     if path is not None:
         return FoundFit(read_fit(path, file, force=force), path)
@@ -181,6 +188,7 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     kinds = []
     for source in sources:
         recipe = source.priced(open_recipe(source.recipe))
+        refuse_recipe(recipe)
         fit = read_fit(source.fit, source.recipe, force=force)
         count = source.member.workers or recipe.workers
         nodes = source.member.nodes
@@ -273,7 +281,7 @@ def note_bases(fits: Mapping[Path, Fit]) -> None:
     """Print what predictions from these fits, by file, rest on: each fact once."""
     lines = []
     for path, fit in fits.items():
-        lines += analytic_notes(fit.engine)
+        lines += [*analytic_notes(fit.engine), *agreement_notes(fit)]
         validation = find_validation(path, digest(path).sha256)
         lines += [validation.summary()] if validation else []
     note(*dict.fromkeys(lines))
@@ -282,6 +290,20 @@ def note_bases(fits: Mapping[Path, Fit]) -> None:
 def analytic_notes(engine: EngineFacts) -> list[str]:
     """A line that nothing was measured, for an analytic profile or fit; else none."""
     return [f"analytic, nothing was measured: {engine.analytic}"] if engine.analytic else []
+
+
+def agreement_notes(fit: Fit) -> list[str]:
+    """A line that says how far the simulator agrees with vLLM's own scheduler: of the version that
+    was measured, or where none was, of the last one that was compared; none for other engines.
+    """
+    if not traits_of(fit.engine.engine).timed_by_pass:
+        return []
+    from toolkit.backends.vllm.conformance.results import agreement, last_compared
+
+    resolved = fit.steps.resolved if fit.steps else None
+    classes = {one.name for one in of_resolved(resolved)} if resolved else set()
+    version = fit.engine.engine_version or last_compared()
+    return [agreement(version, classes)] if version else []
 
 
 def find_validation(near: Path, fit_sha256: str) -> Validation | None:

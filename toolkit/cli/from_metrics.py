@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from toolkit.errors import InputError
 from toolkit.files.io import check_writable
 
 if TYPE_CHECKING:
+    from toolkit.endpoints.acceptance import Sample
     from toolkit.traces.histograms import LengthHistogram, ScrapedTraffic
     from toolkit.traces.types import Trace
 
@@ -140,7 +141,9 @@ def _saved(args: FromMetricsOptions) -> ScrapedTraffic:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise InputError(f"{path}: cannot be read: {reason}", "save it with curl") from None
-        return traffic_of(parsed_metrics(text), args.model, path.name, at_s)
+        metrics = parsed_metrics(text)
+        _note_acceptance(metrics, at_s)
+        return traffic_of(metrics, args.model, path.name, at_s)
 
     first = page(Path(args.source), 0.0)
     if args.later is None:
@@ -153,7 +156,20 @@ def _scraped(args: FromMetricsOptions, at_s: float = 0.0) -> ScrapedTraffic:
     from toolkit.endpoints.prometheus import metrics_page
     from toolkit.traces.histograms import traffic_of
 
-    return traffic_of(metrics_page(args.source, args.api_key), args.model, args.source, at_s)
+    metrics = metrics_page(args.source, args.api_key)
+    _note_acceptance(metrics, at_s)
+    return traffic_of(metrics, args.model, args.source, at_s)
+
+
+def _note_acceptance(metrics: Iterable[Sample], at_s: float) -> None:
+    """Print how many drafts the server has accepted, as a recipe takes it, at the first look."""
+    from toolkit.endpoints.acceptance import acceptance_of
+
+    found = acceptance_of(metrics) if not at_s else None
+    if found is not None and found.rates is not None:
+        rates = ", ".join(f"{rate:.3f}" for rate in found.rates)
+        text = f"speculative decoding; for serve.acceptance of a recipe: rates: [{rates}]"
+        note(f"{text}, proposed: {found.proposed:.3f}")
 
 
 def _watched(

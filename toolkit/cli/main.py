@@ -57,6 +57,9 @@ COMMANDS = {
     "serve": CommandEntry(
         "Start a server with OpenAI's API, N workers and one scheduler.", "the server has stopped"
     ),
+    "set": CommandEntry(
+        "Show or change the settings of a running vLLM, between two passes.", module="settings"
+    ),
     "status": CommandEntry(
         "Show the servers on this machine: health, load and speed.", module="running"
     ),
@@ -76,6 +79,9 @@ COMMANDS = {
     ),
     "compare": CommandEntry("Compare policies on one trace: a table, and plots."),
     "trace": CommandEntry("Inspect, convert, generate and record traces."),
+    "vllm-check": CommandEntry(
+        "Compare the installed vLLM with what llmctl knows of it.", module="vllm_check"
+    ),
     "demo": CommandEntry(
         "Run all steps on this machine: profile, fit, tune, serve, bench.",
         "finished stages are kept in the output folder",

@@ -13,19 +13,23 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
+    RECIPE,
     JsonOption,
     RecipeArgument,
     argument,
     command_of,
     open_recipe,
     option,
+    refuse_useless,
 )
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
+from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.units import number, percent, seconds, size
 
@@ -58,6 +62,12 @@ class ProfileOptions:
         "and that profile's recipe.",
         metavar="PROFILE RECIPE",
     )
+    drafts: int | None = option(
+        None,
+        "Of vLLM with speculative decoding: drafts of a row in a pass, in place of the recipe's; "
+        "0: none.",
+        min=0,
+    )
     as_json: JsonOption = False
 
 
@@ -81,7 +91,7 @@ def profile(args: ProfileOptions) -> None:
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        loaded = open_recipe(recipe).measured
+        loaded = _with_drafts(open_recipe(recipe).measured, args.drafts)
         timed = backend_of(loaded.engine.name).timed
         measured = measure(loaded, recipe, out, TerminalWatch(stack), fresh=args.fresh, timed=timed)
     write_file(measured, out)
@@ -95,13 +105,41 @@ def profile(args: ProfileOptions) -> None:
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
 
+def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
+    """The recipe with so many drafts of a row in a pass; None: with its own number."""
+    if tokens is None:
+        return recipe
+    policy = recipe.policy
+    if policy.name != "vllm":
+        raise InputError(
+            f"--drafts {tokens}: policy '{policy.name}' of recipe '{recipe.name}' has none",
+            "set policy.name to vllm, or leave it out",
+        )
+    parameters = policy.parameters | {"num_speculative_tokens": tokens}
+    changed = policy.model_copy(update={"parameters": parameters})
+    return recipe.model_copy(update={"policy": changed})
+
+
 @dataclass(frozen=True, slots=True)
 class FitOptions:
     """The command line of `llmctl fit`."""
 
-    profile: Path = argument("profile.json, from `llmctl profile`.", metavar="PROFILE")
+    profile: Path | None = argument("profile.json, from `llmctl profile`.", None, metavar="PROFILE")
+    also: list[Path] | None = option(
+        None,
+        "A profile of the same recipe with another number of drafts (`profile --drafts`); "
+        "repeatable.",
+        metavar="PROFILE",
+    )
     out: Path = option(Path("fit.json"), "Write the fit to this file.")
     seed: int = option(0, "Split the points into held-out parts by this seed.", min=0)
+    from_log: Path | None = option(
+        None,
+        "Instead of a profile: the passes that a server of engine vllm made for its own traffic "
+        "(`llmctl serve --pass-log`). Needs --recipe.",
+        metavar="LOG",
+    )
+    recipe: Path | None = option(None, "The recipe of that server.", **RECIPE)
     points: bool = option(False, "Print the held-out error of every point, too.")
     max_error: float | None = option(
         None, "Exit with 4 where a law's held-out median error is above this percentage.", min=0.0
@@ -114,14 +152,22 @@ def fit(args: FitOptions) -> None:
     """Fit the laws of time and memory to a profile, and print their errors on held-out points.
 
     Several forms of each law compete; the one with the least held-out error is kept and fitted to
-    all points.
+    all points. --from-log needs no profile: it says which terms the server's traffic does not
+    show, and refuses a log that shows too little.
     """
-    from toolkit.estimators.fitting import fit_file, fit_profile
+    from toolkit.estimators.fitting import fit_file, fit_profile, laws_of_drafts
 
-    measured = read_file(Profile, args.profile)
+    measured, inputs = _measured(args)
     fitted = fit_profile(measured, args.seed)
-    made_from = head(inputs={"profile": args.profile}, device=measured.environment.device)
+    made_from = head(inputs=inputs, device=measured.environment.device)
     made = fit_file(measured, fitted, made_from)
+    if args.also:
+        others = [read_file(Profile, path) for path in args.also]
+        made = made.model_copy(update={"drafts": laws_of_drafts(measured, others, args.seed)})
+    if args.from_log is not None:
+        from toolkit.backends.vllm.from_log import with_pass_errors
+
+        made = with_pass_errors(made)
     write_file(made, args.out)
     emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
     note(*analytic_notes(measured.engine))
@@ -148,6 +194,36 @@ def fit(args: FitOptions) -> None:
             above = f"{error.median_percent:.1f} % is above --max-error {args.max_error:g}"
             hint = "profile on a quieter machine, or with more repeats"
             raise TargetMissedError(f"{name}: held-out median error {above}", hint)
+
+
+def _measured(args: FitOptions) -> tuple[Profile, dict[str, Path]]:
+    """What is fitted, and the files that it comes from."""
+    if args.from_log is None:
+        if args.profile is None:
+            raise InputError("fit needs a profile", "llmctl fit PROFILE, or --from-log LOG")
+        refuse_useless({"--recipe": args.recipe}, "a profile names its recipe")
+        return read_file(Profile, args.profile), {"profile": args.profile}
+    if args.profile is not None:
+        raise InputError("both a profile and --from-log are given", "keep one of them")
+    if args.recipe is None:
+        raise InputError("--from-log needs the server's recipe", "add --recipe RECIPE")
+    from toolkit.backends.vllm.from_log import profile_of_log, read_passes
+
+    recipe = open_recipe(args.recipe)
+    if not traits_of(recipe.engine.name).timed_by_pass:
+        raise InputError(
+            f"--from-log: engine {recipe.engine.name} writes no passes", "it is for engine vllm"
+        )
+    history = read_passes(args.from_log)
+    inputs = {"recipe": args.recipe, "log": args.from_log}
+    made, shown = profile_of_log(recipe, history, head(inputs), seed=args.seed)
+    note(f"{shown.passes:,} passes of the log, {shown.points:,} points")
+    if shown.absent:
+        note(f"no pass of it has {', '.join(shown.absent)}: the law takes these as 0")
+    if shown.unsure:
+        note(f"this traffic does not tell apart {', '.join(shown.unsure)}")
+    note("the front is not in a log of passes: predicted latencies are those at the engine")
+    return made, inputs
 
 
 def _profile_analytically(args: ProfileOptions) -> None:
@@ -220,6 +296,8 @@ def show_profile(measured: Profile) -> None:
     if facts.deepspeed:
         print(f"DeepSpeed: {facts.deepspeed}")
     workers = f"{measured.workers} worker{'s' * (measured.workers != 1)}"
+    if measured.steps and measured.steps.resolved:
+        print(f"measured with {measured.steps.resolved.words(facts.dtype)}")
     print(f"KV cache {kv_cache}; times in {measured.clock} seconds, {workers}\n")
     prefill = {(p.batch_size, p.input_length): median(p.seconds) for p in measured.prefill}
     decode = {(p.batch_size, p.cached_length): median(p.seconds) for p in measured.decode}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from toolkit.catalogue.classes import of_config, refusal
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
@@ -181,7 +182,7 @@ def models(as_json: JsonOption = False) -> None:
                 weights=scheme,
                 kv_bytes_per_token=facts.kv_bytes_per_token,
                 context=facts.context,
-                refused=facts.special.cache_problem,
+                refused=refusal(of_config(model.config)),
             )
         )
 
@@ -200,6 +201,6 @@ def models(as_json: JsonOption = False) -> None:
             for line in lines
         ]
         table(columns, rows)
-        print("*: not yet, because of more than one kind of KV cache; sources: --json")
+        print("*: not yet; --json says why, and the sources")
 
     emit(as_json, {"models": lines}, show)

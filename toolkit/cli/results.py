@@ -38,6 +38,11 @@ class Simulation(BaseModel):
     )
     trace: Requests = Field(description="which requests were simulated")
     concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
+    installed_vllm: str | None = Field(
+        default=None,
+        description="the version of the vLLM whose own scheduler planned the passes; null: "
+        "llmctl's model of it, or another policy",
+    )
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
+    CONTROL_KEY_VARIABLE,
     SET_HELP,
     JsonOption,
     argument,
@@ -42,6 +44,7 @@ _replicas = partial(option, rich_help_panel="Replicas")
 _network = partial(option, rich_help_panel="Network and access")
 _load = partial(option, rich_help_panel="Overload and shutdown")
 _watch = partial(option, rich_help_panel="Logs, metrics and checks")
+_live = partial(option, rich_help_panel="Live settings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,34 @@ class ServeOptions:
         "Exit with 4 where such a point is beyond the fit's stated error, and with 2 where a "
         "replica is of another model, context or version.",
     )
+    live: bool = _live(
+        False,
+        "Let the settings of engine vllm change while it serves (`llmctl set`, `llmctl tune "
+        "--live`), up to the bounds of the search.",
+    )
+    control_key: str = _live(
+        "",
+        "The key of --live, in the environment; default: a new one, which this machine's user "
+        "reads.",
+        envvar=CONTROL_KEY_VARIABLE,
+    )
+    keep_tuned: bool = _live(
+        False,
+        "With --live: look at the server's own traffic, and say which setting would serve it "
+        "better; with --keep-apply, change it.",
+    )
+    keep_apply: bool = _live(
+        False, "Change a setting where the gain is sure, watch it, and take it back if it is worse."
+    )
+    keep: list[str] | None = _live(
+        None,
+        "Change only this setting, within these bounds; again for each further one. Default: all "
+        "that --live allows.",
+        metavar="KEY=LOW:HIGH",
+    )
+    keep_minutes: float = _live(
+        60.0, "Look at the traffic of so many minutes.", min=1.0, max=24 * 60.0
+    )
     as_json: JsonOption = False
 
 
@@ -237,7 +268,9 @@ def command(args: ServeOptions) -> None:
     if args.replica or args.replicas or own is not None:
         serve_start.start(_before_replicas(args, given, own), args, given)
     elif isinstance(backend, Serves):
-        serve_start.start_server(backend, _server_order(args, given), args, given)
+        order = _server_order(args, given)
+        with serve_start.keeping(args, order) as (order, keep):
+            serve_start.start_server(backend, order, args, given, keep)
     else:
         serve_start.start(_with_workers(args, given), args, given)
 
@@ -274,7 +307,7 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     from toolkit.serve.engine_front import OwnWorkers, engine_front
 
     plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live", "--keep-tuned")
     settings = make_settings(
         plan,
         model=args.served_model_name,
@@ -326,6 +359,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
         args.event_log,
         warn if args.force else None,
         pass_log=args.pass_log,
+        control_key=(args.control_key or secrets.token_urlsafe(24)) if args.live else "",
     )
 
 
@@ -344,7 +378,7 @@ def _before_replicas(
     from toolkit.serve.assemble import FrontSettings
 
     _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-            "--pass-log")  # fmt: skip
+             "--pass-log", "--live", "--keep-tuned")  # fmt: skip
     plan = given.plan
     ray = given.ray
     file = given.file

@@ -7,14 +7,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.cli.arguments import IN_PROCESS, MANAGED, parse_settings
+from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, IN_PROCESS, MANAGED, parse_settings
 from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
 from toolkit.cli.output import WIDTH, emit, note
 from toolkit.engine_traits import traits_of
@@ -146,6 +148,7 @@ def prepare(args: ServeOptions, location: ServeLocation) -> Prepared:
 
     # the workers inherit the environment, and run models' own code
     forget_variable("LLMCTL_API_KEY")
+    forget_variable(CONTROL_KEY_VARIABLE)
     manager = Manager.take()
     access = find_keys(args.api_key, args.api_key_file, args.api_keys)
     source = location.plan or args.source
@@ -325,8 +328,64 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     serve_recorded(serve, front.announce, plan, model, given.manager, target, args.ssl_certfile)
 
 
-def start_server(backend: Serves, order: ServerOrder, args: ServeOptions, given: Prepared) -> None:
-    """Start the server of an engine that is one itself, and serve until a signal ends it."""
+Keep = Callable[[str], None]  # called with the URL of a server that is ready
+
+
+def _keep_nothing(url: str) -> None:
+    """Without --keep-tuned."""
+
+
+@contextmanager
+def keeping(args: ServeOptions, order: ServerOrder) -> Iterator[tuple[ServerOrder, Keep]]:
+    """The order with the log that --keep-tuned reads, and what begins it; without that option it
+    does nothing. `InputError` for bounds that the server does not have.
+    """
+    if not args.keep_tuned:
+        if args.keep_apply or args.keep:
+            raise InputError("--keep and --keep-apply are about --keep-tuned", "add --keep-tuned")
+        yield order, _keep_nothing
+        return
+    from toolkit.backends.vllm.backend import live_bounds
+    from toolkit.endpoints.settings import SettingsClient
+    from toolkit.endpoints.target import find_target
+    from toolkit.live.keep import KeepRules
+    from toolkit.live.kept import OWNER, KeepOrder, KeptTuned, bounds_of
+
+    if not order.control_key:
+        raise InputError("--keep-tuned changes live settings", "add --live")
+    bounds = bounds_of(args.keep or [], live_bounds(order.plan))
+    with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as folder:
+        own = order.pass_log is None
+        log = order.pass_log or Path(folder) / "passes.jsonl"
+        kept: list[KeptTuned] = []
+
+        def begin(url: str) -> None:
+            keep = KeepOrder(
+                order.plan,
+                log,
+                own,
+                KeepRules(bounds),
+                dry=not args.keep_apply,
+                horizon_s=60.0 * args.keep_minutes,
+            )
+            controls = [SettingsClient(url, order.control_key, OWNER)]
+            target = find_target(url, order.served_model, order.api_key)
+            kept.append(KeptTuned(keep, controls, target, note))
+            kept[0].start()
+
+        try:
+            yield replace(order, pass_log=log), begin
+        finally:
+            for one in kept:
+                one.stop()
+
+
+def start_server(
+    backend: Serves, order: ServerOrder, args: ServeOptions, given: Prepared, keep: Keep
+) -> None:
+    """Start the server of an engine that is one itself, and serve until a signal ends it. `keep` is
+    called once it is ready.
+    """
     from toolkit.sched.policies import make_any, refuse_unservable
 
     plan = order.plan
@@ -334,9 +393,13 @@ def start_server(backend: Serves, order: ServerOrder, args: ServeOptions, given:
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
-    announce = partial(announce_plan, args.as_json, plan, model)
+
+    def announce(url: str) -> None:
+        announce_plan(args.as_json, plan, model, url)
+        keep(url)
+
     launch = partial(backend.launch, replace(order, beat=given.manager.beat))
-    serve_recorded(launch, announce, plan, model, given.manager)
+    serve_recorded(launch, announce, plan, model, given.manager, control_key=order.control_key)
 
 
 def serve_recorded(
@@ -347,14 +410,22 @@ def serve_recorded(
     manager: Manager,
     target: Where = "local",
     certificate: Path | None = None,
+    control_key: str = "",
 ) -> None:
     """Serve, and record the server for `llmctl status` and `llmctl stop`.
 
     `launch` calls its argument with the URL once the server is ready, which `announce` prints. It
     serves until a signal ends it, and returns how the requests ended, which `llmctl stop` waits
-    for. Where the record cannot be written, as in a container, the server runs without one.
+    for. `control_key` is the key of its settings, kept beside the record. Where the record cannot
+    be written, as in a container, the server runs without one.
     """
-    from toolkit.deploy.running import forget, name_of, remember, this_process
+    from toolkit.deploy.running import (
+        forget,
+        keep_control_key,
+        name_of,
+        remember,
+        this_process,
+    )
 
     record: Running | None = None
     was_ready = False
@@ -370,6 +441,8 @@ def serve_recorded(
         server = server.model_copy(update=facts)
         try:
             remember(server)
+            if control_key:
+                keep_control_key(server, control_key)
             record = server
         except InputError as error:
             note(f"llmctl status will not list this server: {error.message}")

@@ -35,6 +35,13 @@ from toolkit.cli.basis import (
     read_tuning,
     refuse_workers,
 )
+from toolkit.cli.installed import (
+    INSTALLED,
+    MODEL,
+    python_of,
+    refuse_other_schedulers,
+    simulate_installed,
+)
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
@@ -43,6 +50,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import sized
 from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
@@ -316,10 +324,10 @@ class Stage:
         )
         world = flagged(world, self.kinds, flags)
         if self.recipe:
-            pairs = zip(world.others, others, strict=True)
-            further = [replace(one, flush_s=kind.recipe.engine.flush_s) for one, kind in pairs]
-            flush_s = self.recipe.engine.flush_s
-            world = replace(world, flush_s=flush_s, others=tuple(further))
+            further = [
+                _of_recipe(one, k.recipe) for one, k in zip(world.others, others, strict=True)
+            ]
+            world = replace(_of_recipe(world, self.recipe), others=tuple(further))
         traffic = self.traffic
         world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
         routing = world.routing or Routing()
@@ -339,6 +347,12 @@ class Stage:
             )
         made = make_router(router.name, parameters(router) | known)
         return replace(world, routing=replace(routing, router=made, limits=limits))
+
+
+def _of_recipe(world: World, recipe: Recipe) -> World:
+    """The world with what a recipe says and a fit does not."""
+    acceptance = world.acceptance or recipe.serve.acceptance
+    return replace(world, flush_s=recipe.engine.flush_s, acceptance=acceptance)
 
 
 def open_stage(args: StageOptions, rate: object = None) -> Stage:
@@ -377,6 +391,8 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         path = _existing_fit(args.fit)
         fitted = read_file(Fit, path)
         spec = _recipe_of(fitted, path, args.recipe, needed=args.max_new_tokens is None)
+        if spec is not None:
+            refuse_recipe(spec)
         made_from = {"fit": path} | ({"recipe": args.recipe} if args.recipe else {})
         tuning = read_tuning(args.tuning, made_from)
         if tuning and "fleet" in tuning.inputs:
@@ -499,11 +515,11 @@ def result_notes(
     if "hit_percent" in metrics:
         hit_percent = metrics["hit_percent"]
         tokens = metrics["query_tokens"]
-        lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
-        lines.append(
-            f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found, "
-            f"{lost_percent:.3g} % lost to eviction"
-        )
+        line = f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found"
+        if "lost_hit_tokens" in metrics:
+            lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
+            line += f", {lost_percent:.3g} % lost to eviction"
+        lines.append(line)
     if metrics["unfinished"]:
         unfinished = f"{metrics['unfinished']:,.0f} had not ended"
         lines.append(f"stopped when the last request was admitted; {unfinished}")
@@ -566,6 +582,18 @@ class SimulateOptions(StageOptions):
         "that costs.",
         "--failures",
     )
+    scheduler: str = option(
+        MODEL,
+        "Who plans vLLM's passes: llmctl's model of its scheduler, or the installed vLLM's own "
+        "scheduler, without a GPU, exact and slow.",
+        metavar="model|installed",
+    )
+    vllm_python: str | None = option(
+        None,
+        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
+        "or this one.",
+        metavar="FILE",
+    )
     as_json: JsonOption = False
 
 
@@ -583,6 +611,8 @@ def command(args: SimulateOptions) -> None:
     from toolkit.sim.api import simulate
     from toolkit.traces.windows import scale_rate
 
+    valid = (MODEL, INSTALLED)
+    refuse_other_schedulers("--scheduler", args.scheduler, valid, args.vllm_python)
     stage = open_stage(args, args.rate)
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
@@ -592,7 +622,12 @@ def command(args: SimulateOptions) -> None:
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
-    result = simulate(requests, chosen, world)
+    version = None
+    if args.scheduler == INSTALLED:
+        python = python_of(args.vllm_python, stage.recipe)
+        result, version = simulate_installed(requests, chosen, world, python)
+    else:
+        result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     note(*_failure_notes(requests, chosen, world, result, targets))
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
@@ -611,6 +646,7 @@ def command(args: SimulateOptions) -> None:
         verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
         concurrency=result.concurrency,
+        installed_vllm=version,
         kinds=of_kinds or None,
         kind_parameters=flags or None,
         **metrics,

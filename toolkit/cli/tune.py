@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT,
     FIT_HELP,
+    ApiKeyOption,
     JsonOption,
     RecipeArgument,
     as_typed,
@@ -42,6 +43,12 @@ from toolkit.cli.basis import (
     open_fleet,
     parallel_size,
     refuse_workers,
+)
+from toolkit.cli.installed import (
+    INSTALLED,
+    confirm,
+    python_of,
+    refuse_other_schedulers,
 )
 from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
@@ -125,6 +132,7 @@ def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
 _search = partial(option, rich_help_panel="What is searched")
 _traffic = partial(option, rich_help_panel="Traffic and workers")
 _computing = partial(option, rich_help_panel="Where it is computed")
+_running = partial(option, rich_help_panel="On a running server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +221,18 @@ class TuneOptions(LengthOptions):
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
+    confirm: str | None = _computing(
+        None,
+        "Simulate the best five settings once more by the installed vLLM's own scheduler "
+        "(installed), and say whether it finds the same.",
+        metavar="installed",
+    )
+    vllm_python: str | None = _computing(
+        None,
+        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
+        "or this one.",
+        metavar="FILE",
+    )
     storage: str = _computing(
         "",
         "Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a file "
@@ -220,6 +240,27 @@ class TuneOptions(LengthOptions):
         metavar="URL",
         envvar="LLMCTL_STORAGE",
     )
+    live: str | None = _running(
+        None,
+        "Instead of a simulation alone: try settings on this running server, which `llmctl serve "
+        "--live` started with the plan that is named in the place of the recipe. 'here' is the "
+        "one on this machine.",
+        metavar="URL",
+    )
+    minutes: float = _running(10.0, "Measure for so long.", min=0.1)
+    server_passes: Path | None = _running(
+        None,
+        "The server's --pass-log, on this machine: the law is fitted again from its passes.",
+    )
+    plan_out: Path = _running(
+        Path("live-plan.json"), "Write the plan that starts with the best settings to this file."
+    )
+    control_key: str = _running(
+        "",
+        "The key of its control; default: that of the server's record on this machine.",
+        envvar=arguments.CONTROL_KEY_VARIABLE,
+    )
+    api_key: ApiKeyOption = ""
     as_json: JsonOption = False
 
 
@@ -234,10 +275,20 @@ def command(args: TuneOptions) -> None:
     with its certainty, or the advice to keep it. The same command resumes an interrupted search;
     --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
     limit; the result is written and printed nevertheless.
+
+    With --live the settings are tried on a running server, in short bursts of the trace, without a
+    restart. It ends with the best ones if their gain is sure, else, and after Ctrl-C, with those of
+    before. The same command goes on from its journal.
     """
+    if args.live is not None:
+        from toolkit.cli.tune_live import tune_live
+
+        tune_live(args)
+        return
     from toolkit.tuning.tune import settings_of
     from toolkit.tuning.workload import make_workload
 
+    refuse_other_schedulers("--confirm", args.confirm, (INSTALLED,), args.vllm_python)
     opened = _open(args)
     keep_inputs({**opened.inputs, "out": args.out})  # also a fit that was found here
     recipe = opened.recipe
@@ -256,6 +307,9 @@ def command(args: TuneOptions) -> None:
     made_from = head(opened.inputs | ({"trace": file} if file else {}))
     searches = Searches(args, opened, machines, workload, made_from, "" if file else trace.source)
     result = searches.run(refused)
+    if args.confirm == INSTALLED:
+        inputs = searches.inputs_of(result)
+        result = confirm(result, inputs, python_of(args.vllm_python, inputs.recipe))
     write_file(result, args.out)
     searches.forget()
     emit(args.as_json, result, lambda: show(result))
@@ -454,6 +508,15 @@ class Searches:
         if failed and not tunings:
             raise failed
         return compared(able, tunings, refused) if len(self.machines) > 1 or refused else tunings[0]
+
+    def inputs_of(self, result: Tuning) -> Inputs:
+        """What the search of the chosen machine started from, with its number of workers."""
+        size = result.tensor_parallel_size
+        [inputs, *_] = [self._inputs(one) for one in self.machines if size in (None, one.size)]
+        if inputs.others or inputs.recipe.workers == result.workers:
+            return inputs
+        recipe = inputs.recipe.model_copy(update={"workers": result.workers})
+        return replace(inputs, recipe=recipe)
 
     def forget(self) -> None:
         """Drop what the stores keep: the result is written."""

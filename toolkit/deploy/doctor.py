@@ -20,12 +20,15 @@ from packaging.specifiers import SpecifierSet
 
 from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
+from toolkit.catalogue.caches import row_bytes
+from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
 from toolkit.engine_traits import MODEL_LIBRARIES, traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.extras import DISTRIBUTION, absent, install
 from toolkit.files.io import usable_cpus
+from toolkit.files.modelled import classes_of
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
 from toolkit.units import GIB, MIB, size
@@ -149,13 +152,13 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
 
     Raises `InputError` where the recipe's numbers contradict each other.
     """
-    check_kv_bytes(recipe.model)
+    check_kv_bytes(recipe)
     if recipe.engine.url is not None:
         remedy = "start it before you profile; it need not run on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     checks = [_check_hardware(recipe, devices), _check_model(recipe.model), *check_sizes(recipe)]
     backend = backend_of(recipe.engine.name)
-    return [*checks, backend.check(recipe)] if isinstance(backend, Checks) else checks
+    return [*checks, *backend.check(recipe)] if isinstance(backend, Checks) else checks
 
 
 def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
@@ -195,13 +198,16 @@ def _without_engines() -> list[Check]:
     return [Check("engines", "note", found, install("engines"))]
 
 
-def check_kv_bytes(model: ModelSpec) -> None:
+def check_kv_bytes(recipe: Recipe) -> None:
     """Raise `InputError` where `kv_bytes_per_token` contradicts `config` (SCLS Eq. 5; MLA).
 
     Nothing is checked where either is not given.
     """
+    model = recipe.model
+    vllm = recipe.engine.vllm
     claimed = model.kv_bytes_per_token
-    found = kv_bytes_per_token(model.config, model.dtype)
+    dtype = (vllm.kv_cache_dtype if vllm else None) or model.dtype
+    found = kv_bytes_per_token(model.config, dtype)
     if claimed is None or found is None:
         return
     right, formula = found
@@ -212,9 +218,9 @@ def check_kv_bytes(model: ModelSpec) -> None:
 def check_sizes(recipe: Recipe) -> list[Check]:
     """The checks that depend on the recipe's numbers alone, not on this machine."""
     checks = [_check_capacity(recipe)]
-    if problem := special_of(recipe.model.config).cache_problem:
-        remedy = "profile, simulate and tune refuse it: llmctl knows one kind of KV cache per model"
-        checks.append(Check("kv cache", "missing", problem, remedy))
+    if why := refusal(classes_of(recipe)):
+        remedy = f"profile, simulate, tune and serve refuse it: {HINT}"
+        checks.append(Check("not modelled", "missing", why, remedy))
     return checks
 
 
@@ -320,8 +326,11 @@ def _check_capacity(recipe: Recipe) -> Check:
         terms = f"{share:g} x {size(memory)} - weights {size(weights)}{divided}"
     parts = cache_parts(special_of(model.config), shares)
     per_token = model.kv_bytes_per_token // parts  # of one process of a worker
-    tokens = int(budget // per_token)
-    rows = int(budget // (per_token * model.max_model_len))
+    row = row_bytes(model.config, model.dtype, model.max_model_len, shares)
+    if row is None:
+        row = per_token * model.max_model_len
+    tokens = int(budget * model.max_model_len // row)
+    rows = int(budget // row)
     longest = f"{model.max_model_len:,}"
     if rows < 1:
         found = f"{terms} = {size(max(budget, 0))} for KV: not one row of {longest} tokens"

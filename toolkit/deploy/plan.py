@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from toolkit.catalogue.caches import is_plain
 from toolkit.catalogue.models import cache_parts, special_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
+from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import PREDICTED, Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
 from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import (
@@ -31,7 +33,7 @@ from toolkit.files.tuning import (
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.world import flags_of, settings_of_kinds
 
@@ -114,6 +116,8 @@ def make_plan(
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
+    if choice.policy == VllmPolicy.name:
+        refuse_later(choice.parameters, fit.engine.engine_version)
     others = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
     kinds = [own, *others]
     policy = _whole(choice.policy, choice.parameters)
@@ -192,6 +196,8 @@ def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) ->
 
 
 def _check_same(recipe: Recipe, fit: Fit) -> None:
+    refuse_recipe(recipe)
+    refuse_fit(fit)
     engine = fit.engine
     model = recipe.model
     pairs: Pairs = {
@@ -202,7 +208,9 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
         "engine.dtype": (engine.dtype, model.dtype),
         "tensor_parallel_size": (engine.tensor_parallel_size, recipe.engine.tensor_parallel_size),
     }
-    if model.kv_bytes_per_token is not None:
+    resolved = fit.steps.resolved if fit.steps is not None else None
+    is_one_cache = resolved is None or is_plain(resolved.groups)
+    if model.kv_bytes_per_token is not None and is_one_cache:
         parts = cache_parts(special_of(model.config), engine.tensor_parallel_size)
         kv_bytes = engine.kv_bytes_per_token * parts
         pairs["engine.kv_bytes_per_token"] = (kv_bytes, model.kv_bytes_per_token)

@@ -3,7 +3,8 @@
 Each server has a file, written when it is ready and read by `llmctl status` and `llmctl stop`. A
 server in a process writes its own file and, at its end, how its requests ended. If its process is
 gone without that, it was killed; the start time shows whether its process number was reused. No
-file holds an API key.
+such file holds a key. The key of the control of a server with live settings is beside it, in a file
+that only its user reads.
 
 `start` and `stop` hand a rendered folder to systemd or Docker Compose. If a manager is missing, the
 error names the command that installs it, before anything is started.
@@ -124,8 +125,36 @@ def remember(server: Running) -> Path:
 
 
 def forget(server: Running) -> None:
-    """Remove a server's file."""
+    """Remove a server's file, and the key of its control."""
     (folder_of_states() / f"{server.name}.json").unlink(missing_ok=True)
+    _key_file(server.name).unlink(missing_ok=True)
+
+
+def keep_control_key(server: Running, key: str) -> None:
+    """Keep the key of a server's control for `control_keys`. Raises `InputError` where it cannot be
+    written.
+    """
+    path = _key_file(server.name)
+    path.unlink(missing_ok=True)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def control_keys() -> dict[str, str]:
+    """The keys of the servers with live settings that run here, by URL."""
+    found = {}
+    for server in remembered():
+        path = _key_file(server.name)
+        if path.is_file() and server.alive and server.ended is None:
+            found[server.url] = path.read_text(encoding="utf-8").strip()
+    return found
+
+
+def _key_file(name: str) -> Path:
+    return folder_of_states() / f"{name}.control-key"
 
 
 def remembered() -> Iterator[Running]:

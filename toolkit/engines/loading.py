@@ -33,13 +33,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(
-    spec: ModelSpec, hardware: HardwareSpec, share: RankShare | None = None
+    spec: ModelSpec,
+    hardware: HardwareSpec,
+    share: RankShare | None = None,
+    *,
+    to_run: bool = True,
 ) -> PreTrainedModel:
     """The model, in evaluation mode on its device. Raises `EngineError`, in one line, for whatever
     is wrong with it.
 
     With a `share`, the model is loaded into host memory, cut, and then moved to the device: the
-    whole model need not fit into one device.
+    whole model need not fit into one device. A model that is not `to_run` here may have caches that
+    these engines do not hold.
     """
     device = _device(hardware, share)
     if share is not None:
@@ -50,7 +55,8 @@ def load_model(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     config = load_config(spec)
-    check_caches(config, spec.max_model_len)
+    if to_run:
+        check_caches(config, spec.max_model_len)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions and spec.max_model_len > positions:
         raise EngineError(

@@ -36,7 +36,7 @@ def saved_model(spec: ModelSpec, hardware: HardwareSpec) -> str:
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-            load_model(spec, hardware).save_pretrained(name)
+            load_model(spec, hardware, to_run=False).save_pretrained(name)
             _save_tokenizer(Path(name), spec.max_model_len)
             made = shutil.copytree(name, f"{name}.done")
         try:

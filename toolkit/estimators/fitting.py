@@ -90,6 +90,36 @@ def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields)
     )
 
 
+def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -> list[StepsFit]:
+    """The laws of passes of `others`, which differ from `profile` in the number of drafts.
+
+    `InputError` for a profile of another recipe, of a number that is there already, or without
+    passes.
+    """
+    known = {profile.steps.draft_tokens if profile.steps else 0}
+    found = []
+    for other in others:
+        steps = fit_steps(other.steps, seed)
+        if steps is None or profile.steps is None:
+            raise InputError(
+                f"a profile of {other.recipe_name} has no passes",
+                "profiles of engine vllm have them",
+            )
+        if other.recipe_name != profile.recipe_name or other.engine.dtype != profile.engine.dtype:
+            raise InputError(
+                f"a profile of {other.recipe_name} beside one of {profile.recipe_name}",
+                "give profiles of one recipe: llmctl profile RECIPE --drafts N",
+            )
+        if steps.draft_tokens in known:
+            raise InputError(
+                f"two profiles have {steps.draft_tokens} drafts",
+                "profile another number: llmctl profile RECIPE --drafts N",
+            )
+        known.add(steps.draft_tokens)
+        found.append(steps)
+    return found
+
+
 def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     """Fit every law to a profile; `seed` deals the points into held-out parts.
 
@@ -282,7 +312,9 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
         if steps and profile.steps:
             steps = resampled_steps(steps, profile.steps, rng)
         laws = {"prefill": prefill, "decode": decode, "overhead": overhead}
-        drawn.append(fit.model_copy(update=laws | {"rounds": rounds, "steps": steps}))
+        others = [_scaled_steps(other, rng) for other in fit.drafts]  # their profiles are not here
+        parts = {"rounds": rounds, "steps": steps, "drafts": others}
+        drawn.append(fit.model_copy(update=laws | parts))
     return drawn
 
 
@@ -321,9 +353,15 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
         if rounds:
             rounds = rounds.model_copy(update={"overhead": _slower(rounds.overhead, rng)})
         if steps:
-            steps = with_step_law(steps, law_of_steps(steps).times(_factor(steps.error, rng)))
-        drawn.append(fit.model_copy(update=laws | {"rounds": rounds, "steps": steps}))
+            steps = _scaled_steps(steps, rng)
+        others = [_scaled_steps(other, rng) for other in fit.drafts]
+        parts = {"rounds": rounds, "steps": steps, "drafts": others}
+        drawn.append(fit.model_copy(update=laws | parts))
     return drawn
+
+
+def _scaled_steps(steps: StepsFit, rng: np.random.Generator) -> StepsFit:
+    return with_step_law(steps, law_of_steps(steps).times(_factor(steps.error, rng)))
 
 
 def _factor(error: HeldOutError, rng: np.random.Generator) -> float:

@@ -16,6 +16,7 @@ from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.estimators.pipeline import GraphSettings, OverlappingRounds, PipelineLaw
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.fit import Fit, MemoryFit, PipelineFit, StepsFit
+from toolkit.files.modelled import refuse_fit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
 
@@ -39,7 +40,10 @@ class Laws:
 
 
 def laws_from_fit(fit: Fit) -> Laws:
-    """The laws that a fit file holds. Raises `InputError` if segments or rules are out of order."""
+    """The laws that a fit file holds. Raises `InputError` if segments or rules are out of order, or
+    for a server that is not modelled.
+    """
+    refuse_fit(fit)
     prefill = tuple(fit.prefill.segments)
     decode = tuple(fit.decode.segments)
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
@@ -101,6 +105,11 @@ def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
         fit.expert_s,
         fit.experts,
         fit.experts_per_token,
+        fit.window,
+        fit.inside_s,
+        fit.attended_inside_s,
+        tuple(fit.row_knots),
+        tuple(fit.row_more_s),
     )
 
 

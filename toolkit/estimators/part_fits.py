@@ -27,6 +27,8 @@ import numpy as np
 from scipy.optimize import minimize, nnls
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
+from toolkit.catalogue.caches import has_states, window_of
+from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
 from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
@@ -366,6 +368,7 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 PASSES_MIN = 40
 KNOT_TOKENS = (8, 32, 128, 512)  # new tokens at which a knot may be
 KNOTS_MAX = 2
+ROW_KNOTS = (16, 64)  # decoding rows beyond which one costs more, of models with states
 OVERLAPPING = "overlapping passes"  # the form of `PipelineLaw`
 CLIP_ROUNDS = 4  # of fitting and clipping
 SAMPLES_COUNTED_MAX = 16  # a point with more samples weighs no more
@@ -379,18 +382,25 @@ BESIDE = 4  # and that of decodes beside chunks
 @dataclass(frozen=True, slots=True)
 class StepForm:
     """A form of `StepLaw`: where the cost of a new token changes, whether decodes beside chunks
-    read their caches at a cost of their own, and the experts of a layer and of a token.
+    read their caches at a cost of their own, the experts of a layer and of a token, the tokens of
+    sliding windows, and where the cost of a row changes.
     """
 
     knots: tuple[int, ...]
     beside: bool = False
     experts: tuple[int, int] = (0, 0)
+    window: int = 0
+    row_knots: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         knots = f"knots {', '.join(map(str, self.knots))}"
         if self.experts[0]:
             knots += f", {self.experts[0]} experts"
+        if self.window:
+            knots += f", windows of {self.window}"
+        if self.row_knots:
+            knots += f", rows {', '.join(map(str, self.row_knots))}"
         return f"{knots}, reads beside chunks" if self.beside else knots
 
     def law(self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats) -> StepLaw:
@@ -398,7 +408,13 @@ class StepForm:
         values = _solve_passes(self._columns(shapes), seconds, root_weight)
         if not self.beside:
             values = np.insert(values, BESIDE, values[CACHED])
-        return StepLaw.of(values.tolist(), self.knots, experts=self.experts)
+        return StepLaw.of(
+            values.tolist(),
+            self.knots,
+            experts=self.experts,
+            window=self.window,
+            row_knots=self.row_knots,
+        )
 
     def held_out(
         self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats, seed: int
@@ -407,7 +423,8 @@ class StepForm:
         return _held_out(self._columns(shapes), seconds, root_weight, seed)
 
     def _columns(self, shapes: Sequence[StepShape]) -> Floats:
-        columns = np.array([features(shape, self.knots, self.experts) for shape in shapes])
+        terms = self.knots, self.experts, self.window, self.row_knots
+        columns = np.array([features(shape, *terms) for shape in shapes])
         if self.beside:
             return columns
         columns[:, CACHED] += columns[:, BESIDE]
@@ -426,11 +443,13 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     Passes that overlap have a law of their own (`pipeline_fit`), if the profile says how they were
     launched; the error is then that law's.
 
-    Raises `InputError` if there are too few passes, if passes with or without chunks are missing,
-    or if a pass took no time.
+    Raises `InputError` for a server that is not modelled, if there are too few passes, if passes
+    with or without chunks are missing, or if a pass took no time.
     """
     if measured is None:
         return None
+    if measured.resolved is not None:
+        refuse("the measured server", of_resolved(measured.resolved))
     points = measured.points
     _check_passes(points)
     shapes = [shape_of(point) for point in points]
@@ -440,19 +459,26 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
 
     places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
     experts = (measured.experts, measured.experts_per_token)
+    groups = measured.resolved.groups if measured.resolved is not None else []
+    window = window_of(groups)
     tried = [
-        StepForm((0, *knots), experts=experts)
+        StepForm((0, *knots), experts=experts, window=window)
         for count in range(KNOTS_MAX + 1)
         for knots in combinations(places, count)
     ]
     predicted = [form.held_out(shapes, seconds, root_weight, seed) for form in tried]
     form = tried[forms.choose(predicted, seconds)]
-    beside = replace(form, beside=True)
-    predicted.append(beside.held_out(shapes, seconds, root_weight, seed))
-    tried.append(beside)
     best = tried.index(form)
-    if forms.choose([predicted[best], predicted[-1]], seconds):
-        best = len(tried) - 1
+    more = [replace(form, beside=True)]
+    if has_states(groups):
+        rows_max = max(shape.decodes for shape in shapes)
+        more.append(replace(form, row_knots=tuple(k for k in ROW_KNOTS if k < rows_max)))
+        more.append(replace(more[-1], beside=True))
+    for other in more:
+        tried.append(other)
+        predicted.append(other.held_out(shapes, seconds, root_weight, seed))
+        if forms.choose([predicted[best], predicted[-1]], seconds):
+            best = len(tried) - 1
     law = tried[best].law(shapes, seconds, root_weight)
     errors = [forms.percent_error(prediction, seconds) for prediction in predicted]
     candidates = [
@@ -483,6 +509,9 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         block_tokens=measured.block_tokens,
         blocks=measured.blocks,
         async_scheduling=measured.async_scheduling,
+        draft_method=measured.draft_method,
+        draft_tokens=measured.draft_tokens,
+        resolved=measured.resolved,
         pipeline=pipeline,
     )
 
@@ -510,6 +539,9 @@ def shape_of(point: StepPoint) -> StepShape:
         point.prefill_tokens,
         point.prefill_attended,
         point.prefill_cached,
+        round(point.decode_inside),
+        point.prefill_inside,
+        draft_tokens=point.draft_tokens,
     )
 
 
@@ -541,7 +573,8 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
         assert isinstance(law, PipelineLaw)
         passes = pipeline_fit.PassColumns.of(points, graphs, experts)
         return with_step_law(fit, pipeline_fit.drawn_law(passes, law, rng))
-    form = StepForm(tuple(fit.knots), fit.beside_s is not None, experts)
+    is_beside = fit.beside_s is not None
+    form = StepForm(tuple(fit.knots), is_beside, experts, fit.window, tuple(fit.row_knots))
     shapes = [shape_of(point) for point in points]
     seconds = np.array([forms.typical(point.seconds) for point in points])
     counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
@@ -563,7 +596,9 @@ def with_step_law(fit: StepsFit, law: StepLaw | PipelineLaw) -> StepsFit:
 def _coefficients(law: StepLaw) -> dict[str, Any]:
     """The coefficients of `law` by the names that `StepLaw` and `StepsFit` give them."""
     values = {each.name: getattr(law, each.name) for each in fields(law) if each.init}
-    return values | {"token_s": list(law.token_s), "knots": list(law.knots)}
+    for name in ("token_s", "knots", "row_knots", "row_more_s"):
+        values[name] = list(values[name])
+    return values
 
 
 def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:

@@ -29,6 +29,9 @@ How a pass is launched depends on the server's `cudagraph_mode` and on its token
     c in pieces          piece + piece_row * rows
     c of an eager pass   eager + eager_chunk * chunks
 
+Layers with sliding windows or states have no terms of their own: what they read does not grow with
+the cache but for rows shorter than a window, and so belongs to rows and tokens.
+
 A graph computes its own number of rows or tokens, to which a pass is padded. Touched experts are
 those of `steps.touched_experts`, by tokens that are not padding. The fit of the
 coefficients is in `pipeline_fit`.
@@ -89,9 +92,11 @@ class GraphSettings:
         if list(self.sizes) != sorted(set(self.sizes)):
             raise InputError(f"the sizes of CUDA graphs {list(self.sizes)} must ascend")
 
-    def launch_of(self, decodes: int, chunks: int, chunk_tokens: int) -> int:
-        """GRAPH, PIECEWISE or EAGER: how a pass of such rows is launched."""
-        tokens = decodes + chunk_tokens
+    def launch_of(self, verified: int, chunks: int, chunk_tokens: int) -> int:
+        """GRAPH, PIECEWISE or EAGER: how a pass with so many tokens of decodes, their drafts among
+        these, and such chunks is launched.
+        """
+        tokens = verified + chunk_tokens
         if not self.sizes or tokens > self.sizes[-1]:
             return EAGER
         alone, mixed = LAUNCHES[self.mode]
@@ -153,8 +158,9 @@ class PipelineLaw:
 
     def gpu_s(self, shape: StepShape) -> float:
         """Seconds of the pass on the GPU."""
-        launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
-        tokens = shape.decodes + shape.prefill_tokens
+        verified = shape.decodes + shape.draft_tokens
+        launch = self.graphs.launch_of(verified, shape.prefills, shape.prefill_tokens)
+        tokens = verified + shape.prefill_tokens
         experts_s = 0.0
         if self.experts:
             touched = touched_experts(tokens, self.experts, self.experts_per_token)
@@ -174,13 +180,18 @@ class PipelineLaw:
         """Seconds per cached token of a decode in such a pass."""
         return self.beside_s if shape.prefills else self.cached_s
 
+    def growth_s(self, shape: StepShape) -> float:
+        """Seconds that each following pass of the same decodes takes more than the one before."""
+        return (self.beside_s if shape.prefills else self.cached_s) * shape.decodes
+
     def prompt_token_s(self, attended: float) -> float:
         """Seconds that a token of a long chunk adds, which attends to so many tokens."""
         return self.token_s + self.attended_s * attended
 
     def launch_s(self, shape: StepShape) -> float:
         """Seconds on the CPU from scheduling the pass to its last kernel launched, on average."""
-        launch = self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
+        verified = shape.decodes + shape.draft_tokens
+        launch = self.graphs.launch_of(verified, shape.prefills, shape.prefill_tokens)
         if launch == GRAPH:
             return self.graph_s + self.graph_row_s * shape.rows
         if launch == PIECEWISE:
@@ -196,7 +207,8 @@ class PipelineLaw:
 
     def waits_for_launch(self, shape: StepShape) -> bool:
         """Whether the GPU can begin the pass only when its launch has ended."""
-        return self.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens) == GRAPH
+        verified = shape.decodes + shape.draft_tokens
+        return self.graphs.launch_of(verified, shape.prefills, shape.prefill_tokens) == GRAPH
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of a pass that nothing overlaps: from its scheduling to its tokens."""
@@ -248,11 +260,17 @@ class PassTimes:
     def __init__(self, law: StepLaw | PipelineLaw) -> None:
         self._law = law
         self.behind_s = law.behind_s if isinstance(law, StepLaw) else 0.0
+        self._window = law.window if isinstance(law, StepLaw) else 0
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
     ) -> float:
         shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        window = self._window
+        if window:  # as if all rows were alike
+            if decodes:
+                shape.decode_inside = round(min(decode_cached, float(decodes * (window - 1))))
+            shape.prefill_inside = min(attended, new_tokens * window)
         return self._law.step_s(shape)
 
 

@@ -117,8 +117,9 @@ class PassColumns:
         for number, point in enumerate(points):
             count = len(point.seconds)
             launches = point.launch_s or [0.0] * count
-            launch = graphs.launch_of(point.decodes, point.prefills, point.prefill_tokens)
-            tokens = point.decodes + point.prefill_tokens
+            verified = point.decodes + point.draft_tokens
+            launch = graphs.launch_of(verified, point.prefills, point.prefill_tokens)
+            tokens = verified + point.prefill_tokens
             touched = touched_experts(tokens, *experts) if experts[0] else 0.0
             if launch != EAGER:
                 tokens = graphs.padded(tokens)

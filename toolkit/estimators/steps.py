@@ -15,6 +15,10 @@ an RTX 4090, by the measured operators of LLMServingSim).
 A mixture of experts reads the weights of those experts that at least one of T new tokens chose: of
 E, k per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike.
 
+In layers with sliding windows of W tokens a decode reads at most W - 1 cached tokens (`inside`).
+Layers with states (Mamba, linear attention) read no cached tokens, but a state for each row that
+decodes, and each costs the more the more there are (`more`).
+
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
 arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
 attend to theirs and to themselves, and also pay for reading theirs, as a short chunk behind a long
@@ -44,19 +48,28 @@ class StepShape:
     """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
 
     Attributes:
-        decodes: rows that compute one token, their last.
+        decodes: rows that compute their last token, and with speculative decoding drafts.
         decode_cached: sum of the tokens in those rows' caches before the pass.
         prefills: rows that compute a chunk of their prompt or of a recomputed input.
         prefill_tokens: sum of the chunks' tokens.
         prefill_attended: new * (cached + new / 2), summed over the chunks.
         prefill_cached: sum of the tokens in the caches before the chunks.
+        decode_inside: of a model with sliding windows of W tokens, min(cached, W - 1), summed over
+            the rows that decode.
+        prefill_inside: new * min(cached + new / 2, W), summed over the chunks.
+        growing: decoding rows with less than W - 1 tokens cached.
+        draft_tokens: drafts that the decodes verify, together.
     """
 
     __slots__ = (
         "decode_cached",
+        "decode_inside",
         "decodes",
+        "draft_tokens",
+        "growing",
         "prefill_attended",
         "prefill_cached",
+        "prefill_inside",
         "prefill_tokens",
         "prefills",
     )
@@ -69,6 +82,10 @@ class StepShape:
         prefill_tokens: int = 0,
         prefill_attended: float = 0.0,
         prefill_cached: int = 0,
+        decode_inside: int = 0,
+        prefill_inside: float = 0.0,
+        growing: int = 0,
+        draft_tokens: int = 0,
     ) -> None:
         self.decodes = decodes
         self.decode_cached = decode_cached
@@ -76,8 +93,12 @@ class StepShape:
         self.prefill_tokens = prefill_tokens
         self.prefill_attended = prefill_attended
         self.prefill_cached = prefill_cached
+        self.decode_inside = decode_inside
+        self.prefill_inside = prefill_inside
+        self.growing = growing
+        self.draft_tokens = draft_tokens
 
-    def _values(self) -> tuple[int, int, int, int, float, int]:
+    def _values(self) -> tuple[int, int, int, int, float, int, int, float, int, int]:
         return (
             self.decodes,
             self.decode_cached,
@@ -85,6 +106,10 @@ class StepShape:
             self.prefill_tokens,
             self.prefill_attended,
             self.prefill_cached,
+            self.decode_inside,
+            self.prefill_inside,
+            self.growing,
+            self.draft_tokens,
         )
 
     def __reduce__(self) -> Reduced:
@@ -104,7 +129,7 @@ class StepShape:
     @property
     def tokens(self) -> int:
         """New tokens in the pass; `max_num_batched_tokens` bounds them."""
-        return self.decodes + self.prefill_tokens
+        return self.decodes + self.draft_tokens + self.prefill_tokens
 
 
 def touched_experts(tokens: int, experts: int, per_token: int) -> float:
@@ -125,6 +150,11 @@ class StepLaw:
         beside_s: per cached token of a decode in a pass with chunks; None: `cached_s`.
         expert_s: per touched expert of a layer, all layers together.
         experts, experts_per_token: of a layer; 0: there are none.
+        window: tokens of the model's sliding windows; 0: there are none.
+        inside_s: per cached token of a decode that is inside the windows.
+        attended_inside_s: per token that a chunk's tokens attend to inside the windows.
+        row_knots: numbers of decoding rows, ascending. Each row beyond `row_knots[k]` costs
+            `row_more_s[k]` more.
     """
 
     base_s: float
@@ -141,6 +171,11 @@ class StepLaw:
     expert_s: float = 0.0
     experts: int = 0
     experts_per_token: int = 0
+    window: int = 0
+    inside_s: float = 0.0
+    attended_inside_s: float = 0.0
+    row_knots: tuple[int, ...] = ()
+    row_more_s: tuple[float, ...] = ()
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
@@ -158,6 +193,10 @@ class StepLaw:
                 f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin "
                 "at 0 and ascend, one slope for each"
             )
+        if len(self.row_knots) != len(self.row_more_s):
+            raise InputError(
+                f"steps: row_knots {list(self.row_knots)} with {len(self.row_more_s)} slopes"
+            )
         for value in (*self.coefficients, self.host_s, self.host_row_s):
             if not 0.0 <= value < math.inf:
                 raise InputError(f"steps: a coefficient is {value}; all must be finite and >= 0")
@@ -172,9 +211,15 @@ class StepLaw:
         host_s: float = 0.0,
         host_row_s: float = 0.0,
         experts: tuple[int, int] = (0, 0),
+        window: int = 0,
+        row_knots: tuple[int, ...] = (),
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
         values = [float(value) for value in coefficients]
+        more_s = [values.pop() for _ in row_knots]
+        more_s.reverse()
+        attended_inside_s = values.pop() if window else 0.0
+        inside_s = values.pop() if window else 0.0
         expert_s = values.pop() if experts[0] else 0.0
         base_s, row_s, prefill_s, cached_s, beside_s, attended_s, behind_s = values[:FIXED]
         return cls(
@@ -192,6 +237,11 @@ class StepLaw:
             expert_s,
             experts[0],
             experts[1],
+            window,
+            inside_s,
+            attended_inside_s,
+            row_knots,
+            tuple(more_s),
         )
 
     @property
@@ -200,7 +250,11 @@ class StepLaw:
         fixed = self.base_s, self.row_s, self.prefill_s, self.cached_s
         beside_s = self.cached_s if self.beside_s is None else self.beside_s
         found = (*fixed, beside_s, self.attended_s, self.behind_s, *self.token_s)
-        return (*found, self.expert_s) if self.experts else found
+        if self.experts:
+            found = (*found, self.expert_s)
+        if self.window:
+            found = (*found, self.inside_s, self.attended_inside_s)
+        return (*found, *self.row_more_s)
 
     def read_s(self, shape: StepShape) -> float:
         """Seconds per cached token of a decode in such a pass."""
@@ -208,12 +262,22 @@ class StepLaw:
             return self.beside_s
         return self.cached_s
 
+    def growth_s(self, shape: StepShape) -> float:
+        """Seconds that each following pass of the same decodes takes more than the one before."""
+        read_s = self.cached_s
+        if shape.prefills and self.beside_s is not None:
+            read_s = self.beside_s
+        growth_s = read_s * shape.decodes
+        if self.window:
+            growth_s += self.inside_s * shape.growing
+        return growth_s
+
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
         decodes = shape.decodes
         prefills = shape.prefills
         rows = decodes + prefills
-        tokens = decodes + shape.prefill_tokens
+        tokens = decodes + shape.draft_tokens + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
         read_s = self.read_s(shape)
         seconds += read_s * shape.decode_cached + self.attended_s * shape.prefill_attended
@@ -226,11 +290,19 @@ class StepLaw:
         if self.experts:
             touched = touched_experts(tokens, self.experts, self.experts_per_token)
             seconds += self.expert_s * touched
+        if self.window:
+            seconds += self.inside_s * shape.decode_inside
+            seconds += self.attended_inside_s * shape.prefill_inside
+        if self.row_knots:
+            for knot, more_s in zip(self.row_knots, self.row_more_s, strict=True):
+                if decodes > knot:
+                    seconds += more_s * (decodes - knot)
         return seconds
 
     def prompt_token_s(self, attended: float) -> float:
         """Seconds that a token of a long chunk adds, which attends to so many tokens."""
-        return self.token_s[-1] + self.attended_s * attended
+        inside_s = self.attended_inside_s * min(attended, float(self.window))
+        return self.token_s[-1] + self.attended_s * attended + inside_s
 
     def after_s(self, rows: int) -> float:
         """Seconds from the end of a pass of `rows` rows to the next, if there is work."""
@@ -261,19 +333,29 @@ class StepLaw:
         scaled = [factor * value for value in self.coefficients]
         experts = (self.experts, self.experts_per_token)
         host_s = factor * self.host_s
-        return StepLaw.of(scaled, self.knots, host_s, factor * self.host_row_s, experts)
+        host_row_s = factor * self.host_row_s
+        return StepLaw.of(
+            scaled, self.knots, host_s, host_row_s, experts, self.window, self.row_knots
+        )
 
 
 def features(
-    shape: StepShape, knots: Sequence[int] = (0,), experts: tuple[int, int] = (0, 0)
+    shape: StepShape,
+    knots: Sequence[int] = (0,),
+    experts: tuple[int, int] = (0, 0),
+    window: int = 0,
+    row_knots: Sequence[int] = (),
 ) -> tuple[float, ...]:
     """The factor of each coefficient: 1, rows, chunks, the decodes' cached tokens in a pass of
     decodes alone and in one with chunks, attended, cached before chunks, the new tokens between
-    each knot and the next, and of a model with `experts` (of a layer, and per token) those touched.
+    each knot and the next, of a model with `experts` (of a layer, and per token) those touched, of
+    one with windows of `window` tokens what is read and attended to inside them, and the decodes
+    beyond each of `row_knots`.
     """
     cached = float(shape.decode_cached)
     ends = (*knots[1:], math.inf)
     touched = (touched_experts(shape.tokens, *experts),) if experts[0] else ()
+    inside = (float(shape.decode_inside), float(shape.prefill_inside)) if window else ()
     return (
         1.0,
         float(shape.rows),
@@ -284,19 +366,34 @@ def features(
         float(shape.prefill_cached),
         *(max(0.0, min(shape.tokens, end) - start) for start, end in zip(knots, ends, strict=True)),
         *touched,
+        *inside,
+        *(float(max(0, shape.decodes - knot)) for knot in row_knots),
     )
 
 
-def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
-    """The composition of a logged pass."""
+def shape_of_rows(rows: Sequence[LoggedRow], window: int = 0) -> StepShape:
+    """The composition of a logged pass of a model with windows of `window` tokens; 0: without."""
     decodes = [row.computed for row in rows if row.decodes]
+    drafts = sum(row.drafts for row in rows if row.decodes)
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
     new = sum(row.new for row in chunks)
     before = sum(row.computed for row in chunks)
-    return StepShape(len(decodes), sum(decodes), len(chunks), new, attended, before)
+    shape = StepShape(
+        len(decodes), sum(decodes), len(chunks), new, attended, before, draft_tokens=drafts
+    )
+    if window:
+        shape.decode_inside = sum(min(cached, window - 1) for cached in decodes)
+        shape.prefill_inside = sum(chunk_inside(row.computed, row.new, window) for row in chunks)
+        shape.growing = sum(cached < window - 1 for cached in decodes)
+    return shape
 
 
 def chunk_attended(cached: int, new: int) -> float:
     """Sum of the keys that `new` tokens attend to after `cached` ones."""
     return new * (cached + new / 2)
+
+
+def chunk_inside(cached: int, new: int, window: int) -> float:
+    """As `chunk_attended`, where each token attends to at most `window` of them."""
+    return new * min(cached + new / 2, float(window))

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.catalogue.resolved import Resolved
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
 from toolkit.files.strict import Envelope, Strict, optional
@@ -217,6 +218,17 @@ class StepsFit(Strict):
     )
     experts: int = Field(0, description="of a layer; 0: there are none")
     experts_per_token: int = 0
+    window: int = Field(0, description="tokens of the sliding windows; 0: there are none")
+    inside_s: float = Field(
+        0.0, description="per cached token of a decode that is inside the windows"
+    )
+    attended_inside_s: float = Field(
+        0.0, description="per token that a chunk's tokens attend to inside the windows"
+    )
+    row_knots: list[int] = Field(
+        [], description="decoding rows beyond which each costs more, as those of states do"
+    )
+    row_more_s: list[float] = Field([], description="what each row beyond a knot costs more")
     token_s: list[float]
     knots: list[int]
     host_s: float = Field(
@@ -235,6 +247,9 @@ class StepsFit(Strict):
     block_tokens: int
     blocks: int = Field(description="of KV cache, usable by requests")
     async_scheduling: bool
+    draft_method: str = Field("", description="of speculative decoding; empty: there was none")
+    draft_tokens: int = Field(0, description="drafts of a row in a pass")
+    resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
     pipeline: PipelineFit | None = optional(
         "none: passes do not overlap, or the profile does not say how they were launched"
     )
@@ -259,3 +274,4 @@ class Fit(Envelope):
     )
     swap: SwapFit | None = optional("none: caches cannot be swapped; evicted rows are recomputed")
     steps: StepsFit | None = optional("none: the engine's passes were not measured one by one")
+    drafts: list[StepsFit] = Field([], description="the same with other numbers of drafts")

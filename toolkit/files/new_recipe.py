@@ -13,8 +13,10 @@ from textwrap import wrap
 
 import yaml
 
+from toolkit.catalogue.caches import row_bytes
+from toolkit.catalogue.classes import of_config, refuse
 from toolkit.catalogue.gpus import Gpu
-from toolkit.catalogue.models import DTYPE_BYTES, ModelFacts, facts_of, not_computed
+from toolkit.catalogue.models import DTYPE_BYTES, FULL, ModelFacts, facts_of, not_computed
 from toolkit.catalogue.quantization import ONLINE, Config
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
@@ -47,7 +49,10 @@ KEPT = (
     *("max_position_embeddings", "tie_word_embeddings", "attention_bias"),
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq"),
-    *("decoder_sparse_step", "mlp_only_layers"),
+    *("decoder_sparse_step", "mlp_only_layers", "experts_per_token"),
+    *("sliding_window_pattern", "use_sliding_window", "max_window_layers"),
+    *("full_attention_interval", "linear_num_value_heads", "linear_num_key_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     "quantization_config",
 )
@@ -110,10 +115,18 @@ def room_on(facts: ModelFacts, gpu: Gpu, gpus: int, max_model_len: int) -> Group
     """What `gpus` GPUs have beside the weights of a model."""
     weights = facts.weight_bytes_on(gpus)
     budget = int(gpu.memory_gib * GIB * SHARE) - weights
-    per_token = facts.cache_bytes_on(gpus)
+    per_token = _token_bytes(facts, gpus, max_model_len)
     tokens = max(int(budget / per_token), 0)
     rows = max(int((budget - WORKSPACE_BYTES) / (per_token * max_model_len)), 0)
     return GroupMemory(gpus, weights, budget, tokens, rows)
+
+
+def _token_bytes(facts: ModelFacts, gpus: int, longest: int) -> float:
+    """Bytes of a token's cache on each GPU of a group; with several groups of caches, of a token of
+    the longest request.
+    """
+    whole = row_bytes(facts.config, facts.dtype, longest, gpus)
+    return facts.cache_bytes_on(gpus) if whole is None else whole / longest
 
 
 def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
@@ -125,10 +138,8 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if wish.engine not in POLICIES:
         problem = f"--engine {wish.engine}: no recipe is made for it"
         raise InputError(problem, nearest(wish.engine, POLICIES))
+    refuse(found.name, of_config(found.config))
     facts = facts_of(found.config, wish.quantization)
-    if problem := facts.special.cache_problem:
-        hint = "llmctl knows one kind of KV cache per model; profile and simulate refuse it as well"
-        raise InputError(f"{found.name}: {problem} than llmctl models", hint)
     if facts.scheme and not traits_of(wish.engine).quantizes:
         problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
         raise InputError(problem, "leave --engine out: vLLM runs them")
@@ -208,7 +219,7 @@ def _too_large(
 ) -> InputError:
     """By how much a model does not fit, and what would."""
     gpu = wish.gpu
-    per_gpu = facts.cache_bytes_on(room.gpus)
+    per_gpu = _token_bytes(facts, room.gpus, longest)
     need = WORKSPACE_BYTES + longest * per_gpu
     short = size(need - room.budget_bytes)
     scheme = facts.scheme.name if facts.scheme else facts.dtype
@@ -455,6 +466,9 @@ def _kept(config: Config) -> dict[str, object]:
     kept = {key: merged[key] for key in KEPT if merged.get(key) is not None}
     if "sliding_window" in merged:  # without the key, transformers gives some types a window
         kept["sliding_window"] = merged["sliding_window"]
+    kinds = merged.get("layer_types")
+    if isinstance(kinds, list) and set(kinds) != {FULL}:
+        kept["layer_types"] = kinds
     given = kept.get("quantization_config")
     if isinstance(given, Mapping):
         kept["quantization_config"] = {

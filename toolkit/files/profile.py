@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError
 from toolkit.files.strict import Envelope, Strict, optional
@@ -118,6 +119,10 @@ class StepPoint(Strict):
     prefill_tokens: int
     prefill_attended: float
     prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
+    decode_inside: float = Field(
+        0.0, description="of `decode_cached`, what is inside sliding windows; 0: there are none"
+    )
+    prefill_inside: float = Field(0.0, description="as `prefill_attended`, inside the windows")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one; "
@@ -126,6 +131,7 @@ class StepPoint(Strict):
     idle: bool = Field(
         False, description="no pass was under way when the first of these was scheduled"
     )
+    draft_tokens: int = Field(0, description="drafts that the decodes verify, together")
     launch_s: list[float] = Field(
         [], description="from scheduling a pass to its last kernel launched; empty: not known"
     )
@@ -176,6 +182,11 @@ class StepsProfile(Strict):
     )
     experts: int = Field(0, description="of a layer; 0: there are none, or they are not known")
     experts_per_token: int = 0
+    draft_method: str = Field("", description="of speculative decoding; empty: there was none")
+    draft_tokens: int = Field(0, description="drafts of a row in a pass")
+    resolved: Resolved | None = optional(
+        "what vLLM resolved: cache groups, parallelism, limits; none: not known"
+    )
     points: list[StepPoint]
     front: list[FrontPoint]
     front_in_traffic: list[TrafficFront] = Field(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -93,6 +94,64 @@ def sla_problem(key: str, limit: float) -> str:
 SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
+# What vLLM stores a KV cache as, in all releases that llmctl was tried with.
+CacheDtype = Literal[
+    "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"
+]
+
+
+class DraftsSpec(Strict):
+    """Speculative decoding of vLLM: how drafts are made. How many is the parameter
+    `num_speculative_tokens` of policy `vllm`, and `serve.acceptance` says how many are accepted.
+    """
+
+    method: Literal["ngram", "eagle", "eagle3", "mtp"] = Field(
+        description="vLLM's `method`: n-grams of the text so far, or layers that draft"
+    )
+    model: str | None = optional("of eagle and eagle3: the model that drafts, a folder or a hub id")
+    options: dict[str, JsonValue] = Field(
+        {}, description="further keys of --speculative-config, such as prompt_lookup_max"
+    )
+
+
+class AcceptanceSpec(Strict):
+    """How many drafts the model accepts, which the texts of the traffic decide: by `rates`, as
+    vLLM's metrics have them, or by the mean `length`.
+    """
+
+    rates: list[Annotated[float, Field(ge=0, le=1)]] | None = optional(
+        "of each position, the share of passes in which its draft is accepted; none exceeds the "
+        "one before"
+    )
+    length: Annotated[float, Field(ge=1)] | None = optional(
+        "tokens that a row gets from a pass, on average, its own among them; each draft then has "
+        "the same probability"
+    )
+    tokens: Positive | None = optional(
+        "the number of drafts that `length` is of; None: the number that runs"
+    )
+    proposed: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="share of a row's passes with drafts; n-grams propose some only where the text "
+        "repeats itself",
+    )
+    synthetic: bool = Field(
+        False,
+        description="vLLM accepts drafts at these rates whatever they are: for measurements with "
+        "made-up prompts, since the texts are then wrong",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> AcceptanceSpec:
+        if (self.rates is None) == (self.length is None):
+            raise ValueError("serve.acceptance needs either `rates` or `length`")
+        if self.rates is not None and self.tokens is not None:
+            raise ValueError("serve.acceptance.tokens is of `length`, and `rates` are given")
+        if self.rates is not None and any(b > a for a, b in pairwise(self.rates)):
+            raise ValueError("serve.acceptance.rates: none exceeds the one before it")
+        return self
+
+
 class VllmSpec(Strict):
     """Flags of `vllm serve` that decide the cost of a forward pass. Flags of the scheduler, which
     decide the rows in a pass, belong to policy `vllm`.
@@ -102,12 +161,16 @@ class VllmSpec(Strict):
         "the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else llmctl's own"
     )
     block_size: Positive | None = optional("tokens of a KV block; None: vLLM's default")
+    kv_cache_dtype: CacheDtype | None = optional(
+        "of the KV cache, where it is not model.dtype; model.kv_bytes_per_token counts its bytes"
+    )
     num_gpu_blocks_override: Positive | None = optional(
         "KV blocks; vLLM keeps one of them for itself; None: as many as the memory holds"
     )
     enforce_eager: bool = Field(
         False, description="no compiled graphs: starts sooner, steps take longer"
     )
+    drafts: DraftsSpec | None = optional("speculative decoding; None: there is none")
     args: list[str] = Field(
         [], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
     )
@@ -477,6 +540,9 @@ class ServeSpec(Strict):
         "targets",
         description="'queue': new requests get 503 at max_waiting; 'targets': also while they "
         "would miss the recipe's targets for TTFT or E2E",
+    )
+    acceptance: AcceptanceSpec | None = optional(
+        "vllm with speculative decoding: how many drafts are accepted"
     )
 
 

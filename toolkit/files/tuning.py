@@ -485,6 +485,39 @@ class ParallelSize(Strict):
     refused: str | None = optional("why it was not tried, or has no answer")
 
 
+class DraftGain(Strict):
+    """Up to how many rows a token takes less time with drafts than without, in passes of decodes
+    alone.
+    """
+
+    tokens: int = Field(description="drafts of a row in a pass")
+    rows: int = Field(description="0: they never pay; `most_rows`: as far as rows go")
+    most_rows: int = Field(description="max_num_seqs of the recommended settings")
+
+
+class Confirmed(Strict):
+    """The settings of a trial on the search windows, by the installed vLLM's own scheduler."""
+
+    trial: int = Field(description="its number")
+    goodput_rps: float
+    model_goodput_rps: float = Field(description="as the search found it")
+    feasible: bool = Field(description="all limits are kept")
+    metric: str | None = optional("the metric that differs the most; none: all are the same")
+    apart_percent: float = Field(description="by how much it differs")
+
+
+class Confirmation(Strict):
+    """The best settings by the installed vLLM's own scheduler, the best first."""
+
+    vllm_version: str
+    settings: list[Confirmed]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the search found the same for all of them."""
+        return all(one.metric is None for one in self.settings)
+
+
 class Tuning(Envelope):
     """tuning.json, whole."""
 
@@ -561,6 +594,10 @@ class Tuning(Envelope):
     )
     alternatives: Alternatives | None = optional("none for a fleet")
     cost: Cost | None = optional("where the recipe has a price, and requests are served")
+    draft_gain: DraftGain | None = optional(
+        "of vLLM with laws for several numbers of drafts; none elsewhere"
+    )
+    confirmation: Confirmation | None = optional("where --confirm asked for it")
 
     @property
     def load(self) -> str:

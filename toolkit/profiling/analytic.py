@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from toolkit.catalogue.classes import HINT, refused
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.models import cache_parts, experts_of, not_computed, special_of
 from toolkit.catalogue.quantization import scheme_of
@@ -32,6 +33,7 @@ from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline,
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
+from toolkit.files.modelled import classes_of
 from toolkit.files.profile import (
     AnalyticError,
     DecodePoint,
@@ -55,15 +57,10 @@ Number = TypeVar("Number", int, float)
 ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
 BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
 NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they turn on
-    "--enable-lora": "LoRA",
-    "--lora-modules": "LoRA",
     "--kv-cache-dtype": "a KV cache of another dtype",
     "--quantization": "quantized weights",
-    "--speculative-config": "speculative decoding",
-    "--pipeline-parallel-size": "pipeline parallelism",
     "--tensor-parallel-size": "tensor parallelism",
     "--enable-expert-parallel": "expert parallelism",
-    "--data-parallel-size": "engines that wait for one another",
 }
 EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
 FRONT_ROWS = (1, 16, 64)  # at which the front is written down
@@ -183,6 +180,19 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     """
     times = pass_times(recipe, basis)
     facts = _facts(recipe, sizes_of(recipe), times)
+    timed_by_pass = traits_of(recipe.engine.name).timed_by_pass
+    passes = _steps(recipe, facts, times) if timed_by_pass else None
+    return computed_profile(recipe, head, facts, times, passes)
+
+
+def computed_profile(
+    recipe: Recipe,
+    head: EnvelopeFields,
+    facts: EngineFacts,
+    times: ComputedPasses,
+    passes: StepsProfile | None,
+) -> Profile:
+    """The recipe's grid as `times` compute it, beside `passes`."""
     points, skipped = grid(recipe.profile, facts)
     prefill = []
     decode = []
@@ -222,7 +232,7 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
         slices=slices,
         memory=probes,
         failed=skipped,
-        steps=_steps(recipe, facts, times) if traits_of(recipe.engine.name).timed_by_pass else None,
+        steps=passes,
     )
 
 
@@ -236,18 +246,21 @@ def refuse_not_computed(recipe: Recipe) -> None:
     """Raise `InputError` for what would be computed as something else."""
     model = recipe.model
     vllm = recipe.engine.vllm
-    special = special_of(model.config)
-    reasons = not_computed(special, _scheme(recipe))
+    unmodelled = refused(classes_of(recipe))
+    reasons = not_computed(special_of(model.config), _scheme(recipe))
+    reasons += [one.what for one in unmodelled]
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
+    if vllm and vllm.kv_cache_dtype not in (None, model.dtype):
+        reasons.append(NOT_COMPUTED_FLAGS["--kv-cache-dtype"])
     reasons = list(dict.fromkeys(reasons))
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")
     hint = MEASURE
-    if "LoRA" in reasons:
+    if any(one.name == "lora" for one in unmodelled):
         hint = "measure a server with an adapter from outside: llmctl docs explanation/profiling"
-    if special.cache_problem:
-        hint = "llmctl models one kind of KV cache per model; choose a model with full attention"
+    elif unmodelled:
+        hint = HINT
     _refuse(reasons, hint)
 
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from toolkit.backends.vllm.conformance.results import agreement
+from toolkit.catalogue.classes import of_resolved
 from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.plan import PREDICTED
@@ -141,6 +143,12 @@ def fit_section(files: Material) -> Section:
     section = Section("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
+    if fit.steps and fit.steps.resolved:
+        version = f"{fit.engine.engine} {fit.engine.engine_version}"
+        served = fit.steps.resolved.words(fit.engine.dtype)
+        classes = {one.name for one in of_resolved(fit.steps.resolved)}
+        agrees = agreement(fit.engine.engine_version, classes)
+        section.lines.append(f"Measured was {version} with {served}; {agrees}.")
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
     errors: list[tuple[Cell, ...]] = []
     for name, law in laws:

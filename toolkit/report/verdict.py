@@ -43,8 +43,9 @@ def verdict(result: Tuning) -> list[str]:
         *_parallel_lines(result),
         *_router_lines(result),
         *_cost_lines(result),
+        *_draft_lines(result),
     ]
-    lines += [*_alternative_lines(result), *_how_sure(result)]
+    lines += [*_alternative_lines(result), *_how_sure(result), *_confirmed_lines(result)]
     best = result.best.policy
     refused = next((one.refusal for one in result.policies if one.policy == best), None)
     if refused and not result.keep_defaults:
@@ -79,6 +80,35 @@ def _judged_lines(result: Tuning) -> list[str]:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"  {further}, since the search's best broke a limit there")
     return lines
+
+
+def _draft_lines(result: Tuning) -> list[str]:
+    """From how many running requests on drafts cost more than they give; empty without drafts."""
+    gain = result.draft_gain
+    if gain is None:
+        return []
+    which = f"{gain.tokens} draft{'s' * (gain.tokens > 1)} of a request in a pass"
+    if gain.rows == gain.most_rows:
+        return [f"{which} pay up to {gain.rows} running requests, as many as run"]
+    if not gain.rows:
+        return [f"{which} cost more than they give, however few requests run"]
+    more = gain.rows + 1
+    return [f"from {more} running requests on, {which} cost more than they give"]
+
+
+def _confirmed_lines(result: Tuning) -> list[str]:
+    """Whether the installed vLLM's own scheduler finds the same; empty where it was not asked."""
+    confirmation = result.confirmation
+    if confirmation is None:
+        return []
+    count = len(confirmation.settings)
+    which = f"the best {count} settings by the scheduler of vLLM {confirmation.vllm_version}"
+    if confirmation.holds:
+        return [f"confirmed: {which} give the same figures"]
+    apart = [one for one in confirmation.settings if one.metric is not None]
+    worst = max(apart, key=lambda one: one.apart_percent)
+    far = f"{worst.metric} by {number(worst.apart_percent)} %"
+    return [f"not confirmed: {len(apart)} of {which} differ, {far} at most"]
 
 
 def _capacity_lines(result: Tuning) -> list[str]:

@@ -7,12 +7,13 @@ the decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import msgspec
 
 from toolkit.sched.policies.base import Policy
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import (
     Batch,
@@ -124,6 +125,13 @@ class Resize(msgspec.Struct, frozen=True, tag="resize"):
     capacity_tokens: int
 
 
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """New values of the policy's parameters, and of the rows of each worker (0: as before)."""
+
+    parameters: dict[str, bool | int | float | str]
+    slots: int = 0
+
+
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
     """So many events are missing here, and why. No replay reaches the state that follows."""
 
@@ -131,7 +139,9 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
     reason: str
 
 
-Call = Submit | Tick | Complete | CompleteRound | End | CancelCall | WorkerChange | Resize
+Call = (
+    Submit | Tick | Complete | CompleteRound | End | CancelCall | WorkerChange | Resize | Configure
+)
 Event = EventLogHeader | Call | Lost
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
@@ -212,6 +222,10 @@ class RecordingScheduler(Scheduler):
         super().resize(index, capacity_tokens)
         self._sink(Resize(index, capacity_tokens))
 
+    def configure(self, settings: Mapping[str, Value], slots: int = 0) -> None:
+        super().configure(settings, slots)
+        self._sink(Configure(dict(settings), slots))
+
 
 def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
@@ -262,6 +276,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
             case Resize(worker, capacity_tokens):
                 scheduler.resize(worker, capacity_tokens)
+            case Configure(settings, slots):
+                scheduler.configure(settings, slots)
             case Lost(events_lost, reason):
                 yield f"{at} {events_lost} events are missing here ({reason}); replayed up to here"
                 return

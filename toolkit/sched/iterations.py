@@ -11,31 +11,38 @@ from typing import NamedTuple
 
 import msgspec
 
+from toolkit.catalogue.resolved import Resolved
+
 
 class LoggedRow(NamedTuple):
     """One request's part in a pass; the pass that ends its prefill gives its first token."""
 
     request_id: str
-    computed: int  # tokens in the cache before the pass
+    computed: int  # tokens in the cache before the pass; drafts under way count as accepted
     new: int  # tokens that the pass computes
     prompt_tokens: int
+    drafts: int = 0  # of the new tokens
+    is_chunk: bool = False  # it gets no token
 
     @property
     def decodes(self) -> bool:
         """Whether the row decodes. Recomputing the last token of a dropped cache does not count."""
-        return self.new == 1 and self.computed >= self.prompt_tokens
+        if self.is_chunk or self.computed < self.prompt_tokens:
+            return False
+        return self.new == 1 + self.drafts
 
 
 class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's resolved settings: its limits, its cache, its model and its CUDA graphs.
 
     `executor` is where passes are launched: `uni` in the thread that schedules them, others in
-    processes of their own. Logs of older versions have no graphs and no executor.
+    processes of their own. Logs of older versions have no graphs and no executor. From `header` 2
+    on, `resolved` has all that the engine resolved.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_tokens: int
+    block_tokens: int  # of the only group of caches; of several: the least common multiple
     blocks: int  # usable by requests: vLLM never gives out one of `num_gpu_blocks`
     enable_chunked_prefill: bool
     prefix_caching: bool
@@ -51,7 +58,18 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: list[int] = []  # the tokens of each CUDA graph, ascending
     graph_mode: str = ""  # vLLM's cudagraph_mode, such as FULL_AND_PIECEWISE; empty: not known
     executor: str = ""  # vLLM's distributed_executor_backend; empty: not known
-    not_modelled: list[str] = []  # what the server does that no law or simulation knows
+    not_modelled: list[str] = []  # of header 1: what the server does that is not modelled
+    header: int = 1  # the version of this header
+    resolved: Resolved | None = None
+
+
+class LoggedArrival(NamedTuple):
+    """A request that has come: when, on the clock of the passes, and its lengths."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    max_new_tokens: int
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +78,8 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
     tokens. With async scheduling passes overlap: a pass is scheduled and launched while the one
     before it runs. `launched_s` is when its forward pass was launched, `ready_s` when its tokens
-    had come from the GPU; 0: not known.
+    had come from the GPU; 0: not known. `accepted` are the drafts that became tokens, of each row
+    with drafts.
     """
 
     step: int
@@ -73,6 +92,9 @@ class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
     free_blocks: int
     launched_s: float = 0.0
     ready_s: float = 0.0
+    accepted: list[int] = []
+    changed: dict[str, bool | int | float | str] = {}  # settings that are new with this pass
+    arrived: list[LoggedArrival] = []  # since the pass before; of a server with live settings
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from mypy_extensions import mypyc_attr
 
+from toolkit.errors import InputError
 from toolkit.sched.caches import WorkerRounds, holds
 from toolkit.sched.memory import longest
 from toolkit.sched.policies.base import Policy
+from toolkit.sched.policies.parameters import Parameter, Value, declared
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.types import (
@@ -351,6 +354,36 @@ class Scheduler:
         """
         self.workers[index].capacity_tokens = capacity_tokens
         self._view.changed(index)
+
+    def live_parameters(self) -> dict[str, Parameter]:
+        """The policy's parameters that `configure` changes, with their limits: of a policy of
+        rounds, and none that orders waiting jobs or makes the history.
+        """
+        policy = self.policy
+        ranks = any(policy.ranking(worker.latency) is not None for worker in self.workers)
+        if not policy.continuous or ranks:
+            return {}
+        known = declared(policy)
+        return {name: known[name] for name in known if name not in policy.at_start}
+
+    def configure(self, settings: Mapping[str, Value], slots: int = 0) -> None:
+        """New values of the policy's parameters, and of the rows that run at once on each worker
+        (0: as before), from the next tick on. Running jobs go on.
+
+        `InputError` for a value outside its limits, and for one of no `live_parameters`.
+        """
+        known = self.live_parameters()
+        for name in settings:
+            if name not in known:
+                owner = f"policy '{self.policy.name}'"
+                raise InputError(f"{owner} takes no new {name} while it runs", "restart for that")
+        if settings:
+            self.policy = replace(self.policy, **settings)  # type: ignore[type-var]
+        for worker in self.workers:
+            if slots:
+                worker.slots = slots
+                worker.row_limit = slots
+            self._view.changed(worker.index)
 
     def take_refusals(self) -> list[Refusal]:
         """The accepted requests that were given up since the last call."""

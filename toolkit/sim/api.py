@@ -37,7 +37,7 @@ from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
-from toolkit.sim.world import World
+from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
@@ -103,7 +103,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if isinstance(policy, VllmPolicy):
-        usable = [kind.engine().capacity_tokens for kind in world.kinds]
+        engines = [kind.engine_of(kind.flags or policy) for kind in world.kinds]
+        usable = [engine.capacity_tokens for engine in engines]
     else:
         world = world.under(policy)
         usable = [kind.memory.usable_tokens for kind in world.kinds]
@@ -142,11 +143,13 @@ def _served_by_engines(
 ) -> SimResult:
     """Serve on engines with schedulers of their own: alike and in turn, or behind a router."""
     several = bool(world.others)
+    ledger.knows_lost = world.engine().link is None  # vLLM does not count them
     front = None if world.front == NO_DELAY else world.front
     kinds = []
     for kind in world.kinds:
         book = ledger.of_kind() if several else ledger
-        kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
+        flags = kind.flags or policy
+        kinds.append(ServedKind(kind.engine_of(flags), flags, kind.workers, book, front))
     engine = kinds[0].engine
     reuse = _reuse(trace, world)
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
@@ -278,12 +281,16 @@ class PolicyRun:
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
-    """All policies but oracles, and the one built into the fit's engine if the fit has its laws."""
+    """All policies but oracles, and the one built into the fit's engine if the fit has its laws;
+    that one alone for a model with several groups of caches, which no other knows.
+    """
     built_in = [
         name
         for name, policy in BUILT_IN.items()
         if fit and fit.steps and fit.engine.engine == policy.engine
     ]
+    if fit and caches_of(fit) is not None:
+        return built_in
     return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
 
 

@@ -73,6 +73,7 @@ class PagedRequest:
         prompt: tokens to compute before its next token: its prompt, and the output that it had
             generated when it was last admitted.
         left: the true number of tokens that it will still generate.
+        limit: the most that it may generate, from its arrival on; more than `left` if it stops.
         computed: tokens in its cache; while it decodes, minus the machine's passes so far.
         filled: tokens in its cache when its input was last complete.
         end: the number of the machine's pass at which it ends; 0: it does not decode.
@@ -89,8 +90,8 @@ class PagedRequest:
     """
 
     __slots__ = (
-        "computed", "content", "end", "filled", "left", "mark", "number", "order", "path", "place",
-        "preempted", "prompt", "registered", "runs", "stops", "watched",
+        "computed", "content", "end", "filled", "left", "limit", "mark", "number", "order", "path",
+        "place", "preempted", "prompt", "registered", "runs", "stops", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -100,12 +101,14 @@ class PagedRequest:
         output: int,
         *,
         stops: bool = False,
+        limit: int = 0,
         content: Node | None = None,
         watched: bool = False,
     ) -> None:
         self.number = number
         self.prompt = prompt
         self.left = output
+        self.limit = max(limit, output + stops)
         self.stops = stops
         self.content = content
         self.watched = watched
@@ -183,6 +186,12 @@ class BlockPool:
     def find(self, row: PagedRequest) -> int:
         """Tokens that a waiting row would find cached if it were admitted now."""
         return self._kept.get(row.number, 0) * self.block_tokens
+
+    def drop_last(self, found: int) -> int:
+        """Leave out the last block of the `found` > 0 tokens that `find` found just now; how many
+        tokens remain.
+        """
+        raise NotImplementedError("only blocks with contents are looked for one by one")
 
     def admit(self, row: PagedRequest, found: int) -> None:
         """Give a row the blocks that `find` found just now, and count them."""
@@ -270,6 +279,14 @@ class SharedPool(BlockPool):
                 break
         self.held = held
         return at * self.block_tokens
+
+    def drop_last(self, found: int) -> int:
+        run, first, stop = self._found.pop()
+        if run.rows:
+            self.held -= 1
+        if stop - first > 1:
+            self._found.append((run, first, stop - 1))
+        return found - self.block_tokens
 
     def admit(self, row: PagedRequest, found: int) -> None:
         self._count(row, found)

@@ -74,7 +74,7 @@ class Flight:
             forward_s = law.forward_s(shape)
             self.first_s = now_s + forward_s
             self._period_s = forward_s + law.after_s(shape.rows)
-            self._growth_s = law.read_s(shape) * shape.decodes
+            self._growth_s = law.growth_s(shape)
             launch_s = law.launch_s(shape)
             if launch_s > 0.0 and not law.waits_for_launch(shape):
                 gpu_s = law.gpu_s(shape)
@@ -194,7 +194,7 @@ class OverlappingFlight(Flight):
         self._by_launches = False
         self._times_s = []
         if steps > 1:
-            growth_s = law.read_s(shape) * shape.decodes
+            growth_s = law.growth_s(shape)
             self.first_s = end_s
             self._base_s = base_s
             self._period_s = gpu_s
@@ -358,7 +358,12 @@ def grown_shape(shape: StepShape, steps: int) -> StepShape:
     """The shape of the last of `steps` > 1 passes of decodes alone, the first of which has
     `shape`.
     """
-    return StepShape(shape.decodes, shape.decode_cached + (steps - 1) * shape.decodes)
+    more = steps - 1
+    cached = shape.decode_cached + more * shape.decodes
+    if not shape.decode_inside:
+        return StepShape(shape.decodes, cached)
+    inside = shape.decode_inside + more * shape.growing
+    return StepShape(shape.decodes, cached, decode_inside=inside, growing=shape.growing)
 
 
 def stretch_s(first_s: float, growth_s: float, steps: int) -> float:

@@ -146,6 +146,7 @@ class Ledger:
     # of paged engines: tokens that admitted requests looked for in the cache and found there, and
     # those that had been there but were evicted; the same for requests that were preempted before
     shares: bool = False  # whether requests share prompts; otherwise these counters say nothing
+    knows_lost: bool = True  # whether `lost_tokens` are counted
     query_tokens: int = 0
     hit_tokens: int = 0
     lost_tokens: int = 0
@@ -154,6 +155,8 @@ class Ledger:
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
+    drafted_tokens: int = 0  # verified; `accepted_tokens` of them became tokens
+    accepted_tokens: int = 0
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
 
@@ -170,6 +173,7 @@ class Ledger:
         other = Ledger([], [], 0, token_gaps=self.token_gaps)
         for name in SHARED:
             setattr(other, name, getattr(self, name))
+        other.knows_lost = self.knows_lost
         return other
 
     def add(self, other: Ledger, usable_ratio: float) -> None:
@@ -243,10 +247,15 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics["query_tokens"] = float(ledger.query_tokens)
         metrics["hit_tokens"] = float(ledger.hit_tokens)
         metrics["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
-        metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
+        if ledger.knows_lost:
+            metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
         metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
         metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
         metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
+    if ledger.drafted_tokens:
+        metrics["drafted_tokens"] = float(ledger.drafted_tokens)
+        metrics["accepted_tokens"] = float(ledger.accepted_tokens)
+        metrics["accepted_percent"] = 100.0 * ledger.accepted_tokens / ledger.drafted_tokens
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         metrics["future_required_memory_percent"] = 100.0 * future / usable_tokens

@@ -11,60 +11,35 @@ their whole input, beside the blocks of it that running rows hold; they take onl
 this pass needs. A request that does not fit blocks those behind it. With prefix caching a request
 that is admitted computes only what it does not find.
 
-Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
-this one), the threshold for long prefills (off by default), speculative decoding, several kinds of
-caches, LoRA, connectors.
+With `prefill_schedule_interval` I, prefills wait until I passes after the last pass that had one,
+as long as a row decodes and the last time that they were let in left no request waiting.
 
-Every running row takes part in every pass: a pass has enough tokens for that, and only the row
-admitted last can have an incomplete input. All others decode in lockstep, so their state is a few
-sums and a histogram of the fill of their last blocks, and k passes of decodes alone cost one
-addition.
+Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
+this one), speculative decoding, several kinds of caches, LoRA, connectors.
+
+Every running row takes part in every pass as long as a pass has enough tokens for that, and only
+the row admitted last has an incomplete input. All others decode in lockstep, so their state is a
+few sums and a histogram of the fill of their last blocks, and k passes of decodes alone cost one
+addition. With a threshold for long prefills, several rows may have incomplete inputs; such a pass
+is planned row by row, and decodes may miss it (`_plan_by_row`).
+
+Settings may change between two passes (`change`), as those of a live vLLM do.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, PagedRequest, SharedPool
+from toolkit.sim.passes import NO_ROWS, Chunk, PagedPass, PassScheduler
 
 
-class Chunk:
-    """`new` tokens of an input that a row computes in a pass, after its `computed` ones."""
-
-    __slots__ = ("computed", "new", "row")
-
-    def __init__(self, row: PagedRequest, computed: int, new: int) -> None:
-        self.row = row
-        self.computed = computed
-        self.new = new
-
-    @property
-    def completes(self) -> bool:
-        """Whether the row gets a token in this pass."""
-        return self.computed + self.new == self.row.prompt
-
-
-class PagedPass:
-    """What the next forward pass computes, and the rows that were preempted for it."""
-
-    __slots__ = ("chunks", "preempted", "rows", "shape")
-
-    def __init__(
-        self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
-    ) -> None:
-        self.shape = shape
-        self.rows = shape.rows  # kept, because each pass reads it several times
-        self.chunks = chunks
-        self.preempted = preempted
-
-
-class PagedScheduler:
-    """The passes of one engine. `schedule` plans one, `commit` records that it was made (and more
-    of the same rows), `settle` frees the blocks of rows that ended.
+class PagedScheduler(PassScheduler):
+    """The passes of one engine.
 
     Args:
         flags: vLLM's.
@@ -86,41 +61,65 @@ class PagedScheduler:
         shares: bool = False,
         reserves: bool = True,
     ) -> None:
+        super().__init__(
+            SharedPool(blocks, block_tokens)
+            if shares and flags.prefix_caching
+            else BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
+        )
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
+        self._threshold: int = flags.long_prefill_token_threshold
         self._chunked: bool = flags.chunked_prefill
         self._unknown = int(ahead)
         self._shares = shares and flags.prefix_caching
         self._reserves_input = reserves
-        self.pool: BlockPool = (
-            SharedPool(blocks, block_tokens)
-            if self._shares
-            else BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
-        )
-        self.waiting: deque[PagedRequest] = deque()
-        self.running: dict[PagedRequest, None] = {}  # in order of admission
+        self._interval: int = flags.prefill_schedule_interval
+        self._executed = 0  # passes that computed something
+        self._last_prefill = -self._interval  # the last of them with a prefill
+        self._bound = False  # requests were left waiting when prefills were let in
+        self._defers = False  # the planned pass has no prefill
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
         self._admissions = 0
-        self.decoding = 0  # rows that decode
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
         # heap of (end, order, row), for rows leave in the order of their admission; an entry is
         # stale if its row no longer decodes
         self._ends: list[tuple[int, int, PagedRequest]] = []
-        self._partial: PagedRequest | None = None  # the row with an incomplete input
+        # the rows with an incomplete input, in order of admission
+        self._partials: dict[PagedRequest, None] = {}
+        self._long = 0  # the most tokens of a chunk in the pass that is planned; 0: no such limit
+        self._idle: dict[PagedRequest, None] = {}  # decoding rows that missed the last pass
+        self._missed: list[PagedRequest] = NO_ROWS  # those that miss the planned one
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
         self._plan: PagedPass | None = None
 
-    def add(self, row: PagedRequest) -> None:
-        """A request arrives."""
-        self.waiting.append(row)
+    def change(self, settings: Mapping[str, Value]) -> None:
+        """New values of flags, from the next pass on. `policy` changes nothing here: requests have
+        no priorities. `ValueError` for a flag that no running vLLM changes.
+        """
+        for name, value in settings.items():
+            if name == "max_num_seqs":
+                self._most_rows = int(value)
+            elif name == "max_num_batched_tokens":
+                self._most_tokens = int(value)
+            elif name == "long_prefill_token_threshold":
+                self._threshold = int(value)
+            elif name == "watermark":
+                self._reserve = int(float(value) * (self.pool.blocks + 1))
+            elif name == "scheduler_reserve_full_isl":
+                self._reserves_input = bool(value)
+            elif name != "policy":
+                raise ValueError(f"{name} is no setting of a running vLLM")
 
     def schedule(self) -> PagedPass:
-        """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
-        or waits, and the pass is not made.
-        """
+        if self._interval > 1:
+            self._defers = self._defers_prefills()
+        self._long = self._threshold if len(self.running) + len(self.waiting) > 1 else 0
+        too_many = len(self.running) > self._most_tokens
+        if too_many or (self._partials and not self._one_chunk_comes_last()):
+            return self._plan_by_row()
         due = self._due()
         preempted: list[PagedRequest] = []
         if due + self._due_chunk() > self.pool.free:
@@ -135,28 +134,74 @@ class PagedScheduler:
         budget = self._most_tokens - decodes
         if due:
             self.pool.take(due)
-        partial = self._partial
         pool = self.pool
-        if pool.writers:
-            for row in pool.writers:  # the tokens that will be known with this pass
-                if row is partial:
-                    written = row.computed
-                elif row.end or row.stops:
-                    written = row.computed + self._steps + (0 if self._unknown else 1)
-                else:
-                    written = self._known(row)
-                pool.register(row, written)
+        for row in pool.writers:
+            pool.register(row, self._written(row))
         chunks: list[Chunk] = []
-        if partial is not None:
-            computed = partial.computed
-            new = min(partial.prompt - partial.computed, budget)
-            pool.take(pool.needed(computed + new) - pool.needed(computed))
-            if self._shares:
-                pool.register(partial, computed + new)
-            chunks.append(Chunk(partial, computed, new))
-            budget -= new
+        if not self._defers:
+            for row in self._partials:  # at most one
+                budget -= self._take_chunk(row, budget, chunks)
+        self._missed = NO_ROWS
+        return self._planned(decodes, cached, budget, chunks, preempted)
+
+    def _one_chunk_comes_last(self) -> bool:
+        """Whether one row has an incomplete input, and all others have their tokens before it."""
+        return len(self._partials) == 1 and next(reversed(self.running)) in self._partials
+
+    def _plan_by_row(self) -> PagedPass:
+        """As `schedule`: each row takes its tokens and blocks in turn, in order of admission."""
+        pool = self.pool
+        steps = self._steps
+        budget = self._most_tokens
+        chunks: list[Chunk] = []
+        preempted: list[PagedRequest] = []
+        missed: list[PagedRequest] = []
+        decodes = 0
+        cached = 0
+        for row in list(self.running):
+            if row not in self.running:  # it was preempted, and so were all behind it
+                break
+            partial = row in self._partials
+            if not (partial or row.end or row.stops) or (partial and self._defers):
+                continue  # it has ended, or its chunk is deferred
+            if budget == 0:
+                if not partial:
+                    missed.append(row)
+                continue
+            if partial:
+                end = row.computed + self._chunk_tokens(row, budget)
+                due = pool.needed(end) - pool.needed(row.computed)
+            else:
+                due = int((row.computed + steps) % self._block_tokens == 0)
+            while due > pool.free and row in self.running:
+                self._preempt_last(preempted)
+            if row not in self.running:
+                break
+            if partial:
+                budget -= self._take_chunk(row, budget, chunks)
+                continue
+            pool.take(due)
+            if row in pool.writers:
+                pool.register(row, self._written(row))
+            budget -= 1
+            decodes += 1
+            cached += row.computed + steps
+        self._missed = missed
+        return self._planned(decodes, cached, budget, chunks, preempted)
+
+    def _planned(
+        self,
+        decodes: int,
+        cached: int,
+        budget: int,
+        chunks: list[Chunk],
+        preempted: list[PagedRequest],
+    ) -> PagedPass:
+        """The pass, once its running rows are planned: waiting requests are admitted into it."""
         if self.waiting and not preempted:
             self._admit(budget, chunks)
+        if self._interval > 1:
+            self._count_prefills(decodes, chunks, preempted)
         if chunks:
             new = 0
             before = 0
@@ -168,8 +213,44 @@ class PagedScheduler:
             shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
-        self._plan = PagedPass(shape, chunks, preempted)
-        return self._plan
+        plan = PagedPass(shape, chunks, preempted)
+        if self._idle or self._missed:
+            out = [row for row in self._missed if row.end]
+            there = [row for row in self._idle if row.end and row in self.running]
+            plan.paused = [row for row in out if row not in self._idle]
+            plan.resumed = [row for row in there if row not in out]
+            plan.apart = len(out) + len(plan.resumed)
+        self._plan = plan
+        return plan
+
+    def _take_chunk(self, row: PagedRequest, budget: int, chunks: list[Chunk]) -> int:
+        """Plan the next chunk of a running row's input, and return its tokens. Its blocks are
+        free.
+        """
+        pool = self.pool
+        computed = row.computed
+        new = self._chunk_tokens(row, budget)
+        pool.take(pool.needed(computed + new) - pool.needed(computed))
+        if self._shares:
+            pool.register(row, computed + new)
+        chunks.append(Chunk(row, computed, new))
+        return new
+
+    def _chunk_tokens(self, row: PagedRequest, budget: int) -> int:
+        """How many tokens the next chunk of a running row has."""
+        left = row.prompt - row.computed
+        if 0 < self._long < left:
+            left = self._long
+        return min(left, budget)
+
+    def _written(self, row: PagedRequest) -> int:
+        """The tokens of a writer that are known with the pass that is planned."""
+        if row in self._partials:
+            return row.computed
+        if row.end or row.stops:
+            known = self._unknown == 0 or row in self._idle
+            return row.computed + self._steps + (1 if known else 0)
+        return self._known(row)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """The planned pass by row, as vLLM logs it: number, tokens computed before, new tokens."""
@@ -177,22 +258,24 @@ class PagedScheduler:
         chunks = {
             chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
         }
-        ended = {row for row in self._ended if not row.stops}
+        out = {row for row in self._ended if not row.stops}
+        out.update(self._missed)
+        out.update(row for row in self._partials if row not in chunks)
         return [
             chunks.get(r) or (r.number, r.computed + self._steps, 1)
             for r in self.running
-            if r not in ended
+            if r not in out
         ]
 
     def ahead(self) -> int:
-        """How many passes, the planned one included, decode the same rows whatever arrives, >= 1.
-
-        Only the last of them may end a row, and all find the blocks that they need free.
-        """
         plan = self._plan
         assert plan is not None
         if plan.chunks or plan.preempted or self._ended or not self.decoding:
             return 1
+        if self._partials or self._idle or self._missed:
+            return 1
+        if self._interval > 1 and self.waiting:
+            return 1  # a prefill may be let in
         if self.waiting and self.pool.writers:
             return 1  # a block that is written may let one in
         ends = self._ends
@@ -210,7 +293,6 @@ class PagedScheduler:
         return most
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
-        """Record the planned pass and `steps - 1` more of its rows; return those that ended."""
         plan = self._plan
         tokens = self._block_tokens
         assert plan is not None
@@ -220,7 +302,10 @@ class PagedScheduler:
             for k in range(1, 1 + count % tokens):
                 crossings += self._fill[-(self._steps + k) % tokens]
             self.pool.take(crossings)
+            self._executed += count
         self._plan = None
+        if self._missed or self._idle:
+            self._miss()
         for row in self._ended:
             # an ended row is in no further pass, unless its end was not known
             row.computed -= 0 if row.stops else steps
@@ -236,10 +321,9 @@ class PagedScheduler:
             row = chunk.row
             row.computed = chunk.computed + chunk.new
             if not chunk.completes:
-                self._partial = row
+                self._partials[row] = None
                 continue
-            if row is self._partial:
-                self._partial = None
+            self._partials.pop(row, None)
             row.filled = row.computed
             row.prompt += 1  # it has a token, and decodes
             row.left -= 1
@@ -252,11 +336,31 @@ class PagedScheduler:
             self._key_sum += row.computed
             self._fill[row.computed % tokens] += 1
             heappush(ends, (row.end, row.order, row))
+        if plan.chunks and len(ended) > 1:  # a row with a chunk may be before one that decodes
+            ended.sort(key=_admitted)
         self._ended += ended
         return ended
 
+    def _miss(self) -> None:
+        """Some rows had no part in the pass that is committed."""
+        missed = self._missed
+        self._missed = NO_ROWS
+        self._idle = dict.fromkeys(missed)
+        for row in missed:
+            if self._unknown and row in self.pool.writers:  # nothing of it is under way
+                self.pool.register(row, row.computed + self._steps)
+            if not row.end:
+                row.stops = False  # all of its tokens are known now, as those of any ended row
+                continue
+            size = self._block_tokens
+            self._fill[row.computed % size] -= 1
+            row.computed -= 1
+            self._fill[row.computed % size] += 1
+            self._key_sum -= 1
+            row.end += 1
+            heappush(self._ends, (row.end, row.order, row))
+
     def settle(self, ended: Sequence[PagedRequest]) -> None:
-        """Free the blocks of rows that ended, now that their last tokens are known."""
         for row in ended:
             if row in self.running:  # else it was preempted since
                 del self.running[row]
@@ -266,7 +370,6 @@ class PagedScheduler:
                 self.pool.give(row, held, held - (self._unknown if row.stops else 0))
 
     def abort(self) -> list[PagedRequest]:
-        """The engine dies: its unfinished requests. What they generated is off their `left`."""
         for row in self.running:
             if row.end:
                 self._leave(row)
@@ -288,30 +391,35 @@ class PagedScheduler:
             count = min(due, pool.free)
             pool.take(count)
             taken += count
-            row, _ = self.running.popitem()
-            if row is self._partial:
-                self._partial = None
-                held = known = row.computed
+            self._preempt_last(preempted)
+
+    def _preempt_last(self, preempted: list[PagedRequest]) -> None:
+        """Preempt the row that was admitted last, and append it to `preempted`."""
+        row, _ = self.running.popitem()
+        if row in self._partials:
+            del self._partials[row]
+            held = known = row.computed
+        else:
+            held = row.computed + self._steps
+            known = self._known(row)
+            if row.end:
+                self._leave(row)
             else:
-                held = row.computed + self._steps
-                known = self._known(row)
-                if row.end:
-                    self._leave(row)
-                else:
-                    self._ended.remove(row)  # its last token is under way
-            self.pool.give(row, held, known)
-            row.computed = 0
-            row.preempted = True
-            preempted.append(row)
-            if row.left:
-                self.waiting.appendleft(row)
+                self._ended.remove(row)  # its last token is under way
+        self.pool.give(row, held, known)
+        row.computed = 0
+        row.preempted = True
+        preempted.append(row)
+        if row.left:
+            self.waiting.appendleft(row)
 
     def _known(self, row: PagedRequest) -> int:
         """How many of the tokens in a row's cache are known: not the one that a decode under way
         computes, whereas those of an input are.
         """
         held = row.computed + self._steps
-        return held - (self._unknown if held > row.filled else 0)
+        under_way = held > row.filled and row not in self._idle
+        return held - (self._unknown if under_way else 0)
 
     def _due(self) -> int:
         """New blocks that the decoding rows need for the next pass."""
@@ -325,14 +433,33 @@ class PagedScheduler:
 
     def _due_chunk(self) -> int:
         """New blocks that the row with an incomplete input needs for the next pass."""
-        row = self._partial
-        if row is None:
+        if self._defers:
             return 0
-        # ended rows are in one more pass if their ends were not known
-        late = sum([row.stops for row in self._ended])
-        budget = self._most_tokens - self.decoding - late
-        end = min(row.prompt, row.computed + budget)
-        return self.pool.needed(end) - self.pool.needed(row.computed)
+        for row in self._partials:  # at most one
+            # ended rows are in one more pass if their ends were not known
+            late = sum([row.stops for row in self._ended])
+            budget = self._most_tokens - self.decoding - late
+            end = row.computed + self._chunk_tokens(row, budget)
+            return self.pool.needed(end) - self.pool.needed(row.computed)
+        return 0
+
+    def _defers_prefills(self) -> bool:
+        """Whether the next pass has no prefill: one was in a recent pass, and rows decode."""
+        if self._bound or self._executed + 1 - self._last_prefill >= self._interval:
+            return False
+        return len(self.running) > len(self._partials)
+
+    def _count_prefills(
+        self, decodes: int, chunks: list[Chunk], preempted: list[PagedRequest]
+    ) -> None:
+        """Keep whether the planned pass has a prefill, and whether requests are left waiting."""
+        if not preempted and not self._defers:
+            self._bound = len(self.waiting) > 0
+        if decodes or chunks:
+            self._executed += 1
+        for chunk in chunks:
+            if chunk.row in self._partials or chunk.computed < chunk.row.prompt - 1:
+                self._last_prefill = self._executed
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
@@ -345,6 +472,10 @@ class PagedScheduler:
             reserve = self._reserve if running else 0
             found = pool.find(row)
             new = row.prompt - found
+            if self._defers and new > 1:
+                return
+            if 0 < self._long < new:
+                new = self._long
             if new > budget:
                 if not self._chunked:
                     return
@@ -371,3 +502,7 @@ class PagedScheduler:
         self.decoding -= 1
         self._key_sum -= row.computed
         self._fill[row.computed % self._block_tokens] -= 1
+
+
+def _admitted(row: PagedRequest) -> int:
+    return row.order

@@ -8,9 +8,11 @@ law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one 
 arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
+Settings may change at given times, as those of a live engine do (`SettingsChange`).
 
-`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, and
-`toolkit.sim.flight` times them. `serve` gives the engines of a world requests in turn;
+`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, or
+`toolkit.sim.groups` where its model has several groups of caches, and `toolkit.sim.flight` times
+them. `serve` gives the engines of a world requests in turn;
 `toolkit.sim.replicas` puts them behind a router.
 """
 
@@ -19,26 +21,38 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from toolkit.compiled import Reduced, reduced
+from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
+from toolkit.files.recipe import AcceptanceSpec
 from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.blocks import Node, PagedRequest, contents
+from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
+from toolkit.sim.groups.caches import CacheSettings
+from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.link import SchedulerLink
 from toolkit.sim.loop import CHECK_EVERY
-from toolkit.sim.paged import PagedPass, PagedScheduler
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.passes import PagedPass, PassScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
+
+EngineScheduler: TypeAlias = PassScheduler | GroupedScheduler
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,7 +85,11 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `believed` is the law that a router believes; None: `steps`.
+    `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
+    caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
+    `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
+    are accepted. `others` are the same engine with other numbers of drafts.
+    `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
     steps: EngineLaw
@@ -82,27 +100,118 @@ class PagedEngine:
     front_s: float = 0.0
     front_row_s: float = 0.0
     believed: EngineLaw | None = None
+    caches: CacheSettings | None = None
+    draft_method: str = ""
+    draft_tokens: int = 0
+    drafts: DrawnDrafts | None = None
+    others: tuple[PagedEngine, ...] = ()
+    link: SchedulerLink | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
 
     @classmethod
-    def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
+    def of(
+        cls, fit: StepsFit, capacity_tokens: int, caches: CacheSettings | None = None
+    ) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
+        blocks = capacity_tokens // fit.block_tokens
+        if caches is not None:
+            blocks = round(fit.blocks * capacity_tokens / caches.capacity_tokens(fit.blocks))
         return cls(
             law_of_steps(fit),
-            capacity_tokens // fit.block_tokens,
+            blocks,
             fit.block_tokens,
             fit.async_scheduling,
             PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
             fit.front_s,
             fit.front_row_s,
+            caches=caches,
+            draft_method=fit.draft_method,
+            draft_tokens=fit.draft_tokens,
         )
+
+    def with_drafts(self, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> PagedEngine:
+        """The engine with so many drafts of a row in a pass. `InputError` where their law was not
+        measured, or nothing says how many are accepted.
+        """
+        several = [self, *self.others]
+        found = [engine for engine in several if engine.draft_tokens == tokens]
+        if not found:
+            numbers = " and ".join(str(engine.draft_tokens) for engine in several)
+            raise InputError(
+                f"num_speculative_tokens is {tokens}, and the laws are of {numbers} drafts",
+                "measure them: llmctl profile RECIPE --drafts N, and llmctl fit PROFILE --also "
+                "OTHER",
+            )
+        if not tokens:
+            return replace(found[0], link=self.link, others=())
+        drafts = drafts_of(found[0].draft_method, tokens, acceptance, seed)
+        return replace(found[0], drafts=drafts, link=self.link, others=())
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that its cache holds."""
+        """Tokens that its cache holds; with several cache groups, as many as vLLM logs."""
+        if self.caches is not None:
+            return self.caches.capacity_tokens(self.blocks)
         return self.blocks * self.block_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that it can serve."""
+        if self.caches is not None:
+            return self.caches.max_model_len - 1
+        return self.capacity_tokens - (self.drafts is not None)  # vLLM's longest context
+
+    def allowed(self, flags: VllmPolicy) -> VllmPolicy:
+        """The flags nearest to `flags` with which vLLM starts."""
+        if self.caches is None:
+            return flags
+        return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
+
+    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> EngineScheduler:
+        """A scheduler of its passes, with an empty cache; `shares`: requests have contents.
+
+        Raises `InputError` where vLLM would not start with these flags, or they are not modelled.
+        """
+        blocks = self.blocks
+        size = self.block_tokens
+        if self.link is not None:
+            if self.caches is not None:
+                problem, hint = self.caches.start_problem(blocks, flags, ahead=self.ahead)
+                if problem:
+                    raise InputError(problem, hint)
+            return InstalledScheduler(
+                self.link,
+                flags,
+                blocks,
+                size,
+                ahead=self.ahead,
+                drafts=self.drafts,
+                caches=self.caches,
+            )
+        if self.caches is not None:
+            if self.drafts is not None:
+                raise InputError(
+                    "speculative decoding is not modelled with several groups of caches",
+                    "leave engine.vllm.drafts out of the recipe",
+                )
+            if flags.long_prefill_token_threshold:
+                raise InputError(
+                    f"long_prefill_token_threshold is {flags.long_prefill_token_threshold}, which "
+                    "is not modelled with several groups of caches",
+                    "leave it at 0, or simulate with --scheduler installed",
+                )
+            return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
+        if self.drafts is not None:
+            if flags.prefill_schedule_interval > 1:
+                raise InputError(
+                    f"prefill_schedule_interval is {flags.prefill_schedule_interval}, which is not "
+                    "modelled with speculative decoding",
+                    "leave it at 1, or simulate with --scheduler installed",
+                )
+            return DraftScheduler(flags, blocks, size, self.drafts, ahead=self.ahead, shares=shares)
+        return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
 
     def front(self, rows: float) -> FrontDelay:
         """What clients wait beyond passes of so many rows. A single delay covers the way in and
@@ -111,18 +220,27 @@ class PagedEngine:
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
 
-    def drawn(self, steps: EngineLaw) -> PagedEngine:
-        """The same engine with passes by another law, while routers believe the one so far."""
-        return replace(self, steps=steps, believed=self.believed or self.steps)
+    def drawn(self, steps: EngineLaw, others: Sequence[EngineLaw] = ()) -> PagedEngine:
+        """The same engine with passes by another law, while routers believe the one so far; and
+        with `others` for other numbers of drafts.
+        """
+        pairs = zip(self.others, others, strict=True)
+        return replace(
+            self,
+            steps=steps,
+            believed=self.believed or self.steps,
+            others=tuple(engine.drawn(law) for engine, law in pairs),
+        )
 
     def slowed(self, factor: float, launch_factor: float | None = None) -> PagedEngine:
         """The same engine with every pass `factor` times as long, and every launch, where the law
         has them, `launch_factor` times (None: as all else).
         """
         steps = self.steps
+        others = tuple(engine.slowed(factor, launch_factor) for engine in self.others)
         if isinstance(steps, PipelineLaw):
-            return replace(self, steps=steps.times(factor, launch_factor))
-        return replace(self, steps=steps.times(factor))
+            return replace(self, steps=steps.times(factor, launch_factor), others=others)
+        return replace(self, steps=steps.times(factor), others=others)
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,22 +309,41 @@ class Reuse:
         return DueRequests(arrival_s, first, turns)
 
 
+@dataclass(slots=True, frozen=True)
+class SettingsChange:
+    """New values of an engine's settings, which the first pass that is planned after `at_s` has."""
+
+    at_s: float
+    settings: Mapping[str, Value]
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
+
 class Tokens:
     """The rows that get tokens from passes of the same rows.
 
     Attributes:
         decoding: how many rows get one from each pass.
-        joined: the rows that get one from the first pass, as their input is complete.
+        drafts: how many more tokens they get, which were drafts.
+        joined: the rows that get one from the first pass, as their input is complete, or as they
+            missed the pass before.
         ended: the rows that get their last from the last pass.
         running: how many rows ran.
     """
 
-    __slots__ = ("decoding", "ended", "joined", "running")
+    __slots__ = ("decoding", "drafts", "ended", "joined", "running")
 
     def __init__(
-        self, decoding: int, joined: list[PagedRequest], ended: list[PagedRequest], running: int
+        self,
+        decoding: int,
+        joined: list[PagedRequest],
+        ended: list[PagedRequest],
+        running: int,
+        drafts: int,
     ) -> None:
         self.decoding = decoding
+        self.drafts = drafts
         self.joined = joined
         self.ended = ended
         self.running = running
@@ -250,18 +387,21 @@ class PagedRun:
         self._tells = tells
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
+        # with several groups of caches, of the longest request
+        self._tokens_per_block: float = float(engine.block_tokens)
+        if engine.caches is not None:
+            self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
+        self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
         self._restart(0.0)
 
     def _restart(self, now_s: float) -> None:
         """It begins with an empty cache and without requests."""
-        self._scheduler = PagedScheduler(
-            self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
-        )
+        self._scheduler = self._engine.scheduler(self._flags, shares=self._shares)
         self._arrived: list[PagedRequest] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
         self._leap: PagedPass | None = None  # the first of the passes that are under way
@@ -281,6 +421,14 @@ class PagedRun:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
+            self._can_cut = False
+            self._flight.cut(now_s)
+            self.next_s = self._flight.due_s
+
+    def change(self, settings: Mapping[str, Value], now_s: float) -> None:
+        """The engine has new settings, from the next pass that is planned on."""
+        self._changed.append(settings)
+        if self._leap is not None and self._flight.steps > 1:
             self._can_cut = False
             self._flight.cut(now_s)
             self.next_s = self._flight.due_s
@@ -325,12 +473,15 @@ class PagedRun:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
                     self._close(row, self._last_s)
+            for row in plan.paused:
+                self._close(row, self._last_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
         self._plan_s = max(self._done_s, now_s)
         self.next_s = math.inf
-        if plan is not None and self._under_way:  # no other row can run before these have left
+        if plan is not None and (self._under_way or plan.preempted):
+            # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
             self.next_s = self._plan_s
@@ -347,7 +498,7 @@ class PagedRun:
                 end_s = flight.tokens_s(ended)
                 flight.keep(ended)
                 self._give(self._commit(leap), end_s)
-        self.close()
+        self._count()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
             if row.mark:
@@ -367,6 +518,11 @@ class PagedRun:
         return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
 
     def close(self) -> None:
+        """It will do no more: write what was found in the cache into the ledger."""
+        self._count()
+        self._scheduler.close()
+
+    def _count(self) -> None:
         """Write what was found in the cache into the ledger."""
         ledger = self._ledger
         pool = self._scheduler.pool
@@ -379,6 +535,9 @@ class PagedRun:
     def _planned(self) -> PagedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self._scheduler
+        for settings in self._changed:
+            scheduler.change(settings)
+        self._changed.clear()
         for row in self._arrived:
             scheduler.add(row)
         self._arrived.clear()
@@ -408,7 +567,10 @@ class PagedRun:
         steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
-        size = self._block_tokens
+        if plan.resumed:
+            joined += plan.resumed
+        decoding -= plan.apart
+        size = self._tokens_per_block
         used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
         used = (self._blocks - scheduler.pool.free) * size
@@ -426,7 +588,11 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        return Tokens(decoding, joined, ended, len(scheduler.running))
+        drafts = scheduler.accepted
+        if scheduler.drafted:
+            ledger.drafted_tokens += scheduler.drafted
+            ledger.accepted_tokens += drafts
+        return Tokens(decoding, joined, ended, len(scheduler.running), drafts)
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
@@ -443,6 +609,8 @@ class PagedRun:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
                 if steps > 1:
                     flight.add_gaps(ledger.token_gaps, decoding, end_s)
+                if tokens.drafts:
+                    ledger.token_gaps.add(tokens.drafts, 0.0, 0.0)
         if tokens.joined:
             self._join(tokens.joined, gaps.mark(alone=not decoding), first_s)
         self._last_s = self._done_s = end_s
@@ -490,11 +658,13 @@ def serve(
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
+    changes: Sequence[SettingsChange] = (),
 ) -> list[Refusal]:
     """Serve requests, dealt in turn to as many engines as the ledger has workers (see
     `Reuse.dealt`). Returns the refusals: requests that can never be served.
 
-    The engine cannot foresee the end of an output that is shorter than its limit.
+    All engines have the `changes`, which are in order of time. An engine cannot foresee the end of
+    an output that is shorter than its limit.
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
@@ -512,6 +682,7 @@ def serve(
                 requests[number].prompt_tokens,
                 outputs[number],
                 stops=outputs[number] < requests[number].max_new_tokens,
+                limit=requests[number].max_new_tokens,
                 content=leaves[place] if shares else None,
                 watched=shares and watched[place],
             )
@@ -520,7 +691,7 @@ def serve(
         }
         arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
-        _drive(run, rows, arrivals, front, engine, drain)
+        _drive(run, rows, arrivals, front, engine, drain, changes)
     return list(refusals.values())
 
 
@@ -531,17 +702,23 @@ def _drive(
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
+    changes: Sequence[SettingsChange],
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
     admitted. Requests without a row are refused when they arrive.
     """
     left = len(rows)  # to arrive
+    changed = 0
     events = 0
     while arrivals.next_s < math.inf or run.next_s < math.inf:
         events += 1
         if events % CHECK_EVERY == 0:
             check()
         came_s = arrivals.next_s
+        if changed < len(changes) and changes[changed].at_s <= min(came_s, run.next_s):
+            run.change(changes[changed].settings, changes[changed].at_s)
+            changed += 1
+            continue
         if came_s <= run.next_s:
             number = arrivals.take()
             if number in rows:
@@ -566,8 +743,8 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    limit = f"the cache holds {engine.capacity_tokens:,}"
-    if most <= engine.capacity_tokens:
+    limit = f"the cache holds {engine.longest:,}"
+    if most <= engine.longest:
         if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
             return None
         limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"

@@ -338,6 +338,7 @@ class RoutedRun:
             prompt,
             left,
             stops=output < request.max_new_tokens,
+            limit=request.max_new_tokens - (output - left),
             content=copy_of(self._leaves[number], self._copies[index]) if shares else None,
             watched=shares and self._watched[number],
         )

@@ -21,7 +21,7 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import ServeSpec
+from toolkit.files.recipe import AcceptanceSpec, ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import BUILT_IN, make_any
@@ -29,6 +29,7 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
+from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
 from toolkit.sim.replicas import Routing
@@ -124,6 +125,7 @@ class World:
     # compute on the front's cores.
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
+    acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
     # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
     # flags of the simulated policy.
@@ -154,7 +156,17 @@ class World:
         return self.routing is not None and self.routing.limits != UNLIMITED
 
     def under(self, policy: AnyPolicy) -> World:
-        """The same world with the laws for what `policy` runs: static batches or rounds."""
+        """The same world with the laws for what `policy` runs: static batches or rounds.
+
+        `InputError` for a policy that does not know the groups of caches of the model.
+        """
+        if self.paged is not None and self.paged.caches and policy.name != VllmPolicy.name:
+            groups = len(self.paged.caches.groups)
+            raise InputError(
+                f"policy '{policy.name}': it counts tokens in one cache, and this model has "
+                f"{groups} groups of KV caches with windows or states",
+                f"policy '{VllmPolicy.name}' knows them",
+            )
         others = tuple(kind.under(policy) for kind in self.others)
         laws = self.rounds if policy.continuous else None
         if laws is None:
@@ -171,6 +183,13 @@ class World:
                 "set engine.name to vllm, then: llmctl profile RECIPE; llmctl fit PROFILE",
             )
         return self.paged
+
+    def engine_of(self, flags: VllmPolicy) -> PagedEngine:
+        """The engine with its own scheduler under these flags. `InputError` if there is none, and
+        for a number of drafts whose law or whose acceptance is not known.
+        """
+        tokens = flags.num_speculative_tokens
+        return self.engine().with_drafts(tokens, self.acceptance, self.seed)
 
     def range_of(self, policy: str) -> Validity | PassRange | str | None:
         """Where the laws that apply under the policy of this name were measured; for a fleet, the
@@ -232,7 +251,33 @@ def world_from_fit(
         rounds=rounds,
         joining=laws.joining,
         slots=laws.slots,
-        paged=PagedEngine.of(fit.steps, fit.memory.capacity_tokens) if fit.steps else None,
+        paged=paged_of(fit),
+    )
+
+
+def paged_of(fit: Fit) -> PagedEngine | None:
+    """The engine with its own scheduler that a fit describes, with all numbers of drafts that were
+    measured; None: its passes were not.
+
+    Raises `InputError` for caches that are not modelled.
+    """
+    if fit.steps is None:
+        return None
+    caches = caches_of(fit)
+    engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
+    others = tuple(PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
+    return replace(engine, others=others)
+
+
+def caches_of(fit: Fit) -> CacheSettings | None:
+    """The groups of KV caches of a fit's engine; None: one cache of full attention, or it is not
+    known.
+    """
+    if fit.steps is None:
+        return None
+    engine = fit.engine
+    return settings_of(
+        fit.steps.resolved, engine.max_model_len, engine.engine_version, engine.device
     )
 
 
@@ -247,6 +292,10 @@ def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> Wo
             flush_s=kind.recipe.engine.flush_s,
         )
         for kind in kinds
+    ]
+    worlds = [
+        replace(world, acceptance=kind.recipe.serve.acceptance)
+        for world, kind in zip(worlds, kinds, strict=True)
     ]
     return flagged(fleet(worlds), kinds)
 
@@ -360,12 +409,23 @@ class WorldSettings:
         ("queue", "targets"),
         doc="'targets': the front of such replicas refuses what would miss --sla, by its forecast",
     )
+    acceptance_length: float = parameter(
+        0.0,
+        doc="tokens that a row gets from a pass of vLLM with speculative decoding, on average; 0: "
+        "as the recipe's serve.acceptance says",
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
 
     def __post_init__(self) -> None:
         validate(self, "world")
+
+    @property
+    def acceptance(self) -> AcceptanceSpec | None:
+        """See `World.acceptance`."""
+        length = self.acceptance_length
+        return AcceptanceSpec(length=length) if length else None
 
     def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
         """See `World.routing`; `parameters` are the router's."""
@@ -483,6 +543,7 @@ def make_world(
         closed_loop=settings.closed_loop,
         routing=settings.routing(of_router),
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
+        acceptance=settings.acceptance,
     )
 
 

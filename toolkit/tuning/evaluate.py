@@ -322,10 +322,14 @@ class Task:
 
     def _candidate(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to
-        the nearest allowed value.
+        the nearest allowed value, and so are limits with which vLLM would not start.
         """
         within = VllmPolicy.within if self.policy == VllmPolicy.name else dict
-        return make_any(self.policy, within(self.parameters))
+        policy = make_any(self.policy, within(self.parameters))
+        engine = self.setup.world.paged
+        if isinstance(policy, VllmPolicy) and engine is not None:
+            return engine.allowed(policy)
+        return policy
 
 
 def _joined(parts: Sequence[Served]) -> Served:

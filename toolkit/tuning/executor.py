@@ -16,14 +16,14 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter
 
@@ -31,6 +31,8 @@ from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
 from toolkit.interrupts import held
 from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
+
+POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
 
@@ -160,17 +162,29 @@ class ProcessPool:
         try:
             submit(self.jobs)
             while running:
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in [future for future in running if future in ended]:
+                for future in _ended(running):
                     piece = running.pop(future)
-                    result = _unwrap(future.result())
+                    with held():
+                        result = _unwrap(future.result())
                     submit(1)
                     yield from pieces.add(piece, result)
         except BrokenProcessPool:
             raise RuntimeError("a process of the search died") from None
         finally:
-            for future in running:
-                future.cancel()
+            with held():
+                for future in running:
+                    future.cancel()
+
+
+def _ended(running: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """Those that have ended, in their order: at least one, unless `POLL_S` pass.
+
+    A future has a lock. Ctrl-C waits while this thread may hold one: interrupted there, it would
+    keep the lock for ever, and the executor's own thread would wait for it.
+    """
+    with held():
+        ended, _ = wait(running, POLL_S, FIRST_COMPLETED)
+    return [future for future in running if future in ended]
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from toolkit.files.tuning import Outcome, ParameterValue, searched_key
 from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_of
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults, parameters
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import flags_of
 from toolkit.tuning.evaluate import EvaluationSetup, Task
 
 T = TypeVar("T")
 
 SWEEP_POINTS = 7
+DRAFTS = "num_speculative_tokens"
 ALL = "all"  # every policy that can be simulated, except the oracles
 OWN = "own"  # the recipe's policy
 ORDINARY = tuple(name for name in POLICIES if name not in ORACLES)
@@ -126,6 +128,22 @@ class PolicySpace:
 def _named(owner: str, given: Mapping[str, T]) -> dict[str, T]:
     """The parameters of a router or a kind by their names in a search."""
     return {f"{owner}.{name}": value for name, value in given.items()}
+
+
+def over_drafts(space: PolicySpace, numbers: Sequence[int]) -> PolicySpace:
+    """The space with the number of drafts of vLLM among `numbers`, those whose laws are known, and
+    within the recipe's range, if it has one; as it is without a choice.
+    """
+    if space.policy != VllmPolicy.name or len(numbers) < 2:
+        return space
+    among = space.distributions.get(DRAFTS)
+    first = int(space.start.get(DRAFTS, 0))
+    known = sorted(numbers)
+    if isinstance(among, optuna.distributions.IntDistribution):
+        known = [number for number in known if among.low <= number <= among.high]
+    choices = list(dict.fromkeys([first, *known]))
+    chosen = optuna.distributions.CategoricalDistribution(choices)
+    return replace(space, distributions={**space.distributions, DRAFTS: chosen})
 
 
 def with_kinds(own: PolicySpace, kinds: Sequence[Kind], workers: int) -> PolicySpace:

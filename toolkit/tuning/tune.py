@@ -27,6 +27,7 @@ from toolkit.files.tuning import (
     OOM,
     UNSERVED,
     Cost,
+    DraftGain,
     Interval,
     JudgedPart,
     Limit,
@@ -44,6 +45,8 @@ from toolkit.files.tuning import (
 from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, engines_for, refusal
+from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow, mean_rate
@@ -59,6 +62,7 @@ from toolkit.tuning.alternatives import (
     try_siblings,
 )
 from toolkit.tuning.costs import cost_of, served_rps
+from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.evaluate import (
     ATTAINMENT,
     ATTAINMENT_LOWER,
@@ -81,7 +85,14 @@ from toolkit.tuning.search import (
     search,
     sensitivity,
 )
-from toolkit.tuning.spaces import PolicySpace, make_spaces, router_spaces, sweeps, with_kinds
+from toolkit.tuning.spaces import (
+    PolicySpace,
+    make_spaces,
+    over_drafts,
+    router_spaces,
+    sweeps,
+    with_kinds,
+)
 from toolkit.tuning.workload import Workload, whole_setup
 
 # limits with a key in `Evaluation.usage` that differs from their metric
@@ -137,6 +148,15 @@ class Inputs:
         return label
 
 
+def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
+    """The ranges of flags that not every release of vLLM has, if the measured one has them."""
+    return {
+        f"{VllmPolicy.name}.{name}": list(flag.search)
+        for name, flag in LATER.items()
+        if fit.engine.engine == VllmPolicy.engine and flag.is_in(fit.engine.engine_version)
+    }
+
+
 def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
     """The recipe's settings of the search; `others` are a fleet's further kinds of workers.
 
@@ -145,7 +165,11 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     """
     spec = recipe.tune
     workers = recipe.workers + sum(kind.workers for kind in others)
-    spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers, usual_policies(fit))
+    ranges = {**ranges_of_release(fit), **spec.space}
+    spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
+    if fit.steps is not None and not others:
+        numbers = [steps.draft_tokens for steps in (fit.steps, *fit.drafts)]
+        spaces = [over_drafts(space, numbers) for space in spaces]
     if router_of(recipe, workers=workers) is not None:
         if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
             raise InputError(
@@ -326,6 +350,7 @@ def reported(
             "engines": engines,
             "alternatives": others,
             "cost": _cost(inputs, recommended.outcome),
+            "draft_gain": _draft_gain(inputs, recommended.outcome),
         }
     )
 
@@ -394,6 +419,14 @@ def _cost(inputs: Inputs, outcome: Outcome) -> Cost | None:
     steps = None if inputs.others else inputs.fit.steps
     trace = inputs.workload.judged(outcome.policy).trace
     return cost_of(usd_per_hour, rate_rps, outcome.metrics, steps, trace)
+
+
+def _draft_gain(inputs: Inputs, outcome: Outcome) -> DraftGain | None:
+    """Up to how many running requests drafts pay; None where there is no choice of their number."""
+    if inputs.others or not inputs.fit.drafts or outcome.policy != VllmPolicy.name:
+        return None
+    flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
+    return draft_gain(inputs.world, flags, inputs.workload.trace)
 
 
 def _settle_router(
@@ -544,7 +577,7 @@ def _drawn_world(world: World, fit: Fit) -> World:
         rounds = replace(rounds, latency=laws.rounds, believed=rounds.latency)
     paged = world.paged
     if paged is not None and fit.steps is not None:
-        paged = paged.drawn(law_of_steps(fit.steps))
+        paged = paged.drawn(law_of_steps(fit.steps), list(map(law_of_steps, fit.drafts)))
     return replace(world, latency=laws.latency, believed=world.latency, rounds=rounds, paged=paged)
 
 

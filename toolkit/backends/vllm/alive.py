@@ -44,6 +44,16 @@ def figures(url: str) -> str:
     return "\n".join(_FIGURES.findall(page.decode(errors="replace")))
 
 
+def blocks(url: str) -> int:
+    """The blocks of KV cache that the server says it has; 0 where it does not say so."""
+    try:
+        page = build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read()
+    except (OSError, HTTPException):
+        return 0
+    found = re.search(r'num_gpu_blocks="(\d+)"', page.decode(errors="replace"))
+    return int(found[1]) if found else 0
+
+
 def generates(url: str, model: str, limit_s: float, key: str = "") -> bool:
     """Whether the server gives a token within `limit_s`. One that refuses to try is no hang."""
     fields = {"model": model, "prompt": "a", "max_tokens": 1, "ignore_eos": True, "stream": False}

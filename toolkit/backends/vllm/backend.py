@@ -17,11 +17,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -32,11 +33,12 @@ from toolkit.backends import Check, GivenDevices, ServerCommand, ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
+    DRAFTS,
     NO_TELEMETRY,
     POLICY,
     VllmCommand,
     VllmServer,
-    check_version,
+    draft_flags,
     flags_of,
     free_port,
     vllm_beside,
@@ -44,20 +46,37 @@ from toolkit.backends.vllm.command import (
     vllm_server,
     vllm_version,
 )
+from toolkit.backends.vllm.conformance.results import agreement
+from toolkit.backends.vllm.control import MIDDLEWARE
 from toolkit.backends.vllm.setup import (
+    CONTROL_VARIABLE,
     EVENT_LOG_VARIABLE,
     ITERATIONS_VARIABLE,
     PLAN_VARIABLE,
     PYTHON_VARIABLE,
 )
+from toolkit.backends.vllm.touched import (
+    CAPABILITIES,
+    REQUIREMENT,
+    TOUCHED,
+    Installed,
+    check,
+    read_vllm,
+    refuse_missing,
+)
 from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
+from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.process import ProfileBench
+from toolkit.sched.policies import make_any
+from toolkit.sched.policies.parameters import declared, parameters
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.serve.server import check_exposure, end_signals, listen
+from toolkit.sim.drafts import rates_of
 from toolkit.workers.process import (
     GPUS_VARIABLE,
     gpu_models,
@@ -73,6 +92,7 @@ IMAGES = {
     "cuda": "vllm/vllm-openai:v0.32.0",
     "cpu": "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v0.32.0",
 }
+REMEDY = f"pip install '{REQUIREMENT}' into it, or name another Python in {PYTHON_VARIABLE}"
 NEEDED = "mypy-extensions"  # of llmctl's code inside vLLM, and not in vLLM's environment
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
 ENDED_METRIC = "vllm:request_success"
@@ -110,6 +130,8 @@ class VllmBackend:
                 with vllm_server(command, order.host, port, quiet=False) as server:
                     signals.loading = False
                     if not signals.count:
+                        if order.control_key:
+                            order.ending.say(live_cost(order.plan, alive.blocks(server.url)))
                         on_ready(server.url)
                         with EngineWatch(order, server.url) as watch:
                             _serve(server, order, signals, watch)
@@ -159,23 +181,26 @@ class VllmBackend:
         port = free_port(order.host)
         return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
-    def check(self, recipe: Recipe) -> Check:
+    def check(self, recipe: Recipe) -> list[Check]:
         """A recipe is data: a Python that it names is looked at and not run."""
         python = vllm_python(recipe)
+        found: Installed | None
         try:
             if python in (os.environ.get(PYTHON_VARIABLE), sys.executable):
-                return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
+                found = read_vllm(python, REMEDY)
+                return [Check("engine", "ok", f"vLLM {found.version}, of {python}"), *_has(found)]
             found = vllm_beside(Path(python))
             if found:
-                check_version(found)
-                return Check("engine", "ok", f"vLLM {found}, beside {python}")
+                text = f"vLLM {found.version}, beside {python}"
+                return [Check("engine", "ok", text), *_has(found)]
         except LlmctlError as error:
-            return Check("engine", "missing", error.message, error.hint)
+            return [Check("engine", "missing", error.message, error.hint)]
         if not os.access(python, os.X_OK) or not Path(python).is_file():
             text = f"{python}: no program, and the recipe names it"
-            return Check("engine", "missing", text, f"engine.vllm.python, or {PYTHON_VARIABLE}")
+            return [Check("engine", "missing", text, f"engine.vllm.python, or {PYTHON_VARIABLE}")]
         text = f"the recipe names {python}: no vLLM lies beside it, and it is not run here"
-        return Check("engine", "note", text, "llmctl profile and llmctl serve run it, and say more")
+        remedy = "llmctl profile and llmctl serve run it, and say more"
+        return [Check("engine", "note", text, remedy)]
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one
@@ -211,6 +236,31 @@ class VllmBackend:
             python_variable=command.python_variable,
             alive=Path(alive.__file__).read_text(encoding="utf-8"),
         )
+
+
+def _has(installed: Installed) -> list[Check]:
+    """What of all that llmctl touches inside vLLM a version has: a line for each capability, and
+    one for each item that is missing. `InputError` for an unknown release whose files are not here.
+    """
+    if installed.folder is None:
+        refuse_missing(installed, "start")
+        return []
+    missing = check(installed)
+    checks = []
+    for need, capability in CAPABILITIES.items():
+        lacks = [one for one in missing if need in one.item.needs]
+        count = sum(need in item.needs for item in TOUCHED)
+        name = f"vllm: {need}"
+        status: Literal["missing", "note"] = "missing" if need == "start" else "note"
+        text = f"{capability.what}: all {count} items of vLLM that it needs are there"
+        if need == "simulation":
+            text = f"{text}; {agreement(installed.version)}"
+        if not lacks:
+            checks.append(Check(name, "ok", text))
+        checks += [
+            Check(name, status, f"{one.item.words}: {one.why}", capability.without) for one in lacks
+        ]
+    return checks
 
 
 def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
@@ -267,7 +317,11 @@ class EndRequested(BaseException):
 
 
 def _refuse_other(order: ServerOrder) -> None:
-    """Refuse a plan of another engine or CPU, as far as both are known before loading."""
+    """Refuse a plan of what is not modelled, and of another engine or CPU, as far as all is known
+    before loading.
+    """
+    refuse_recipe(order.plan.recipe)
+    refuse_fit(order.plan.fit)
     version = vllm_version(order.plan.recipe).partition("+")[0]  # vLLM omits a build's local one
     identity = {"engine": f"vllm {version}"}
     if order.plan.recipe.hardware.device == "cpu":
@@ -287,6 +341,14 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     variables = {PLAN_VARIABLE: str(path), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     if order.api_key:
         variables["VLLM_API_KEY"] = order.api_key
+    if order.control_key:
+        if plan.fit.steps is None:
+            raise InputError(
+                "--live: the fit has no law of passes, whose scheduler takes new settings",
+                "profile engine vllm again; then: llmctl fit, render",
+            )
+        variables[CONTROL_VARIABLE] = order.control_key
+        flags += [*wider(plan), "--middleware", MIDDLEWARE]
     if policy.name != POLICY and order.event_log is not None:
         variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
     if order.pass_log is not None:
@@ -301,10 +363,56 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
 
 
+WIDER = ("max_num_seqs", "max_num_batched_tokens")  # at the start than in the plan
+
+
+def wide_values(plan: Plan) -> dict[str, int]:
+    """The most requests and tokens of a pass that a live server can be given later: the search's
+    bounds, or the plan's values where these are larger. The server begins with the plan's.
+    """
+    if plan.policy.name != POLICY:
+        return {}
+    known = declared(VllmPolicy)
+    values = parameters(make_any(POLICY, plan.policy.parameters))
+    space = plan.recipe.tune.space
+    found = {}
+    for name in WIDER:
+        usual = known[name].search or (0, 0)
+        wide = max(float(high) for high in space.get(name, usual))
+        found[name] = max(int(wide), int(values[name]))
+    rows = found["max_num_seqs"]
+    found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], rows)
+    return found
+
+
+def live_bounds(plan: Plan) -> dict[str, tuple[float, float]]:
+    """The bounds of the settings that a live server of the plan can be tuned by."""
+    wide = wide_values(plan)
+    if not wide:
+        return {}
+    rows = float(wide["max_num_seqs"])
+    bounds = {"max_num_seqs": (1.0, rows)}
+    if make_any(POLICY, plan.policy.parameters).chunked_prefill:  # type: ignore[union-attr]
+        bounds["max_num_batched_tokens"] = (rows, float(wide["max_num_batched_tokens"]))
+        longest = float(plan.recipe.model.max_model_len)
+        bounds["long_prefill_token_threshold"] = (0.0, longest)
+    return bounds | {"watermark": (0.0, 0.3)}
+
+
+def wider(plan: Plan) -> list[str]:
+    """The flags of `wide_values`. vLLM takes the last of two equal flags."""
+    words: list[str] = []
+    for name, value in wide_values(plan).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
 def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
     """The scheduler's flags: vLLM's own, or ours inside it. `counted`: its passes are counted."""
     policy = plan.policy
     flags = flags_of(policy.name, policy.parameters)
+    if policy.name == POLICY:
+        flags += draft_flags(plan.recipe, policy.parameters, _synthetic_rates(plan))
     if counted:
         flags += ["--scheduler-cls", COUNTING_SCHEDULER]
     elif policy.name != POLICY:
@@ -312,6 +420,35 @@ def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
     if policy.name == "mlfq":
         flags += ["--no-async-scheduling"]
     return flags
+
+
+def _synthetic_rates(plan: Plan) -> Sequence[float]:
+    """The rates at which vLLM is to accept drafts, whatever they are; none where it decides."""
+    acceptance = plan.recipe.serve.acceptance
+    tokens = int(plan.policy.parameters.get(DRAFTS, 0))
+    if acceptance is None or not acceptance.synthetic or not tokens:
+        return []
+    return rates_of(acceptance, tokens)
+
+
+def live_cost(plan: Plan, blocks: int) -> str:
+    """What a live server may be given, and what this start costs in blocks of KV cache; `blocks`
+    are those that it has (0: not known).
+    """
+    values = plan.policy.parameters
+    words = [
+        f"{name} up to {wide:,} (the plan: {values.get(name, 'default')})"
+        for name, wide in wide_values(plan).items()
+    ]
+    text = f"live: {'; '.join(words)}" if words else "live: its policy's parameters"
+    steps = plan.fit.steps
+    if not blocks or steps is None:
+        return text
+    cost = steps.blocks - (blocks - 1)  # vLLM never gives out one
+    if cost <= 0:
+        return f"{text}; it costs no block of KV cache"
+    share = 100.0 * cost / steps.blocks
+    return f"{text}; it costs {cost:,} of {steps.blocks:,} blocks of KV cache ({share:.1f} %)"
 
 
 def _count_ended(metrics: Path) -> dict[str, int]:

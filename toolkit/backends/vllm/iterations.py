@@ -10,6 +10,8 @@ vLLM's own /metrics.
     empty folder, through which vLLM's processes share their metrics; with LLMCTL_VLLM_ITERATIONS
     it writes the same log, too
 
+With LLMCTL_VLLM_CONTROL_KEY their settings change while they run (`toolkit.backends.vllm.control`).
+
 `PassLoggingMixin` collects the passes for both. `PassSeries` holds the sums, `PassCounts` computes
 them from the passes, and `Counted` feeds it from inside a scheduler.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,43 +32,34 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
+from toolkit.backends.vllm import control
 from toolkit.backends.vllm.command import POLICY
+from toolkit.backends.vllm.control import EngineControl
+from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
+from toolkit.backends.vllm.resolved import rank_of, refuse_unlike, resolved_of
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
-from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, PLAN_VARIABLE, one_line
+from toolkit.backends.vllm.setup import (
+    CONTROL_VARIABLE,
+    ITERATIONS_VARIABLE,
+    PLAN_VARIABLE,
+    log_of_rank,
+    one_line,
+)
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
-
-MODELLED_CACHES = ("FullAttentionSpec", "MLAAttentionSpec")  # vLLM's kinds of KV cache
-
-
-def _not_modelled(config: Any, groups: Any) -> list[str]:
-    """What this server does that llmctl's laws and its model of vLLM's scheduler do not know."""
-    found = []
-    if len(groups) > 1:
-        found.append(f"{len(groups)} groups of KV caches (sliding windows or hybrid layers)")
-    for group in groups:
-        spec = group.kv_cache_spec
-        name = type(spec).__name__
-        if name not in MODELLED_CACHES:
-            found.append(f"a KV cache of kind {name}")
-        elif getattr(spec, "sliding_window", None):
-            found.append(f"a sliding window of {spec.sliding_window} tokens")
-    if getattr(config, "lora_config", None) is not None:
-        found.append("LoRA adapters")
-    if config.speculative_config is not None:
-        found.append("speculative decoding")
-    parallel = config.parallel_config
-    if parallel.data_parallel_size > 1:
-        found.append(f"data_parallel_size {parallel.data_parallel_size}")
-    if parallel.pipeline_parallel_size > 1:
-        found.append(f"pipeline_parallel_size {parallel.pipeline_parallel_size}")
-    return found
+from toolkit.sched.iterations import (
+    IterationLogHeader,
+    LoggedArrival,
+    LoggedPass,
+    LoggedRow,
+    to_line,
+)
+from toolkit.sched.policies.parameters import Value
 
 
 @dataclass(slots=True)
@@ -78,18 +71,29 @@ class ScheduledPass:
     preempted: list[str]
     waiting: int
     free_blocks: int
+    changed: dict[str, Value]
+    arrived: list[LoggedArrival]
     launched_s: float = 0.0
     settled_before: bool = False  # a pass before it has ended since it was scheduled
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
-    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`."""
+    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`.
+
+    Attributes:
+        control: of its settings; None: they stay as they are.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._under_way: deque[ScheduledPass] = deque()
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
+        self._arrived: list[LoggedArrival] = []  # since the last pass was planned
+        self.control: EngineControl | None = None
+        if os.environ.get(CONTROL_VARIABLE):
+            control.install()
+            self.control = EngineControl(LiveSettings(self))
 
     def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
@@ -104,43 +108,58 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
     def _header(self) -> IterationLogHeader:
         config = self.vllm_config
         cache = self.cache_config
-        groups = self.kv_cache_config.kv_cache_groups
-        spec = groups[0].kv_cache_spec
-        layers = sum(len(group.layer_names) for group in groups)
+        resolved = resolved_of(self)
         return IterationLogHeader(
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             block_tokens=self.block_size,
-            blocks=cache.num_gpu_blocks - 1,
+            blocks=resolved.blocks,
             enable_chunked_prefill=bool(self.scheduler_config.enable_chunked_prefill),
             prefix_caching=bool(cache.enable_prefix_caching),
             async_scheduling=bool(self.scheduler_config.async_scheduling),
-            policy=str(self.scheduler_config.policy),
+            policy=resolved.policy,
             version=vllm.__version__,
             model_type=config.model_config.hf_config.model_type,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             device=str(config.device_config.device_type),
             max_model_len=self.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
-            kv_bytes_per_token=layers * spec.page_size_bytes // spec.block_size,
+            kv_bytes_per_token=resolved.bytes_per_block // self.block_size,
             graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
             graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
             executor=str(config.parallel_config.distributed_executor_backend or ""),
-            not_modelled=_not_modelled(config, groups),
+            header=2,
+            resolved=resolved,
         )
+
+    def add_request(self, request: VllmRequest) -> None:
+        if self.control is not None and request.request_id not in self.requests:
+            arrival_s = time.monotonic() - (time.time() - request.arrival_time)
+            lengths = request.num_prompt_tokens, request.max_tokens
+            self._arrived.append(LoggedArrival(request.request_id, arrival_s, *lengths))
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
+        if self.control is not None:
+            self.control.expire()
         output = super().schedule(throttle_prefills)
         rows = []
         for request_id, new in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens - new  # which already includes this pass
-            rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
+            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            prompt = request.num_prompt_tokens
+            is_chunk = request.is_prefill_chunk
+            rows.append(LoggedRow(request_id, computed, new, prompt, drafts, is_chunk))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._under_way.append(ScheduledPass(start_s, rows, self._preempted, waiting, free))
+        changed = self.control.take() if self.control is not None else {}
+        self._under_way.append(
+            ScheduledPass(start_s, rows, self._preempted, waiting, free, changed, self._arrived)
+        )
         self._preempted = []
+        self._arrived = []
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
@@ -167,7 +186,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             for output in client.outputs
             if output.finish_reason is not None
         ]
-        if done.rows or done.preempted or ended or self._gone:
+        shown = done.rows or done.preempted or done.changed or done.arrived
+        if shown or ended or self._gone:
             logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
                 start_s=done.start_s,
@@ -179,6 +199,9 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 free_blocks=done.free_blocks,
                 launched_s=done.launched_s,
                 ready_s=ready_s,
+                accepted=accepted_drafts(done.rows, model_runner_output),
+                changed=done.changed,
+                arrived=done.arrived,
             )
             self._gone = []
             self._passed(logged)
@@ -198,14 +221,29 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         super()._preempt_request(request, timestamp, drop_stale_output)
 
 
-class PassLog:
-    """The log of passes. Raises `InputError` if it is not named or not writable."""
+def accepted_drafts(rows: Sequence[LoggedRow], model_runner_output: Any) -> list[int]:
+    """How many drafts of each row with drafts became tokens, by what the model gave."""
+    drafting = [row.request_id for row in rows if row.drafts]
+    if not drafting or not model_runner_output.sampled_token_ids:
+        return []
+    places = model_runner_output.req_id_to_index
+    tokens = model_runner_output.sampled_token_ids
+    return [max(len(tokens[places[name]]) - 1, 0) for name in drafting]
 
-    def __init__(self, header: IterationLogHeader) -> None:
+
+class PassLog:
+    """The log of passes of an engine; of data-parallel ones, each has its own (`log_of_rank`).
+    Raises `InputError` if it is not named or not writable.
+    """
+
+    def __init__(self, header: IterationLogHeader, rank: int) -> None:
         with one_line():
-            path = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            named = _path_in(ITERATIONS_VARIABLE, "the file for the log of passes")
+            path = log_of_rank(named, rank)
             try:
-                self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
+                # appended, so that a reader may cut off what it has read
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+                self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise InputError(f"{path}: cannot be written: {error.strerror}") from None
         self._file.write(to_line(header))
@@ -222,7 +260,7 @@ class Logged(PassLoggingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = PassLog(self._header())
+        self._log = PassLog(self._header(), rank_of(self.vllm_config))
 
     def shutdown(self) -> None:
         self._log.close()
@@ -288,6 +326,7 @@ class PassCounts:
     def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
         self._law = law
         self._series = series
+        self._window = law.window if isinstance(law, StepLaw) else 0
         self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
         self._arrived_s: dict[str, float] = {}  # requests that have not ended
         self._without_token: set[str] = set()  # a subset of them
@@ -327,7 +366,7 @@ class PassCounts:
         if logged.rows and self._overlapping is not None:
             self._count_overlapping(self._overlapping.ended(logged, following))
         elif logged.rows:
-            shape = shape_of_rows(logged.rows)
+            shape = shape_of_rows(logged.rows, self._window)
             start_s = logged.start_s
             predicted_s = self._law.forward_s(shape)
             if self._ended_s is not None:
@@ -369,9 +408,18 @@ class Counted(PassLoggingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = PassLog(self._header()) if os.environ.get(ITERATIONS_VARIABLE) else None
+        header = self._header()
+        self._log: PassLog | None = None
+        if os.environ.get(ITERATIONS_VARIABLE):
+            self._log = PassLog(header, rank_of(self.vllm_config))
         with one_line():
-            fit = _plan().fit.steps
+            plan = _plan()
+            # vLLM was started with wider bounds than the plan's
+            if self.control is not None and plan.policy.name == POLICY:
+                self.control.begin(plan.policy.parameters)
+            fit = plan.fit.steps
+            assert header.resolved is not None
+            refuse_unlike(header.resolved, fit.resolved if fit else None)
             if fit is None:
                 raise InputError(
                     f"{PLAN_VARIABLE}: its fit has no law of passes",

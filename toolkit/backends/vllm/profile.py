@@ -23,9 +23,20 @@ from time import perf_counter
 from typing import IO
 
 from toolkit.backends.openai import TRIES, Endpoint, ServerBench, prompt_around
-from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.backends.vllm.command import (
+    DRAFTS,
+    POLICY,
+    VllmCommand,
+    VllmServer,
+    draft_flags,
+    flags_of,
+    vllm_server,
+    vllm_version,
+)
 from toolkit.backends.vllm.overlap import Following, sampler_s
-from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
+from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
+from toolkit.catalogue.caches import is_plain, logged_tokens, window_of
+from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
 from toolkit.catalogue.models import EXPERTS, experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.wire import Sample
@@ -34,6 +45,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import (
@@ -50,6 +62,7 @@ from toolkit.profiling.grid import (
 from toolkit.profiling.pace import ServerPace, samples_of, warm_runs
 from toolkit.profiling.process import Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.sched.policies.vllm import refuse_later
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,9 +88,10 @@ class TimedPass:
         return self.end_s - self.start_s
 
 
-def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
-    """Consecutive passes with their times, in seconds. A pass that was scheduled before the end of
-    the previous one begins at that end.
+def timed(passes: Sequence[LoggedPass], window: int = 0) -> list[TimedPass]:
+    """Consecutive passes with their times, in seconds, of a model with sliding windows of `window`
+    tokens (0: without). A pass that was scheduled before the end of the previous one begins at that
+    end.
     """
     times: list[TimedPass] = []
     end_s = -1.0
@@ -92,8 +106,22 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
         )
         apart = following is not None and following.start_s >= end_s
         host_s = following.start_s - end_s if busy and apart and following else None
-        times.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s, idle, launch_s))
+        shape = shape_of_rows(one.rows, window)
+        times.append(TimedPass(shape, start_s, end_s, host_s, idle, launch_s))
     return times
+
+
+def least_sampler_s(logged: Sequence[LoggedPass]) -> float:
+    """The least time that a launch went on after its stamp; infinity where no pass shows it."""
+    found_s = math.inf
+    end_s = -math.inf
+    for one, later in pairwise([one for one in logged if one.rows]):
+        if later.start_s < one.end_s:
+            following = Following(later.start_s, later.rows, later.launched_s)
+            shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
+            found_s = min(found_s, shown_s)
+        end_s = one.end_s
+    return found_s
 
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
@@ -112,7 +140,8 @@ def _continues(before: TimedPass, one: TimedPass) -> bool:
     if before.shape.prefills or one.shape.prefills:
         return False
     rested = one.idle and before.host_s is None
-    return before.shape.decodes == one.shape.decodes and not rested
+    alike = before.shape.decodes == one.shape.decodes
+    return alike and before.shape.draft_tokens == one.shape.draft_tokens and not rested
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -125,21 +154,31 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
         prefill_tokens=shape.prefill_tokens,
         prefill_attended=shape.prefill_attended,
         prefill_cached=shape.prefill_cached,
+        decode_inside=fmean(one.shape.decode_inside for one in stretch),
+        prefill_inside=shape.prefill_inside,
         seconds=[one.seconds for one in stretch],
         host_s=[one.host_s for one in stretch if one.host_s is not None],
         idle=stretch[0].idle,
+        draft_tokens=shape.draft_tokens,
         launch_s=launches if len(launches) == len(stretch) else [],
     )
 
 
-def refuse_not_modelled(header: IterationLogHeader) -> None:
-    """`InputError` for a server that does what no law or simulation knows."""
+def refuse_not_modelled(header: IterationLogHeader, ranks: int = 1) -> None:
+    """`InputError` for a server that does what no law or simulation knows; `ranks`: the engines
+    of data parallelism that wrote a log.
+    """
+    server = "this vLLM server"
+    if ranks > 1:
+        refuse(server, [ClassFound("data parallel", f"{ranks} engines of data parallelism")])
+    if header.resolved is not None:
+        refuse(server, of_resolved(header.resolved))
     found = list(header.not_modelled)
     if header.async_scheduling and header.graph_mode and header.graph_mode not in LAUNCHES:
         found.append(f"cudagraph_mode {header.graph_mode}")
     if found:
         raise InputError(
-            f"this vLLM server has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
+            f"{server} has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
             "profile it without that, or as engine openai, from outside",
         )
 
@@ -156,6 +195,7 @@ def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
 
 
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
+ACCEPTED = 0.7  # of drafts whose predecessors were accepted, while it is measured
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
 LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load
@@ -166,15 +206,17 @@ PACE_ROWS = 32  # of the larger decode step that shows the pace
 class VllmBench(ServerBench):
     """A running vLLM server, which writes its passes to `log`, open at its first line."""
 
-    def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
+    def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes], ranks: int = 1) -> None:
         super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server = server
         self._log = log
         self._recipe = recipe
         self._header: IterationLogHeader = header_of(log.readline())
-        refuse_not_modelled(self._header)
+        refuse_not_modelled(self._header, ranks)
         refuse_unknown_experts(recipe, self._header.model_type)
         self.facts = facts_of(recipe, self._header)
+        resolved = self._header.resolved
+        self._window = window_of(resolved.groups) if resolved is not None else 0
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
@@ -192,6 +234,7 @@ class VllmBench(ServerBench):
     def steps(self) -> StepsProfile:
         header = self._header
         experts, per_token = experts_of(text_config(self._recipe.model.config))
+        drafts = header.resolved.drafts if header.resolved else None
         return StepsProfile(
             block_tokens=header.block_tokens,
             blocks=header.blocks,
@@ -202,6 +245,9 @@ class VllmBench(ServerBench):
             executor=header.executor,
             experts=experts,
             experts_per_token=per_token,
+            resolved=header.resolved,
+            draft_method=drafts.method if drafts else "",
+            draft_tokens=drafts.tokens if drafts else 0,
             points=[],
             front=[],
         )
@@ -288,7 +334,7 @@ class VllmBench(ServerBench):
         samples = self._runner.run(sent)
         self._took_s = perf_counter() - start_s
         logged = passes_of(self._log.readlines())
-        passes = self._passes = timed(logged)
+        passes = self._passes = timed(logged, self._window)
         if not passes:
             raise Unmeasurable("no pass was logged")
         steps = [one for one in passes if not one.shape.prefills]
@@ -343,14 +389,9 @@ class VllmBench(ServerBench):
 
     def _see_sampler(self, logged: Sequence[LoggedPass]) -> None:
         """Keep the least time that a launch went on after its stamp."""
-        end_s = -math.inf
-        for one, later in pairwise([one for one in logged if one.rows]):
-            if later.start_s < one.end_s:
-                following = Following(later.start_s, later.rows, later.launched_s)
-                shown_s = sampler_s(one, following, from_idle=one.start_s >= end_s)
-                if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
-                    self._sampler_s = shown_s
-            end_s = one.end_s
+        shown_s = least_sampler_s(logged)
+        if shown_s < (math.inf if self._sampler_s is None else self._sampler_s):
+            self._sampler_s = shown_s
 
     def _measure_hits(self, point: GridPoint) -> float:
         """A prompt, then others that begin with it, one after another; seconds of such a pass. A
@@ -363,7 +404,7 @@ class VllmBench(ServerBench):
             assert isinstance(beginning, list)
             assert isinstance(new, list)
             self._runner.run(self._endpoint.first_token(beginning + new, length))
-        passes = timed(passes_of(self._log.readlines()))
+        passes = timed(passes_of(self._log.readlines()), self._window)
         self._steps += points(passes)
         hits = [one.seconds for one in passes if one.shape.prefill_cached >= point.length // 2]
         if not passes:
@@ -512,8 +553,19 @@ def _emits(one: TimedPass, prompt: int) -> bool:
 
 
 def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
-    """The facts as vLLM resolved them, from the log's header."""
+    """The facts as vLLM resolved them, from the log's header. With several groups of caches, a
+    token's bytes are those of the longest request.
+    """
     capacity = header.blocks * header.block_tokens
+    token_bytes = header.kv_bytes_per_token
+    budget = capacity * token_bytes
+    resolved = header.resolved
+    if resolved is not None and not is_plain(resolved.groups):
+        longest = header.max_model_len
+        in_flight = resolved.max_in_flight_tokens
+        capacity = logged_tokens(resolved.groups, header.blocks, longest, in_flight)
+        budget = header.blocks * resolved.bytes_per_block
+        token_bytes = budget // capacity
     return EngineFacts(
         engine="vllm",
         engine_version=header.version,
@@ -522,8 +574,8 @@ def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
         dtype=header.dtype,
         device=header.device,
         threads=recipe.engine.threads,
-        kv_bytes_per_token=header.kv_bytes_per_token,
-        kv_budget_bytes=capacity * header.kv_bytes_per_token,
+        kv_bytes_per_token=token_bytes,
+        kv_budget_bytes=budget,
         capacity_tokens=capacity,
         max_model_len=header.max_model_len,
         vocab_size=header.vocab_size,
@@ -539,15 +591,33 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
     """Yield a bench on a server of its own, with the recipe's flags and a prefix cache, which holds
     no prompt but where a point wants that: prompts are random. Raises as `vllm_server`.
     """
+    refuse_recipe(recipe)
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
         path = Path(name) / "passes.jsonl"
         policy = recipe.policy
+        if policy.name == POLICY:
+            refuse_later(policy.parameters, vllm_version(recipe))
         flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
+        if policy.name == POLICY:
+            # of random prompts no draft would be accepted
+            tokens = int(policy.parameters.get(DRAFTS, 0))
+            rates = [ACCEPTED**k for k in range(1, tokens + 1)]
+            if recipe.hardware.device == "cpu":  # there vLLM 0.32 has no made-up acceptance
+                rates = []
+            flags += draft_flags(recipe, policy.parameters, rates)
         model = saved_model(recipe.model, recipe.hardware)
         command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
         with (
             vllm_server(command, quiet=True) as server,
             path.open("rb") as log,
-            VllmBench(recipe, server, log) as bench,
+            VllmBench(recipe, server, log, _ranks(path)) as bench,
         ):
             yield bench
+
+
+def _ranks(path: Path) -> int:
+    """How many engines of data parallelism wrote a log of passes; each does as it loads."""
+    count = 1
+    while log_of_rank(path, count).exists():
+        count += 1
+    return count

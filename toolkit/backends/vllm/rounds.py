@@ -14,10 +14,11 @@ engine's queue of waiting requests: the engine sees only those that the policy a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Job, Request, RoundResult
 
@@ -59,6 +60,11 @@ class Steps:
         if capacity_tokens != self._worker.capacity_tokens:
             self.scheduler.resize(self._worker.index, capacity_tokens)
             self._changed = True
+
+    def configure(self, settings: Mapping[str, Value], slots: int = 0) -> None:
+        """New parameters of the policy, and of the rows at once; see `Scheduler.configure`."""
+        self.scheduler.configure(settings, slots)
+        self._changed = True
 
     def submit(self, request: Request, now_s: float) -> bool:
         """Submit a request. False if it can never fit; the scheduler then knows nothing of it."""

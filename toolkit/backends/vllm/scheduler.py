@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -24,9 +25,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.backends.vllm.command import check_version
 from toolkit.backends.vllm.rounds import AdmissionGate, CountedBlocks, StepOrders, Steps
 from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup, warm_up
+from toolkit.backends.vllm.touched import Installed, refuse_missing
 from toolkit.errors import InputError
 from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, lost_line, to_line
@@ -37,7 +38,8 @@ from toolkit.sched.types import Request
 MAX_LOG_BYTES = 1 << 30
 
 with one_line():
-    check_version(vllm.__version__)
+    _folder = Path(vllm.__file__).parent
+    refuse_missing(Installed(vllm.__version__.partition("+")[0], _folder), "inside")
 
 
 def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
@@ -87,6 +89,9 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         super().__init__(*args, **kwargs)
         usable_blocks = self.cache_config.num_gpu_blocks - 1  # vLLM never hands out one block
         self.capacity_tokens = usable_blocks * self.block_size
+        # vLLM's limit of running requests; before 0.31 the model runner's slots alone
+        is_apart = hasattr(self, "max_num_active_reqs")
+        self._limit = "max_num_active_reqs" if is_apart else "max_num_running_reqs"
         self._closing = ExitStack()
         with one_line():
             setup = read_setup(os.environ)
@@ -123,9 +128,10 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         # for each request that was not preempted, in a pass or not, up to --max-num-seqs of them.
         paused = [request for request in self.running if request.request_id in self._paused]
         self.running = [one for one in self.running if one.request_id not in self._paused]
-        self.max_num_active_reqs -= len(paused)
+        most = getattr(self, self._limit)
+        setattr(self, self._limit, most - len(paused))
         output = super().schedule(throttle_prefills)
-        self.max_num_active_reqs += len(paused)
+        setattr(self, self._limit, most)
         if paused and not output.total_num_scheduled_tokens:
             # The paused requests hold the memory that all others lack.
             self._preempt_request(paused.pop(), time.monotonic())
@@ -248,7 +254,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             self.waiting.close(request_id)
 
     def _make_scheduler(self, setup: Setup) -> Scheduler:
-        slots = min(self.max_num_running_reqs, self.max_num_active_reqs)
+        slots = min(self.max_num_running_reqs, getattr(self, self._limit))
         worker = make_worker(setup, self.capacity_tokens, slots)
         if setup.event_log is None:
             return Scheduler(setup.policy, [worker])

@@ -9,7 +9,11 @@ LLMCTL_VLLM_PLAN
 LLMCTL_VLLM_EVENT_LOG
     a file for every call and decision of the scheduler
 LLMCTL_VLLM_ITERATIONS
-    a file with a line for each pass (`toolkit.backends.vllm.iterations`); not read here
+    a file with a line for each pass (`toolkit.backends.vllm.iterations`); not read here. Engines of
+    data parallelism write one each (`log_of_rank`)
+LLMCTL_VLLM_CONTROL_KEY
+    the key of the control of its settings (`toolkit.backends.vllm.control`); without it there is no
+    control
 LLMCTL_VLLM_PYTHON
     the Python that has vLLM, for `llmctl profile` and `llmctl serve`; not read inside vLLM
 
@@ -44,9 +48,10 @@ FIT_VARIABLE = "LLMCTL_VLLM_FIT"
 PLAN_VARIABLE = "LLMCTL_VLLM_PLAN"
 EVENT_LOG_VARIABLE = "LLMCTL_VLLM_EVENT_LOG"
 ITERATIONS_VARIABLE = "LLMCTL_VLLM_ITERATIONS"
+CONTROL_VARIABLE = "LLMCTL_VLLM_CONTROL_KEY"
 PYTHON_VARIABLE = "LLMCTL_VLLM_PYTHON"
 VARIABLES = (POLICY_VARIABLE, FIT_VARIABLE, PLAN_VARIABLE, EVENT_LOG_VARIABLE)
-OTHERS = (ITERATIONS_VARIABLE, PYTHON_VARIABLE)
+OTHERS = (ITERATIONS_VARIABLE, CONTROL_VARIABLE, PYTHON_VARIABLE)
 TIMED = ("past-future-sla", "mlfq")  # they need the time of a step or of a prefill
 UNFIT_POLICIES = {
     "baton": "it keeps its rows in one padded slab, and this engine pages its KV cache",
@@ -139,6 +144,11 @@ def refuse_inside(policy: Policy, *, timed: bool) -> None:
             "set LLMCTL_VLLM_FIT to the fit.json of this engine; "
             "llmctl docs how-to/vllm says how to make one",
         )
+
+
+def log_of_rank(path: str | Path, rank: int) -> Path:
+    """The log of passes of an engine of data parallelism, where the first one's is `path`."""
+    return Path(f"{path}.rank{rank}") if rank else Path(path)
 
 
 @contextmanager

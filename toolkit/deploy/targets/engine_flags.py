@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.backends.vllm.command import TRIED, flags_of
+from toolkit.backends.vllm.command import draft_flags, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
+from toolkit.backends.vllm.touched import REQUIREMENT
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
 from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
@@ -24,7 +25,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
 from toolkit.routing.routers import VllmRouter
 from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
@@ -148,7 +149,7 @@ def render_vllm(order: Order) -> Rendered:
     ours = any(line.key == "--scheduler-cls" for line in lines)
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if ours:
-        install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
+        install = f"Needs {REQUIREMENT} and llmctl in one environment (pip install --no-deps): "
         install += "llmctl docs how-to/vllm."
     script = order.fill(
         "engine.sh",
@@ -219,6 +220,10 @@ def _vllm_lines(order: Order) -> list[ExplainedValue]:
         explain_value("--max-model-len", _longest(order)),
         explain_value("--max-num-seqs", running),
     ]
+    spec = plan.recipe.engine.vllm
+    if spec is not None and spec.kv_cache_dtype is not None:
+        source = "recipe: engine.vllm.kv_cache_dtype"
+        lines.append(ExplainedValue("--kv-cache-dtype", spec.kv_cache_dtype, source))
     if plan.recipe.hardware.device == "cuda":
         share = f"{plan.recipe.engine.gpu_memory_utilization:g}"
         lines.append(ExplainedValue("--gpu-memory-utilization", share, UTILIZATION))
@@ -278,8 +283,16 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
         rest = flags_of(VllmPolicy.name, plan.policy.parameters)
         switches = [word for word in rest if word.startswith(("--enable", "--no-enable"))]
         lines = [ExplainedValue(word, "", source) for word in switches]
-        watermark = str(plan.policy.parameters.get("watermark", 0.0))
-        return [*lines, ExplainedValue("--watermark", watermark, source)]
+        given = plan.policy.parameters
+        drafts = draft_flags(plan.recipe, given, [])
+        if drafts:
+            lines.append(ExplainedValue(drafts[0], drafts[1], source))
+        lines.append(ExplainedValue("--watermark", str(given.get("watermark", 0.0)), source))
+        for name, flag in LATER.items():
+            if given.get(name, flag.default) != flag.default:
+                word = f"--{name.replace('_', '-')}"
+                lines.append(ExplainedValue(word, str(given[name]), source))
+        return lines
     try:
         if plan.recipe.workers > 1:
             raise InputError("llmctl's scheduler was not tried with data parallelism")

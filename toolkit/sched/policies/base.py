@@ -36,6 +36,7 @@ class Policy:
     name: ClassVar[str] = ""
     continuous: ClassVar[bool] = False  # whether its batches are rounds, which keep caches
     knows_lengths: ClassVar[bool] = False  # whether it needs the true output lengths: an oracle
+    at_start: ClassVar[tuple[str, ...]] = ()  # parameters that only a new scheduler reads
 
     def __post_init__(self) -> None:
         validate(self)

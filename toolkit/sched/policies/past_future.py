@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from itertools import repeat
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class PastFuturePolicy(ContinuousPolicy):
     500 outputs of 512 tokens. By default the history starts empty, and until requests have ended
     each counts with its limit: the safe start.
     """
+
+    at_start: ClassVar[tuple[str, ...]] = ("window", "initial_length", "initial_count")
 
     reserve: float = parameter(
         0.05,

@@ -8,12 +8,44 @@ plan. Parameters are named as vLLM's flags. The defaults are those of its server
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import Value, defaults, parameter, validate
+
+MOST_DRAFTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LaterFlag:
+    """A flag that not every release of vLLM has; its default changes nothing."""
+
+    since: tuple[int, int]
+    default: Value
+    search: tuple[int, int]
+
+    def is_in(self, version: str) -> bool:
+        """Whether a release, such as '0.33.0', has it; '': not known."""
+        found = re.match(r"(\d+)\.(\d+)", version)
+        return found is not None and (int(found[1]), int(found[2])) >= self.since
+
+
+LATER = {"prefill_schedule_interval": LaterFlag((0, 33), 1, (1, 8))}
+
+
+def refuse_later(parameters: Mapping[str, Value], version: str) -> None:
+    """Raise `InputError` for a flag that this release of vLLM does not have; '': not known."""
+    for name, flag in LATER.items():
+        value = parameters.get(name, flag.default)
+        if value != flag.default and version and not flag.is_in(version):
+            since = ".".join(map(str, flag.since))
+            raise InputError(
+                f"policy 'vllm': {name} is {value}, and vLLM {version} does not have it",
+                f"vLLM {since} and newer do; leave it at {flag.default}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +66,11 @@ class VllmPolicy:
         log=True,
         doc="the most new tokens in one forward pass, decodes included",
     )
+    long_prefill_token_threshold: int = parameter(
+        0,
+        doc="the most tokens of one prompt in a pass while other requests are there; 0: no such "
+        "limit",
+    )
     chunked_prefill: bool = parameter(
         True, doc="whether a prompt is cut to the tokens that are left of a pass"
     )
@@ -46,6 +83,19 @@ class VllmPolicy:
         search=(0.0, 0.3),
         doc="share of the blocks that stay free when one more is admitted",
     )
+    num_speculative_tokens: int = parameter(
+        0,
+        high=MOST_DRAFTS,
+        doc="drafts of a row in a pass, of speculative decoding; the recipe's engine.vllm.drafts "
+        "says how they are made",
+    )
+
+    prefill_schedule_interval: int = parameter(
+        1,
+        low=1,
+        high=1024,
+        doc="passes from one with a prefill to the next, while rows decode; vLLM 0.33 and newer",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -54,6 +104,11 @@ class VllmPolicy:
                 f"policy 'vllm': max_num_batched_tokens is {self.max_num_batched_tokens}; "
                 f"the limit is at least max_num_seqs, {self.max_num_seqs}",
                 "vLLM refuses it, because each running request may need a token of a pass",
+            )
+        if self.long_prefill_token_threshold and not self.chunked_prefill:
+            raise InputError(
+                "policy 'vllm': a threshold for long prefills needs chunked_prefill=true",
+                "set one of the two otherwise",
             )
 
     @classmethod

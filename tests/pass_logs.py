@@ -1,0 +1,101 @@
+"""Logs of passes that a simulated vLLM would write, by a known law."""
+
+import numpy as np
+
+from toolkit.estimators.steps import StepLaw, shape_of_rows
+from toolkit.sched.iterations import (
+    IterationLogHeader,
+    LoggedArrival,
+    LoggedPass,
+    LoggedRow,
+    to_line,
+)
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.paged import PagedScheduler
+
+LAW = StepLaw(4e-3, 3e-4, 5e-4, 1e-6, 1e-7, (1e-4,), host_s=2e-4)
+BLOCKS = 400
+BLOCK_TOKENS = 32
+
+
+def header(**more) -> IterationLogHeader:
+    given = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "block_tokens": BLOCK_TOKENS,
+        "blocks": BLOCKS,
+        "enable_chunked_prefill": True,
+        "prefix_caching": True,
+        "async_scheduling": False,
+        "policy": "fcfs",
+        "version": "0.32.0",
+        "model_type": "llama",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 512,
+        "vocab_size": 512,
+        "kv_bytes_per_token": 4096,
+        "executor": "uni",
+    }
+    return IterationLogHeader(**(given | more))
+
+
+def requests(count: int, rate: float, seed: int = 0, prompts=(4, 300), outputs=(2, 120)):
+    """(arrival, prompt, output) of each, at random."""
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(1.0 / rate, count))
+    return list(
+        zip(
+            arrival.tolist(),
+            rng.integers(*prompts, count).tolist(),
+            rng.integers(*outputs, count).tolist(),
+            strict=True,
+        )
+    )
+
+
+def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[LoggedPass]:
+    """The passes that serve these requests, with times by `law`."""
+    rng = np.random.default_rng(seed)
+    scheduler = PagedScheduler(VllmPolicy(max_num_seqs=64, max_num_batched_tokens=512), BLOCKS, 32)
+    now_s = start_s
+    arrived = 0
+    made: list[LoggedPass] = []
+    while True:
+        came = []
+        while arrived < len(asked) and start_s + asked[arrived][0] <= now_s:
+            at_s, prompt, output = asked[arrived]
+            scheduler.add(PagedRequest(arrived, prompt, output))
+            came.append(LoggedArrival(f"r{arrived}", start_s + at_s, prompt, output))
+            arrived += 1
+        plan = scheduler.schedule()
+        if not plan.rows:
+            if arrived == len(asked):
+                return made
+            now_s = start_s + asked[arrived][0]
+            continue
+        rows = [LoggedRow(f"r{n}", had, new, asked[n][1]) for n, had, new in scheduler.rows()]
+        seconds = law.forward_s(shape_of_rows(rows)) * (1.0 + noise * abs(rng.standard_normal()))
+        ended = scheduler.commit()
+        made.append(
+            LoggedPass(
+                step=len(made) + 1,
+                start_s=now_s,
+                end_s=now_s + seconds,
+                rows=rows,
+                preempted=[f"r{row.number}" for row in plan.preempted],
+                ended=[f"r{row.number}" for row in ended],
+                waiting=len(scheduler.waiting),
+                free_blocks=scheduler.pool.free,
+                arrived=came,
+            )
+        )
+        scheduler.settle(ended)
+        now_s += seconds + law.after_s(plan.rows)
+
+
+def write(path, made, **more) -> None:
+    """A log of these passes."""
+    lines = [to_line(header(**more)), *map(to_line, made)]
+    path.write_bytes(b"".join(lines))

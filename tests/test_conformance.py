@@ -1,0 +1,247 @@
+"""`llmctl vllm-check` without vLLM: what is compared, counted, kept and cited."""
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import samples
+import vllm_tree
+
+import toolkit
+from toolkit.backends.vllm.conformance import results, run
+from toolkit.backends.vllm.conformance.kinds import first_difference, kinds
+from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+from toolkit.backends.vllm.conformance.results import (
+    ComparedKind,
+    Conformance,
+    agreement,
+    keep,
+    last_compared,
+    read_result,
+    result_of,
+    shipped_results,
+)
+from toolkit.backends.vllm.conformance.run import Loaded, compare, within
+from toolkit.backends.vllm.conformance.workloads import make_case, tokens_of
+from toolkit.backends.vllm.touched import Installed
+from toolkit.catalogue.classes import CLASSES
+from toolkit.cli import main
+from toolkit.cli.basis import agreement_notes
+from toolkit.errors import EngineError, InputError
+
+FULL = "full attention"
+
+
+def row(differing: int = 0, classes: tuple[str, ...] = ()) -> ComparedKind:
+    return ComparedKind(
+        kind=FULL,
+        classes=list(classes),
+        scheduler="Scheduler",
+        workloads=20,
+        differing=differing,
+        passes=1234,
+        cited=True,
+    )
+
+
+def found(version: str = "0.99.0", *rows: ComparedKind, tool: str = "") -> Conformance:
+    return Conformance(
+        vllm=version,
+        tool_version=tool or toolkit.__version__,
+        date="2026-11-27",
+        seed=1000,
+        seconds=12.5,
+        rows=list(rows or [row()]),
+        missing={},
+        flags=[],
+        metrics=[],
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data" / "llmctl" / "vllm"
+
+
+def python_of(folder: Path, version: str = "0.99.0", loaded: str = "") -> str:
+    """A Python with a made-up vLLM, which gives another version of itself where it is loaded."""
+    site = folder / "site"
+    package = vllm_tree.write(site, version)
+    (package / "__init__.py").write_text(f"__version__ = '{loaded or version}'\n")
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{site}" exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """A made-up vLLM that is not run, and whose schedulers plan as the simulator does."""
+    there = Installed("0.99.0", vllm_tree.write(tmp_path, "0.99.0"))
+    monkeypatch.setattr(run, "read_vllm", lambda *_: there)
+    monkeypatch.setattr(run, "run_cases", agrees)
+    return there
+
+
+def agrees(python: str, cases: list) -> Loaded:
+    """What vLLM's schedulers plan: as the simulator does."""
+    return Loaded("0.99.0", Path(python), [passes_of_case(case) for case in cases])
+
+
+def test_a_vllm_that_plans_alike_agrees(installed: Installed) -> None:
+    result = compare(str(installed.folder), workloads=3, only=[FULL])
+    assert result.agrees
+    assert [one.scheduler for one in result.rows] == ["Scheduler", "AsyncScheduler"]
+    assert all((one.workloads, one.differing) == (3, 0) for one in result.rows)
+    assert result.passes > 100
+    assert "--block-size" in result.flags
+    assert "vllm:num_preemptions" in result.metrics
+
+
+def test_a_pass_that_differs_is_counted_and_named(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(python: str, cases: list) -> Loaded:
+        loaded = deepcopy(agrees(python, cases))
+        loaded.results[1][7]["free"] += 1
+        return loaded
+
+    monkeypatch.setattr(run, "run_cases", differs)
+    result = compare(str(installed.folder), workloads=3, seed=5, only=[FULL])
+    assert not result.agrees
+    assert [one.differing for one in result.rows] == [1, 0]
+    assert result.rows[0].first == "workload 6, pass 7"
+
+
+@pytest.mark.slow
+def test_what_cannot_be_run_is_counted_with_its_error(tmp_path: Path) -> None:
+    result = compare(python_of(tmp_path), workloads=2, only=[FULL])
+    assert [one.differing for one in result.rows] == [2, 2]
+    assert "Error" in result.rows[0].first
+
+
+@pytest.mark.slow
+def test_another_vllm_than_the_one_that_was_read_is_refused(tmp_path: Path) -> None:
+    """As an overlay of files that Python does not load."""
+    with pytest.raises(EngineError, match=r"0\.99\.0.*0\.32\.0"):
+        compare(python_of(tmp_path, loaded="0.32.0"), workloads=1, only=[FULL])
+
+
+def test_kinds_whose_parts_are_missing_are_not_run(installed: Installed) -> None:
+    assert installed.folder is not None
+    scheduler = installed.folder / "v1/core/sched/scheduler.py"
+    renamed = scheduler.read_text().replace("def finish_requests", "def end_requests")
+    scheduler.write_text(renamed)
+    result = compare(str(installed.folder), workloads=1, only=[FULL, "our policies inside"])
+    assert {one.kind for one in result.rows} == {FULL}
+    assert len(result.missing) == 1
+    assert "finish_requests" in next(iter(result.missing))
+
+
+@pytest.mark.slow
+def test_the_command_keeps_the_result_and_exits_by_it(
+    tmp_path: Path, own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.run(["vllm-check", "--python", python_of(tmp_path), "--workloads", "1"])
+    assert ended.value.code == 4
+    assert read_result(own_folder / "0.99.0.json").vllm == "0.99.0"
+    assert FULL in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_unknown_kind_and_a_python_without_vllm_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, code in ((["--kind", "windws"], 2), (["--python", str(tmp_path)], 3)):
+        with pytest.raises(SystemExit) as ended:
+            main.run(["vllm-check", *words])
+        assert ended.value.code == code
+        assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_verdict_cites_the_result_of_its_version() -> None:
+    assert "not compared" in agreement("0.99.0")
+    keep(found())
+    assert agreement("0.99.0") == "the simulator agrees with vLLM 0.99.0 in 1,234 passes"
+    assert agreement("0.99.0+cpu").endswith("1,234 passes")
+    keep(found("0.99.0", row(3)))
+    assert "3 of 20" in agreement("0.99.0")
+
+
+def test_a_result_is_of_one_class_and_one_version_of_llmctl() -> None:
+    keep(found("0.99.0", row(), row(classes=("windows",))))
+    assert "agrees" in agreement("0.99.0", ["windows"])
+    assert "not compared" in agreement("0.99.0", ["drafts"])
+    assert "not compared" in agreement("0.99.0", ["windows", "drafts"])
+    keep(found("0.99.0", row(), row(classes=("windows",)), row(2, classes=("windows", "drafts"))))
+    assert "agrees" in agreement("0.99.0", ["windows"])
+    assert "2 of 40" in agreement("0.99.0", ["windows", "drafts"])
+    keep(found("0.99.0", tool="0.0.1"))
+    assert result_of("0.99.0") is None
+    assert "not compared" in agreement("0.99.0")
+
+
+def test_a_fit_says_how_far_its_version_was_compared() -> None:
+    fit = samples.paged_fit()
+    measured = fit.engine.model_copy(update={"engine_version": "0.99.0"})
+    assert "not compared" in agreement_notes(fit.model_copy(update={"engine": measured}))[0]
+    assert agreement_notes(samples.fit()) == []
+
+
+def test_the_shipped_results_agree_and_are_of_this_version() -> None:
+    shipped = shipped_results()
+    assert len(shipped) >= 6
+    assert [one.vllm for one in shipped] == sorted(one.vllm for one in shipped)
+    assert last_compared() == shipped[-1].vllm
+    for one in shipped:
+        assert one.tool_version == toolkit.__version__
+        assert not one.missing
+        assert not any(row.differing for row in one.of([]))
+        assert "agrees" in agreement(one.vllm)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "0.99.0.json"
+    file.write_text(json.dumps({"vllm": "0.99.0"}))
+    with pytest.raises(InputError):
+        read_result(file)
+
+
+def test_every_kind_has_known_classes_and_its_own_workloads() -> None:
+    names = [kind.name for kind in kinds()]
+    assert len(set(names)) == len(names)
+    for kind in kinds():
+        assert set(kind.classes) <= CLASSES.keys()
+        cases = [kind.make(seed, ahead) for seed in (1, 2) for ahead in (False, True)]
+        assert [case["ahead"] for case in cases] == [False, True, False, True]
+        assert json.loads(json.dumps(cases)) == cases
+
+
+def test_a_workload_has_no_settings_that_a_release_lacks() -> None:
+    case = {"retention": 0, "groups": [{"kind": "state", "block": 8, "checkpoint": 1}]}
+    assert within(case, Installed("0.30.0", None)) == case
+    assert within(case, Installed("0.29.1", None))["retention"] == 0
+    assert within(case, Installed("0.28.3", None)) == {"groups": [{"kind": "state", "block": 8}]}
+
+
+def test_differences_are_found_in_passes_and_in_their_number() -> None:
+    passes = passes_of_case(make_case(3))
+    assert first_difference(passes, passes) is None
+    assert first_difference(passes, passes[:-1]) == len(passes) - 1
+    assert first_difference([{"rows": []}, *passes], passes) == 0
+
+
+def test_prompts_share_what_the_workload_says() -> None:
+    case = {
+        "shared_tokens": 4,
+        "ids": [[1, 2], [1, 3]],
+        "requests": [[0, 8, 1, 1], [0, 8, 1, 1]],
+    }
+    first, second = tokens_of(case)
+    assert first[:4] == second[:4]
+    assert set(first[4:]).isdisjoint(second[4:])
+    assert results.SHIPPED.is_dir()

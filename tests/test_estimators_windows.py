@@ -1,0 +1,134 @@
+"""Laws of passes of models with sliding windows and with states.
+
+The passes are synthetic, by laws with known coefficients.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from toolkit.catalogue.resolved import CacheGroup, Resolved
+from toolkit.errors import InputError
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.pipeline import PassTimes
+from toolkit.estimators.steps import StepLaw, StepShape, shape_of_rows
+from toolkit.files.fit import StepsFit
+from toolkit.files.profile import StepPoint, StepsProfile
+from toolkit.sched.iterations import LoggedRow
+from toolkit.sim.flight import grown_shape
+
+FULL = CacheGroup("full", "FullAttentionSpec", 16, 18, 1 << 15)
+WINDOW = CacheGroup("window", "SlidingWindowSpec", 16, 18, 1 << 15, window=1024)
+STATE = CacheGroup("state", "MambaSpec", 16, 18, 1 << 15, mode="align")
+WINDOWS = StepLaw(
+    2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), window=1024, inside_s=9e-8, attended_inside_s=4e-9
+)
+STATES = StepLaw(2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), row_knots=(16, 64), row_more_s=(4e-5, 7e-5))
+
+
+def shapes(window: int) -> list[StepShape]:
+    """Decodes alone, chunks alone, and both."""
+    found = []
+    for rows, cached in itertools.product((1, 4, 16, 40, 64, 120, 256), (100, 700, 1500, 6000)):
+        found.append(shape_of_rows([LoggedRow("", cached, 1, 1)] * rows, window))
+    for new, cached, rows in itertools.product((16, 256, 2048), (0, 1500), (0, 1, 8, 64)):
+        decodes = [LoggedRow("", 900, 1, 1)] * rows
+        found.append(shape_of_rows([LoggedRow("", cached, new, 10_000), *decodes], window))
+    return found
+
+
+def profile_of(law: StepLaw, groups: list[CacheGroup]) -> StepsProfile:
+    points = [
+        StepPoint(
+            decodes=shape.decodes,
+            decode_cached=shape.decode_cached,
+            prefills=shape.prefills,
+            prefill_tokens=shape.prefill_tokens,
+            prefill_attended=shape.prefill_attended,
+            prefill_cached=shape.prefill_cached,
+            decode_inside=shape.decode_inside,
+            prefill_inside=shape.prefill_inside,
+            seconds=[law.forward_s(shape)],
+            host_s=[],
+        )
+        for shape in shapes(law.window)
+    ]
+    return StepsProfile(
+        block_tokens=16,
+        blocks=10_000,
+        max_num_batched_tokens=8192,
+        async_scheduling=False,
+        resolved=Resolved(groups, 10_000, 1 << 20, 16, 16),
+        points=points,
+        front=[],
+    )
+
+
+def fitted(profile: StepsProfile) -> StepsFit:
+    fit = fit_steps(profile, 0)
+    assert fit is not None
+    return fit
+
+
+def test_what_is_inside_the_windows_of_a_pass() -> None:
+    rows = [
+        LoggedRow("a", 100, 1, 20),
+        LoggedRow("b", 3000, 1, 20),
+        LoggedRow("c", 0, 200, 5000),
+        LoggedRow("d", 2000, 200, 5000),
+    ]
+    shape = shape_of_rows(rows, 1024)
+    assert shape.decode_inside == 100 + 1023
+    assert shape.prefill_inside == 200 * 100 + 200 * 1024
+    assert shape.growing == 1
+    alone = shape_of_rows(rows[:2], 1024)
+    later = grown_shape(alone, 11)
+    assert (later.decode_cached, later.decode_inside) == (3100 + 20, 1123 + 10)
+    assert shape_of_rows(rows).decode_inside == 0
+
+
+def test_the_law_of_a_pass_finds_what_windows_cost() -> None:
+    profile = profile_of(WINDOWS, [WINDOW, FULL])
+    fit = fitted(profile)
+    assert fit.window == 1024
+    assert fit.inside_s == pytest.approx(WINDOWS.inside_s, rel=0.05)
+    assert fit.attended_inside_s == pytest.approx(WINDOWS.attended_inside_s, rel=0.05)
+    assert fit.error.p95_percent < 1.0
+    law = law_of_steps(fit)
+    for shape in shapes(1024):
+        assert law.forward_s(shape) == pytest.approx(WINDOWS.forward_s(shape), rel=0.02)
+        assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
+    drawn = law_of_steps(resampled_steps(fit, profile, np.random.default_rng(0)))
+    assert drawn.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.05)
+    without = profile.model_copy(update={"resolved": None})
+    assert fitted(without).error.p95_percent > 3.0 * fit.error.p95_percent
+
+
+def test_the_law_of_a_pass_finds_what_more_rows_of_states_cost() -> None:
+    fit = fitted(profile_of(STATES, [STATE, FULL]))
+    assert fit.row_knots == [16, 64]
+    assert fit.row_more_s == pytest.approx(STATES.row_more_s, rel=0.05)
+    law = law_of_steps(fit)
+    for rows in (4, 40, 250):
+        shape = StepShape(rows, rows * 700)
+        assert law.forward_s(shape) == pytest.approx(STATES.forward_s(shape), rel=0.01)
+
+
+def test_a_step_grows_by_what_both_kinds_of_layers_read() -> None:
+    shape = shape_of_rows([LoggedRow("", 100, 1, 1), LoggedRow("", 4000, 1, 1)], 1024)
+    grown_s = WINDOWS.forward_s(grown_shape(shape, 6)) - WINDOWS.forward_s(shape)
+    assert 5 * WINDOWS.growth_s(shape) == pytest.approx(grown_s)
+
+
+def test_a_router_believes_in_windows_by_averages() -> None:
+    times = PassTimes(WINDOWS)
+    rows = [LoggedRow("", 5000, 1, 1)] * 3
+    seconds = WINDOWS.step_s(shape_of_rows(rows, 1024))
+    assert times.pass_s(3, 15_000.0, 0.0, 0.0, 0.0) == pytest.approx(seconds)
+
+
+def test_each_knot_of_rows_has_a_slope() -> None:
+    with pytest.raises(InputError, match="row_knots"):
+        StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,), row_knots=(16,))

@@ -1,0 +1,142 @@
+"""The keeper changes what is surely better, one setting at a time, and takes back what is not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_live_search import world
+
+from toolkit.errors import InputError
+from toolkit.live.keep import Keeper, KeepRules, Seen, gain_percent
+from toolkit.live.kept import bounds_of
+from toolkit.live.space import policy_of
+from toolkit.metrics import Served
+from toolkit.sim.api import simulate
+from toolkit.traces.types import Trace
+
+SLA = {"ttft_p99_s": 0.4, "mtpot_p99_s": 0.05}
+BOUNDS = {"max_num_seqs": (1, 64), "max_num_batched_tokens": (64, 4096)}
+NARROW = {"max_num_seqs": 2, "max_num_batched_tokens": 2048}
+WIDE = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+RULES = KeepRules(BOUNDS, block_s=2.0, watch_s=20.0, requests_min=30)
+
+
+def traffic(seconds: float = 30.0, rate: float = 10.0) -> Trace:
+    rng = np.random.default_rng(5)
+    count = int(rate * seconds)
+    arrival = np.sort(rng.uniform(0.0, seconds, count))
+    outputs = rng.integers(5, 60, count)
+    return Trace(arrival, rng.integers(20, 300, count), outputs, outputs)
+
+
+def seen(settings, *, since_s: float = 0.0, **more) -> Seen:
+    """What a server that is as fast as believed has served with these settings."""
+    asked = traffic()
+    served = simulate(asked, policy_of({}, settings), world()).served
+    return Seen(since_s, asked, served, **more)
+
+
+def test_a_sure_gain_changes_one_setting_within_the_bounds():
+    keeper = Keeper(RULES, {}, SLA)
+    step = keeper.step(30.0, seen(NARROW), NARROW, world())
+    assert step.kind == "change"
+    assert list(step.settings) == ["max_num_seqs"]
+    assert 2 < step.settings["max_num_seqs"] <= 64
+    bounded = replace(RULES, bounds={"max_num_seqs": (1, 3)})
+    step = Keeper(bounded, {}, SLA).step(30.0, seen(NARROW), NARROW, world())
+    assert step.settings in ({}, {"max_num_seqs": 3})
+
+
+def test_good_settings_are_kept():
+    step = Keeper(RULES, {}, SLA).step(30.0, seen(WIDE), WIDE, world())
+    assert (step.kind, step.settings) == ("keep", {})
+
+
+@pytest.mark.parametrize("trouble", [{"slowdown": 1.6}, {"failed": True}])
+def test_nothing_is_changed_in_an_incident(trouble):
+    step = Keeper(RULES, {}, SLA).step(30.0, seen(NARROW, **trouble), NARROW, world())
+    assert (step.kind, step.settings) == ("incident", {})
+
+
+def test_few_requests_decide_nothing():
+    rules = replace(RULES, requests_min=1000)
+    step = Keeper(rules, {}, SLA).step(30.0, seen(NARROW), NARROW, world())
+    assert (step.kind, step.settings) == ("wait", {})
+
+
+def late(one: Seen) -> Seen:
+    """The same traffic, and every request missed its targets."""
+    served = one.served
+    waited = replace(
+        served, first_token_s=served.first_token_s + 60.0, finish_s=served.finish_s + 60.0
+    )
+    return replace(one, served=waited)
+
+
+def test_a_change_is_watched_and_stays_if_it_is_good():
+    keeper = Keeper(RULES, {}, SLA)
+    step = keeper.step(0.0, seen(NARROW, since_s=-30.0), NARROW, world())
+    current = NARROW | step.settings
+    kinds = [
+        keeper.step(now_s, seen(current), current, world()).kind for now_s in (10.0, 19.0, 30.0)
+    ]
+    assert kinds == ["watch", "watch", "good"]
+
+
+@pytest.mark.slow
+def test_a_change_that_serves_worse_is_taken_back_and_not_tried_again():
+    keeper = Keeper(RULES, {}, SLA)
+    step = keeper.step(0.0, seen(NARROW, since_s=-30.0), NARROW, world())
+    current = NARROW | step.settings
+    back = keeper.step(30.0, late(seen(current)), current, world())
+    assert (back.kind, back.settings) == ("back", {"max_num_seqs": 2})
+    again = keeper.step(60.0, seen(NARROW, since_s=30.0), NARROW, world())
+    assert again.settings != step.settings
+
+
+@pytest.mark.slow
+def test_a_dry_run_watches_nothing():
+    keeper = Keeper(RULES, {}, SLA)
+    assert keeper.step(0.0, seen(NARROW), NARROW, world()).kind == "change"
+    keeper.forget()
+    assert keeper.step(1.0, seen(NARROW), NARROW, world()).kind == "change"
+
+
+def test_settings_that_somebody_else_changed_are_not_taken_back():
+    keeper = Keeper(RULES, {}, SLA)
+    keeper.step(0.0, seen(NARROW, since_s=-30.0), NARROW, world())
+    step = keeper.step(30.0, late(seen(NARROW)), NARROW, world())
+    assert (step.kind, step.settings) == ("keep", {})
+
+
+def test_a_gain_over_nothing_is_a_gain():
+    assert gain_percent(np.array([1.0]), np.array([0.0])) == 100.0
+    assert gain_percent(np.array([1.0, 2.0]), np.array([2.0, 2.0])) == -25.0
+
+
+def test_the_operator_s_bounds_are_within_those_of_the_server():
+    assert bounds_of([], BOUNDS) == BOUNDS
+    assert bounds_of(["max_num_seqs=2:8"], BOUNDS) == {"max_num_seqs": (2, 8)}
+    for word in (
+        "max_num_seqs",
+        "max_num_seqs=8",
+        "max_num_seqs=8:2",
+        "max_num_seqs=1:65",
+        "x=1:2",
+    ):
+        with pytest.raises(InputError):
+            bounds_of([word], BOUNDS)
+
+
+def test_served_requests_that_have_not_ended_count_as_missed():
+    asked = traffic()
+    count = len(asked)
+    nothing = np.zeros(count)
+    served = Served(
+        asked.arrival_s, nothing, nothing, asked.output_tokens, nothing, nothing.astype(bool)
+    )
+    keeper = Keeper(RULES, {}, SLA)
+    keeper.step(0.0, seen(NARROW, since_s=-30.0), NARROW, world())
+    current = NARROW | {"max_num_seqs": 3}
+    step = keeper.step(30.0, Seen(0.0, asked, served), current, world())
+    assert step.kind == "back"

@@ -1,0 +1,167 @@
+"""A law and the traffic from a server's own log of passes."""
+
+import json
+
+import numpy as np
+import pass_logs
+import pytest
+
+from toolkit.backends.vllm.from_log import (
+    PASSES_MIN,
+    coverage,
+    profile_of_log,
+    read_passes,
+    standard_errors,
+    steps_of_log,
+)
+from toolkit.errors import InputError
+from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.part_fits import fit_steps
+from toolkit.estimators.steps import StepShape
+from toolkit.files.io import head
+from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.live.traffic import TrafficLog
+
+SHAPES = (StepShape(1, 50), StepShape(20, 4000), StepShape(5, 600, 1, 200, 200 * 100.0))
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe(recipe_path("tiny-llama-vllm"))
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """Traffic from idle to busy."""
+    light = pass_logs.requests(60, 4.0, seed=1)
+    last_s = light[-1][0]
+    heavy = [(last_s + at_s, *rest) for at_s, *rest in pass_logs.requests(300, 60.0, seed=2)]
+    return pass_logs.passes([*light, *heavy])
+
+
+@pytest.mark.slow
+def test_the_law_of_a_log_is_the_law_that_its_passes_had(tmp_path, recipe, mixed):
+    path = tmp_path / "passes.jsonl"
+    pass_logs.write(path, mixed)
+    made, shown = profile_of_log(recipe, read_passes(path), head(inputs={}))
+    assert shown.unsure == []
+    assert shown.passes == len(mixed)
+    fitted = fit_profile(made)
+    assert fitted.steps is not None
+    law = law_of_steps(fitted.steps)
+    for shape in SHAPES:
+        assert law.forward_s(shape) == pytest.approx(pass_logs.LAW.forward_s(shape), rel=0.08)
+    assert fitted.steps.error.median_percent < 5.0
+    assert fitted.prefill.fit.error.median_percent < 5.0
+    assert made.engine.capacity_tokens == pass_logs.BLOCKS * pass_logs.BLOCK_TOKENS
+
+
+def test_terms_that_move_together_are_named(recipe):
+    """Every request is alike and they never overlap with prompts but one by one."""
+    alike = [(0.5 * k, 64, 40) for k in range(60)]
+    history = history_of(pass_logs.passes(alike, noise=0.05))
+    with pytest.raises(InputError):
+        steps_of_log(recipe, history)
+    few = [(0.05 * k, 64, 40) for k in range(60)]
+    steps = steps_of_log(recipe, history_of(pass_logs.passes(few, noise=0.3)))
+    fit = fit_steps(steps, 0)
+    assert fit is not None
+    assert coverage(fit, steps, 0).unsure
+
+
+def history_of(made, **more):
+    from toolkit.backends.vllm.from_log import PassHistory
+
+    return PassHistory(pass_logs.header(**more), made)
+
+
+def test_a_log_that_shows_too_little_is_refused(recipe, mixed):
+    with pytest.raises(InputError):
+        steps_of_log(recipe, history_of(mixed[: PASSES_MIN - 1]))
+    decodes = [one for one in mixed if all(row.decodes for row in one.rows)]
+    assert len(decodes) > PASSES_MIN
+    with pytest.raises(InputError):
+        steps_of_log(recipe, history_of(decodes))
+    with pytest.raises(InputError):
+        steps_of_log(recipe, history_of(mixed, not_modelled=["LoRA adapters"]))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"no log\n"])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(InputError):
+        read_passes(path)
+    with pytest.raises(InputError):
+        read_passes(tmp_path / "missing")
+
+
+def test_a_log_that_is_still_written_is_read_up_to_its_last_whole_line(tmp_path, mixed):
+    path = tmp_path / "passes.jsonl"
+    pass_logs.write(path, mixed[:50])
+    with path.open("ab") as file:
+        file.write(b'{"step": 51, "sta')
+    assert len(read_passes(path).passes) == 50
+
+
+def test_columns_that_replace_each_other_have_no_error_bound():
+    rng = np.random.default_rng(0)
+    one = rng.random(50)
+    other = rng.random(50)
+    errors = standard_errors(np.stack([one, other, 2.0 * one], axis=1))
+    assert np.isinf(errors[[0, 2]]).all()
+    assert np.isfinite(errors[1])
+
+
+def test_the_traffic_of_a_log_has_the_lengths_and_times_of_its_requests(tmp_path):
+    asked = pass_logs.requests(40, 20.0, seed=3)
+    made = pass_logs.passes(asked, noise=0.0)
+    path = tmp_path / "passes.jsonl"
+    half = len(made) // 2
+    pass_logs.write(path, made[:half])
+    log = TrafficLog(path, owned=False, horizon_s=600.0)
+    log.update(1000.0)
+    with path.open("ab") as file:
+        file.writelines(map(pass_logs.to_line, made[half:]))
+    log.update(1010.0)
+    trace, served = log.requests(1000.0)
+    assert trace.arrival_s.tolist() == pytest.approx([at_s for at_s, *_ in asked])
+    assert trace.prompt_tokens.tolist() == [prompt for _, prompt, _ in asked]
+    assert trace.output_tokens.tolist() == [output for *_, output in asked]
+    assert served.ok.all()
+    firsts = {}
+    for one in made:
+        for row in one.rows:
+            if row.computed + row.new >= row.prompt_tokens:
+                firsts.setdefault(int(row.request_id[1:]), one.end_s - 1000.0)
+    assert served.first_token_s.tolist() == pytest.approx([firsts[k] for k in range(40)])
+    assert log.found_share(1000.0) < 0.1
+
+
+def test_a_log_of_ours_is_cut_off_once_it_is_read(tmp_path, monkeypatch, mixed):
+    monkeypatch.setattr("toolkit.live.traffic.CUT_BYTES", 1000)
+    path = tmp_path / "passes.jsonl"
+    pass_logs.write(path, mixed[:50])
+    log = TrafficLog(path, owned=True, horizon_s=600.0)
+    log.update(1000.0)
+    assert path.stat().st_size == 0
+    with path.open("ab") as file:
+        file.writelines(map(pass_logs.to_line, mixed[50:80]))
+    log.update(1001.0)
+    assert len(log.passes) == 80
+
+
+def test_a_request_whose_client_has_gone_is_no_traffic(tmp_path):
+    asked = [(0.0, 40, 50), (0.0, 40, 50)]
+    made = pass_logs.passes(asked)
+    lines = [json.loads(pass_logs.to_line(one)) for one in made[:10]]
+    lines.append(lines[-1] | {"rows": [], "ended": ["r0"], "arrived": [], "end_s": 1001.0})
+    path = tmp_path / "passes.jsonl"
+    body = [pass_logs.to_line(pass_logs.header()), *(json.dumps(x).encode() + b"\n" for x in lines)]
+    path.write_bytes(b"".join(body))
+    log = TrafficLog(path, owned=False, horizon_s=600.0)
+    log.update(1001.0)
+    trace, served = log.requests(1000.0)
+    assert len(trace) == 1
+    assert not served.ok.any()

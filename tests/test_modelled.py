@@ -1,0 +1,121 @@
+"""Every command refuses what llmctl does not model, in one line with the reason."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+from test_classes import CONFIGS, FULL, ONE, WINDOW
+
+from toolkit.catalogue.classes import CLASSES, MODELLED
+from toolkit.catalogue.gpus import GPUS
+from toolkit.catalogue.resolved import Drafts, Resolved
+from toolkit.errors import InputError
+from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.part_fits import fit_steps
+from toolkit.files.find_model import FoundModel
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, write_file
+from toolkit.files.modelled import classes_of, refuse_fit, refuse_recipe
+from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.profile import StepsProfile
+
+# the models of which some class is not modelled, with those classes
+REFUSED = {
+    model: names - set(MODELLED) for model, (_, names) in CONFIGS.items() if names - set(MODELLED)
+}
+DRAFTS = ["--speculative-config", '{"method": "ngram"}']
+
+
+def recipe_with(config: dict[str, Any] | None = None, args: list[str] | None = None) -> Any:
+    changes: dict[str, Any] = {"engine": {"name": "vllm", "vllm": {"args": args or []}}}
+    changes |= {"workers": 1, "policy": {"name": "vllm"}}
+    recipe = samples.recipe(**changes)
+    if config is None:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
+
+
+def measured_on(resolved: Resolved | None) -> Fit:
+    fit = samples.paged_fit()
+    assert fit.steps is not None
+    return fit.model_copy(update={"steps": fit.steps.model_copy(update={"resolved": resolved})})
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_no_recipe_is_made_for_a_model_that_is_not_modelled(model: str) -> None:
+    config = CONFIGS[model][0]
+    found = FoundModel(name=model, config=config, source=model, revision="", origin="a test")
+    with pytest.raises(InputError) as refusal:
+        new_recipe(found, Wish(GPUS["h200"]))
+    assert all(CLASSES[name] in refusal.value.message for name in REFUSED[model])
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_recipe_of_such_a_model_is_refused(model: str) -> None:
+    config = CONFIGS[model][0]
+    with pytest.raises(InputError) as refusal:
+        refuse_recipe(recipe_with(config))
+    assert all(CLASSES[name] in refusal.value.message for name in REFUSED[model])
+
+
+@pytest.mark.parametrize("model", sorted(CONFIGS.keys() - REFUSED.keys()))
+def test_a_recipe_of_a_model_with_windows_or_states_is_not_refused(model: str) -> None:
+    refuse_recipe(recipe_with(CONFIGS[model][0]))
+
+
+def test_a_recipe_with_drafts_is_refused_and_others_are_not() -> None:
+    with pytest.raises(InputError, match="speculative"):
+        refuse_recipe(recipe_with(args=DRAFTS))
+    refuse_recipe(recipe_with())
+
+
+def test_a_server_that_runs_already_is_measured_from_outside() -> None:
+    recipe = samples.recipe(
+        engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=1, policy={"name": "vllm"}
+    )
+    config = recipe.model.model_copy(update={"config": CONFIGS["gpt-oss-20b"][0]})
+    assert classes_of(recipe.model_copy(update={"model": config})) == []
+
+
+@pytest.mark.parametrize(
+    "resolved",
+    [
+        replace(ONE, groups=[replace(WINDOW, kind="chunk"), FULL]),
+        replace(ONE, drafts=Drafts("mtp", 2)),
+    ],
+)
+def test_laws_of_such_a_server_are_neither_fitted_nor_used(resolved: Resolved) -> None:
+    fit = measured_on(resolved)
+    with pytest.raises(InputError, match="not model"):
+        refuse_fit(fit)
+    with pytest.raises(InputError, match="not model"):
+        laws_from_fit(fit)
+    steps = StepsProfile(
+        block_tokens=16,
+        blocks=100,
+        max_num_batched_tokens=64,
+        async_scheduling=False,
+        resolved=resolved,
+        points=[],
+        front=[],
+    )
+    with pytest.raises(InputError, match="not model"):
+        fit_steps(steps, 0)
+
+
+def test_what_was_resolved_stays_in_the_fit(tmp_path: Path) -> None:
+    resolved = replace(ONE, quantization="fp8", experts=[8, 2])
+    write_file(measured_on(resolved), tmp_path / "fit.json")
+    read = read_file(Fit, tmp_path / "fit.json")
+    assert read.steps is not None
+    assert read.steps.resolved == resolved
+    content = json.loads((tmp_path / "fit.json").read_text())
+    del content["steps"]["resolved"]
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    old = read_file(Fit, tmp_path / "old.json")
+    assert old.steps is not None
+    assert old.steps.resolved is None
+    laws_from_fit(old)

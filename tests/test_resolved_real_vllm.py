@@ -1,0 +1,77 @@
+"""What a real vLLM resolved, as its own scheduler classes have it.
+
+The test runs if vLLM is installed or VLLM_PYTHON names the Python of an environment that has it.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+from real_vllm import PYTHON, needed
+
+from toolkit.backends.vllm.command import link_package
+from toolkit.backends.vllm.conformance.run import MODEL
+from toolkit.catalogue.classes import of_resolved
+from toolkit.catalogue.resolved import Resolved
+
+CASE = {
+    "block_tokens": 16,
+    "blocks": 50,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "prefix_caching": True,
+    "watermark": 0.1,
+    "ahead": False,
+    "requests": [],
+}
+WINDOW = {"kind": "window", "block": 16, "window": 40}
+FULL = {"kind": "full", "block": 16}
+STATE = {"kind": "state", "block": 16, "mode": "align"}
+DRAFTS = {"method": "ngram", "tokens": 3, "accepts": []}
+CASES = [
+    CASE,
+    CASE | {"groups": [WINDOW, FULL]},
+    CASE | {"groups": [STATE, FULL]},
+    CASE | {"drafts": DRAFTS},
+]
+PRINT = """
+import dataclasses, json, os, sys
+from toolkit.backends.vllm.conformance import child
+os.environ |= child.ENVIRONMENT
+child.as_cpu_build()
+from toolkit.backends.vllm.conformance.driven import Driven
+from toolkit.backends.vllm.resolved import resolved_of
+found = [resolved_of(Driven(sys.argv[1], case).scheduler) for case in json.loads(sys.argv[2])]
+print(json.dumps([dataclasses.asdict(one) for one in found]))
+"""
+
+
+@needed
+@pytest.mark.slow
+def test_what_vllm_resolved_is_read_from_its_scheduler(tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    link_package(tmp_path / "modules")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    done = subprocess.run(
+        [PYTHON, "-c", PRINT, str(tmp_path), json.dumps(CASES)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    read = TypeAdapter(list[Resolved]).validate_json(done.stdout.splitlines()[-1], strict=True)
+    plain, windows, states, drafts = read
+    assert of_resolved(plain) == []
+    assert (plain.blocks, plain.scheduler_block, plain.watermark) == (50, 16, 0.1)
+    assert (plain.max_in_flight_tokens, plain.tp, plain.policy) == (64, 1, "fcfs")
+    assert [(one.kind, one.window) for one in windows.groups] == [("window", 40), ("full", 0)]
+    assert [(one.kind, one.mode) for one in states.groups] == [("state", "align"), ("full", "")]
+    assert drafts.drafts is not None
+    assert (drafts.drafts.method, drafts.drafts.tokens) == ("ngram", 3)
+    assert {one.name for one in of_resolved(windows)} == {"windows"}
+    assert {one.name for one in of_resolved(states)} == {"states"}
+    assert {one.name for one in of_resolved(drafts)} == {"drafts"}

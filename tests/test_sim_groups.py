@@ -1,0 +1,276 @@
+"""The simulator's vLLM with several groups of caches: against passes of vLLM's own schedulers,
+against itself without counting and without leaps, and by hand.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from said import says
+
+from toolkit.catalogue.resolved import CacheGroup
+from toolkit.errors import InputError
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.steps import StepLaw
+from toolkit.sched.policies import make_any
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
+from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.groups.caches import CacheSettings
+from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.loop import SimulationStalledError
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import World
+from toolkit.traces.types import SharedBlocks, Trace
+
+DATA = Path(__file__).parent / "data"
+FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
+FULL = CacheGroup("full", "FullAttentionSpec", 4, 1, 16)
+WINDOW = CacheGroup("window", "SlidingWindowSpec", 4, 1, 16, window=8)
+STATE = CacheGroup("state", "MambaSpec", 4, 1, 16, mode="align")
+LAW = StepLaw(
+    2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4,), host_s=3e-4, window=8, inside_s=1e-5,
+    attended_inside_s=1e-6,
+)  # fmt: skip
+MODELS = {
+    "full and windows": [FULL, WINDOW],
+    "windows that are no multiple of a block": [replace(WINDOW, window=7), FULL],
+    "three groups of windows": [FULL, WINDOW, WINDOW, WINDOW],
+    "windows alone": [WINDOW],
+    "blocks of two sizes": [FULL, replace(WINDOW, block=8)],
+    "states": [FULL, STATE, STATE],
+    "states with checkpoints": [replace(STATE, checkpoints=1), FULL],
+}
+
+small = st.lists(
+    st.tuples(st.floats(0, 3), st.integers(1, 40), st.integers(1, 40), st.integers(0, 9)),
+    min_size=1,
+    max_size=20,
+)
+flags = st.builds(
+    VllmPolicy,
+    max_num_seqs=st.integers(1, 8),
+    max_num_batched_tokens=st.integers(8, 64),
+    watermark=st.sampled_from([0.0, 0.1]),
+)
+
+
+def caches(groups: list[CacheGroup], **more) -> CacheSettings:
+    return CacheSettings(tuple(groups), max_model_len=96, **more)
+
+
+def world(engine: PagedEngine) -> World:
+    memory = ZetaMemory(engine.capacity_tokens)
+    return World(unit_step(), memory, 1, 100, paged=engine, token_gaps=True)
+
+
+def trace_of(rows, ids=None) -> Trace:
+    """Rows are (arrival, prompt, output, how much more the limit allows); `ids` of each."""
+    arrival, prompt, output, more = map(
+        np.array, zip(*sorted(rows, key=lambda row: row[0]), strict=True)
+    )
+    shared = None
+    if ids is not None:
+        offsets = np.cumsum([0, *map(len, ids)])
+        shared = SharedBlocks(4, np.array([k for one in ids for k in one], np.int64), offsets)
+    return Trace(arrival.astype(float), prompt, output, output + more, shared=shared)
+
+
+def same(one, other) -> None:
+    for name in ("first_token_s", "finish_s", "max_gap_s", "ok"):
+        np.testing.assert_allclose(
+            getattr(one.served, name), getattr(other.served, name), rtol=0, atol=1e-9
+        )
+    for name in ("evicted_percent", "rounds", "batch_size_mean", "itl_mean_s"):
+        assert one.counters.get(name) == pytest.approx(other.counters.get(name))
+
+
+@pytest.mark.parametrize("groups", MODELS.values(), ids=list(MODELS))
+@given(rows=small, policy=flags, ahead=st.booleans(), blocks=st.integers(0, 30))
+@settings(deadline=None, max_examples=15)
+def test_counting_and_leaps_change_nothing(groups, rows, policy, ahead, blocks) -> None:
+    engine = PagedEngine(LAW, 84 + blocks, 4, ahead, caches=caches(groups))
+    counted = simulate(trace_of(rows), policy, world(engine))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupedScheduler, "ahead", lambda _: 1)
+        stepping = simulate(trace_of(rows), policy, world(engine))
+        patch.setattr(CacheSettings, "can_count", lambda *_: False)
+        row_by_row = simulate(trace_of(rows), policy, world(engine))
+    same(counted, stepping)
+    same(stepping, row_by_row)
+
+
+@pytest.mark.parametrize("groups", MODELS.values(), ids=list(MODELS))
+def test_all_blocks_come_back(groups) -> None:
+    scheduler = GroupedScheduler(caches(groups), VllmPolicy(max_num_batched_tokens=128), 120)
+    for number in range(9):
+        scheduler.add(PagedRequest(number, 10 + 3 * number, 5 + number))
+    while scheduler.waiting or scheduler.running:
+        scheduler.schedule()
+        scheduler.settle(scheduler.commit())
+    assert scheduler.pool.free == 120
+
+
+def test_a_window_holds_its_blocks_and_full_attention_all() -> None:
+    scheduler = GroupedScheduler(caches([FULL, WINDOW]), VllmPolicy(), 60)
+    scheduler.add(PagedRequest(0, 40, 20))
+    scheduler.schedule()
+    assert scheduler.held(0) == [10, 10]
+    for _ in range(9):
+        scheduler.settle(scheduler.commit())
+        scheduler.schedule()
+    # 49 tokens with this pass; of the 48 before it, the last 7 are in the window
+    assert scheduler.held(0) == [13, 3]
+
+
+def test_windows_make_room_for_more_requests() -> None:
+    """60 blocks hold three requests of 40 + 16 tokens with full attention in both groups, and
+    five where one group has windows.
+    """
+    rows = [(0.0, 40, 16, 0)] * 5
+    policy = VllmPolicy(max_num_batched_tokens=64, max_num_seqs=8)
+    found = []
+    for second in (FULL, WINDOW):
+        engine = PagedEngine(FLAT, 100, 4, caches=caches([FULL, second]))
+        found.append(simulate(trace_of(rows), policy, world(engine)).served.finish_s.max())
+    assert found[1] < found[0]
+
+
+def test_a_prefix_needs_the_tail_of_the_window_too() -> None:
+    """The third prompt goes on where the second parted from the first: the full group has that
+    beginning at the second prompt already, and the window its tail only after it.
+    """
+    settled = caches([FULL, WINDOW])
+    rows = [(20.0 * number, 33, 2, 0) for number in range(3)]
+    ids = [[*range(6), *range(100 * number, 100 * number + 3)] for number in range(3)]
+    engine = PagedEngine(FLAT, 90, 4, caches=settled)
+    found = simulate(trace_of(rows, ids), VllmPolicy(), world(engine)).counters
+    assert (found["query_tokens"], found["hit_tokens"]) == (99.0, 24.0)
+    kept = replace(engine, caches=replace(settled, retention=None))
+    assert simulate(trace_of(rows, ids), VllmPolicy(), world(kept)).counters["hit_tokens"] == 48.0
+
+
+def test_states_end_chunks_at_blocks() -> None:
+    scheduler = GroupedScheduler(
+        caches([FULL, STATE]), VllmPolicy(max_num_batched_tokens=10, max_num_seqs=2), 60
+    )
+    scheduler.add(PagedRequest(0, 18, 2))
+    chunks = []
+    while scheduler.waiting or scheduler.running:
+        scheduler.schedule()
+        chunks += [new for _, _, new in scheduler.rows()]
+        scheduler.settle(scheduler.commit())
+    assert chunks == [8, 8, 2, 1]
+
+
+TIGHT = CacheSettings((FULL, STATE), max_model_len=16)  # its longest request needs 6 blocks
+
+
+def test_a_request_that_waits_for_ever_is_refused() -> None:
+    """In a cache with one block less than it needs, the longest request preempts itself, and is
+    then never admitted. vLLM's check at its start allows that cache, since it counts the block that
+    it never gives out.
+    """
+    engine = PagedEngine(FLAT, 5, 4, caches=TIGHT)
+    with pytest.raises(SimulationStalledError) as refused:
+        simulate(trace_of([(0.0, 9, 7, 0)]), VllmPolicy(), world(engine))
+    assert says(refused.value.message, "5 blocks", "13 tokens")
+
+
+def test_a_live_lock_is_refused() -> None:
+    """The same where a request need not fit whole to be admitted: it is admitted and preempts
+    itself for ever.
+    """
+    scheduler = GroupedScheduler(TIGHT, VllmPolicy(), 5, reserves=False)
+    scheduler.add(PagedRequest(0, 9, 7))
+
+    def run() -> None:
+        for _ in range(1000):
+            if scheduler.schedule().rows:
+                scheduler.commit()
+            scheduler.settle([])
+
+    with pytest.raises(SimulationStalledError) as refused:
+        run()
+    assert says(refused.value.message, "5 blocks", "13 tokens")
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks", "policy", "words"),
+    [
+        ([FULL, WINDOW], 40, VllmPolicy(), ("96", "40")),
+        ([FULL, STATE], 60, VllmPolicy(prefix_caching=False), ("prefix_caching", "align")),
+        (
+            [FULL, STATE],
+            60,
+            VllmPolicy(chunked_prefill=False),
+            ("chunked_prefill",),
+        ),
+        ([FULL, STATE], 60, VllmPolicy(max_num_seqs=64), ("64", "60")),
+    ],
+)
+def test_a_server_that_would_not_start_is_refused(groups, blocks, policy, words) -> None:
+    with pytest.raises(InputError) as refused:
+        GroupedScheduler(caches(groups, rows_within_blocks=True), policy, blocks)
+    assert says(refused.value.message, *words)
+
+
+def test_flags_are_moved_to_those_with_which_it_starts() -> None:
+    """A request of 96 tokens takes 24 blocks of full attention, and of a window of 8 with passes of
+    n tokens (7 + n) / 4 + 1.
+    """
+    settled = caches([FULL, WINDOW])
+    wide = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=64)
+    narrow = settled.allowed(wide, 34, ahead=False)
+    assert (narrow.max_num_seqs, narrow.max_num_batched_tokens) == (4, 33)
+    assert settled.start_problem(34, narrow, ahead=False) == ("", "")
+    assert settled.start_problem(34, replace(narrow, max_num_batched_tokens=34), ahead=False)[0]
+    assert settled.allowed(wide, 90, ahead=False) == wide
+    rows = caches([FULL, STATE], rows_within_blocks=True)
+    assert rows.allowed(replace(wide, max_num_seqs=50), 30, ahead=False).max_num_seqs == 30
+
+
+def test_a_request_longer_than_the_model_is_refused() -> None:
+    engine = PagedEngine(FLAT, 200, 4, caches=caches([FULL, WINDOW]))
+    result = simulate(trace_of([(0.0, 90, 8, 0), (0.0, 90, 6, 0)]), VllmPolicy(), world(engine))
+    assert result.served.ok.tolist() == [False, True]
+
+
+def test_other_policies_do_not_know_groups() -> None:
+    engine = PagedEngine(FLAT, 200, 4, caches=caches([FULL, WINDOW]))
+    with pytest.raises(InputError, match="'past-future'"):
+        simulate(trace_of([(0.0, 9, 8, 0)]), make_any("past-future", {}), world(engine))
+
+
+def test_a_threshold_for_long_prefills_is_refused() -> None:
+    engine = PagedEngine(FLAT, 200, 4, caches=caches([FULL, WINDOW]))
+    with pytest.raises(InputError, match="long_prefill_token_threshold"):
+        simulate(
+            trace_of([(0.0, 9, 8, 0)]), VllmPolicy(long_prefill_token_threshold=8), world(engine)
+        )
+
+
+def test_the_engine_dies_with_what_it_has_generated() -> None:
+    scheduler = GroupedScheduler(caches([FULL, WINDOW]), VllmPolicy(), 60)
+    rows = [PagedRequest(0, 40, 20), PagedRequest(1, 12, 4)]
+    for row in rows:
+        scheduler.add(row)
+    for _ in range(8):
+        scheduler.schedule()
+        scheduler.settle(scheduler.commit())
+    assert scheduler.abort() == [rows[0]]
+    assert rows[0].left == 12
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
+    """As vLLM 0.32.0's own classes made them, with the blocks that each group holds."""
+    from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+
+    case, theirs = json.loads((DATA / "vllm-0.32.0-groups.json").read_text())[number]
+    assert json.loads(json.dumps(passes_of_case(case))) == theirs

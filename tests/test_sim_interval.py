@@ -1,0 +1,97 @@
+"""`prefill_schedule_interval` in the model of vLLM's scheduler."""
+
+import numpy as np
+import pytest
+from test_sim_paged import LAW, served, trace_of, world
+
+from toolkit.backends.vllm.command import flags_of
+from toolkit.errors import InputError
+from toolkit.sched.policies.vllm import LATER, VllmPolicy, refuse_later
+from toolkit.sim.api import simulate
+from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import PagedEngine
+
+
+def prefills(interval: int, *, rows: int = 1, later: int = 3) -> list[int]:
+    """The passes with a prefill, where `rows` decode and one request comes at each of `later`
+    passes from the fifth on.
+    """
+    flags = VllmPolicy(
+        max_num_seqs=16, max_num_batched_tokens=64, prefill_schedule_interval=interval
+    )
+    scheduler = PagedScheduler(flags, blocks=100, block_tokens=4)
+    for number in range(rows):
+        scheduler.add(PagedRequest(number, 8, 60))
+    found = []
+    for number in range(30):
+        if 5 <= number < 5 + later:
+            scheduler.add(PagedRequest(100 + number, 8, 60))
+        plan = scheduler.schedule()
+        if plan.chunks:
+            found.append(number)
+        scheduler.settle(scheduler.commit())
+    return found
+
+
+def test_without_an_interval_each_request_is_let_in_at_once() -> None:
+    assert prefills(1) == [0, 5, 6, 7]
+
+
+def test_prefills_come_an_interval_apart_while_rows_decode() -> None:
+    assert prefills(4) == [0, 5, 9]
+    assert prefills(8) == [0, 8]
+
+
+def test_a_long_prompt_is_computed_an_interval_apart() -> None:
+    flags = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=16, prefill_schedule_interval=3)
+    scheduler = PagedScheduler(flags, blocks=100, block_tokens=4)
+    scheduler.add(PagedRequest(0, 4, 60))
+    for _ in range(3):
+        scheduler.schedule()
+        scheduler.settle(scheduler.commit())
+    scheduler.add(PagedRequest(1, 40, 4))
+    chunks = []
+    for number in range(12):
+        plan = scheduler.schedule()
+        chunks += [(number, chunk.new) for chunk in plan.chunks]
+        assert all(row[0] == 0 for row in scheduler.rows()) or plan.chunks or number > 6
+        scheduler.settle(scheduler.commit())
+    assert chunks == [(0, 15), (3, 15), (6, 10)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("interval", [2, 5])
+def test_leaps_change_nothing(ahead: bool, interval: int) -> None:
+    draw = np.random.default_rng(interval)
+    rows = [(0.01 * k, *draw.integers(1, 40, 2).tolist(), 0) for k in range(60)]
+    policy = VllmPolicy(
+        max_num_seqs=6, max_num_batched_tokens=32, prefill_schedule_interval=interval
+    )
+    there = world(PagedEngine(LAW, 60, 4, ahead))
+    leaping = simulate(trace_of(rows), policy, there).served
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+        stepping = simulate(trace_of(rows), policy, there).served
+    for name in ("first_token_s", "finish_s", "max_gap_s"):
+        np.testing.assert_allclose(
+            getattr(leaping, name), getattr(stepping, name), rtol=0, atol=1e-9
+        )
+    plain = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=32)
+    assert np.any(served(rows, PagedEngine(LAW, 60, 4, ahead), plain).finish_s != leaping.finish_s)
+
+
+def test_the_flag_is_written_where_it_changes_something() -> None:
+    assert not any("interval" in word for word in flags_of("vllm", {}))
+    words = flags_of("vllm", {"prefill_schedule_interval": 4})
+    assert words[words.index("--prefill-schedule-interval") + 1] == "4"
+
+
+def test_a_release_without_the_flag_is_refused() -> None:
+    given = {"prefill_schedule_interval": 4}
+    for version in ("0.33.0", "1.0.2", ""):
+        refuse_later(given, version)
+    with pytest.raises(InputError, match=r"0\.32\.1"):
+        refuse_later(given, "0.32.1")
+    refuse_later({}, "0.28.0")
+    assert not LATER["prefill_schedule_interval"].is_in("")

@@ -1,0 +1,144 @@
+"""New settings between two passes of the simulated vLLM, and thresholds for long prefills."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.engines import vllm_passes as bench
+from toolkit.errors import InputError
+from toolkit.estimators.steps import StepLaw
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.types import Request
+from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import PagedEngine, Reuse, SettingsChange, serve
+
+FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
+DATA = Path(__file__).parent / "data" / "vllm-0.32.0-live.json"
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_passes_are_those_of_vllm_s_schedulers_under_the_same_changes(number: int) -> None:
+    """As `benchmarks.engines.vllm_passes --live` found them with vLLM 0.32.0."""
+    case, theirs = json.loads(DATA.read_text())[number]
+    assert any(case["changes"].values())
+    assert bench.passes_of_case(case) == theirs
+
+
+def test_fewer_rows_let_those_that_run_end_and_admit_no_other():
+    scheduler = PagedScheduler(VllmPolicy(max_num_seqs=4, max_num_batched_tokens=64), 100, 4)
+    for number in range(6):
+        scheduler.add(PagedRequest(number, 4, 3))
+    assert scheduler.schedule().rows == 4
+    scheduler.settle(scheduler.commit())
+    scheduler.change({"max_num_seqs": 2})
+    assert scheduler.schedule().preempted == []
+    rows = []
+    for _ in range(8):
+        scheduler.settle(scheduler.commit())
+        rows.append(scheduler.schedule().rows)
+        if not rows[-1]:
+            break
+    assert rows == [4, 2, 2, 2, 0]
+
+
+def test_no_other_setting_changes():
+    scheduler = PagedScheduler(VllmPolicy(), 100, 4)
+    with pytest.raises(ValueError, match="prefix_caching"):
+        scheduler.change({"prefix_caching": False})
+
+
+def test_a_threshold_needs_chunked_prefill():
+    with pytest.raises(InputError):
+        VllmPolicy(
+            long_prefill_token_threshold=8, chunked_prefill=False, max_num_batched_tokens=512
+        )
+
+
+def token_times(flags: VllmPolicy, rows, blocks: int) -> list[list[int]]:
+    """When each request gets its tokens, if a pass takes a second and all are there at first."""
+    scheduler = PagedScheduler(flags, blocks, 4)
+    for number, (prompt, output) in enumerate(rows):
+        scheduler.add(PagedRequest(number, prompt, output))
+    times: list[list[int]] = [[] for _ in rows]
+    has = [0] * len(rows)
+    for second in range(1, 10_000):
+        scheduler.schedule()
+        parts = scheduler.rows()
+        if not parts:
+            return times
+        for number, computed, new in parts:
+            has[number] = computed + new
+            if has[number] == rows[number][0] + len(times[number]):
+                times[number].append(second)
+        scheduler.settle(scheduler.commit())
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_miss_a_pass_get_their_tokens_later_and_their_gaps_are_longer(seed: int):
+    draw = random.Random(seed)
+    rows = [(draw.randint(1, 60), draw.randint(1, 30)) for _ in range(20)]
+    flags = VllmPolicy(
+        max_num_seqs=8,
+        max_num_batched_tokens=draw.choice([8, 12, 24]),
+        long_prefill_token_threshold=draw.choice([3, 5, 9]),
+    )
+    blocks = draw.choice([40, 200])
+    expected = token_times(flags, rows, blocks)
+    assert [len(times) for times in expected] == [output for _, output in rows]
+    requests = [Request(str(k), 0.0, prompt, output) for k, (prompt, output) in enumerate(rows)]
+    ledger = Ledger([0.0] * len(rows), [output for _, output in rows], 1)
+    serve(requests, flags, PagedEngine(FLAT, blocks, 4), ledger, Reuse())
+    found = [(one.first_token_s, one.last_token_s, one.max_gap_s) for one in ledger.outcomes]
+    gaps = [max((b - a for a, b in pairwise(times)), default=0) for times in expected]
+    assert found == [(times[0], times[-1], gap) for times, gap in zip(expected, gaps, strict=True)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_change_ends_a_leap_and_holds_from_the_next_pass_on(ahead: bool):
+    engine = PagedEngine(FLAT, 100, 4, ahead=ahead)
+    requests = [Request(str(k), 0.0, 4, 20) for k in range(3)]
+    flags = VllmPolicy(max_num_seqs=2, max_num_batched_tokens=64)
+
+    def first_of_last(*changes: SettingsChange) -> float:
+        ledger = Ledger([0.0] * 3, [20] * 3, 1)
+        serve(requests, flags, engine, ledger, Reuse(), changes=changes)
+        assert all(one.ok for one in ledger.outcomes)
+        return ledger.outcomes[2].first_token_s
+
+    usual_s = first_of_last()
+    changed_s = first_of_last(SettingsChange(6.5, {"max_num_seqs": 3}))
+    assert usual_s > 20.0
+    assert 7.5 < changed_s <= 9.0
+    late = SettingsChange(1000.0, {"max_num_seqs": 3})
+    assert first_of_last(late) == usual_s
+    assert first_of_last(replace(late, at_s=0.0)) == 1.0
+
+
+def test_many_changes_lose_no_request():
+    draw = random.Random(4)
+    requests = [Request(str(k), 0.1 * k, draw.randint(1, 60), 9) for k in range(60)]
+    changes = [
+        SettingsChange(
+            1.0 * k,
+            {
+                "max_num_seqs": draw.randint(1, 8),
+                "max_num_batched_tokens": draw.randint(8, 64),
+                "long_prefill_token_threshold": draw.choice([0, 4, 16]),
+                "watermark": draw.choice([0.0, 0.3]),
+            },
+        )
+        for k in range(100)
+    ]
+    ledger = Ledger([one.arrival_s for one in requests], [9] * 60, 1)
+    flags = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=64)
+    serve(requests, flags, PagedEngine(FLAT, 60, 4), ledger, Reuse(), changes=changes)
+    assert all(one.ok for one in ledger.outcomes)
+    assert np.min([one.max_gap_s for one in ledger.outcomes]) >= 1.0

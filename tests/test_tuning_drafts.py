@@ -1,0 +1,168 @@
+"""Drafts as a variable: their laws in one fit, the search among them, and where they do not pay."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+from said import says
+from test_estimators_steps_fit import LAW, measured
+from test_sim_paged_commands import HEAD, trace
+
+from toolkit.backends.vllm.command import draft_flags
+from toolkit.endpoints.acceptance import acceptance_of
+from toolkit.endpoints.target import parsed_metrics
+from toolkit.errors import InputError
+from toolkit.estimators.fitting import laws_of_drafts
+from toolkit.estimators.part_fits import fit_steps
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import HardwareSpec, Recipe
+from toolkit.report.verdict import verdict
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.world import world_from_fit
+from toolkit.tuning.drafts import draft_gain
+from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.workload import make_workload
+
+ACCEPTANCE = {"length": 2.5, "tokens": 3}
+
+
+def fit_with(numbers: tuple[int, ...], token_s: float = 1e-5) -> Fit:
+    """A fit with the same law for each number of drafts; a token of a pass costs `token_s`."""
+    fit = samples.paged_fit()
+    assert fit.steps is not None
+    slopes = {"knots": [0], "token_s": [token_s]}
+    own, *others = (
+        fit.steps.model_copy(
+            update=slopes | {"draft_tokens": number, "draft_method": "ngram" if number else ""}
+        )
+        for number in numbers
+    )
+    return fit.model_copy(update={"steps": own, "drafts": others})
+
+
+def recipe_with(**tuned: object) -> Recipe:
+    return samples.recipe(
+        engine={"name": "vllm", "vllm": {"drafts": {"method": "ngram"}}},
+        workers=1,
+        policy={"name": "vllm"},
+        tune={"trials": 10, "window_s": 4, "load": 0.9, "draws": 2, "policies": ["own"]} | tuned,
+        serve={"acceptance": ACCEPTANCE},
+    )
+
+
+def test_the_numbers_with_laws_are_searched() -> None:
+    [space] = settings_of(recipe_with(), fit_with((0, 2, 4))).spaces
+    assert space.distributions["num_speculative_tokens"].choices == (0, 2, 4)
+    narrowed = recipe_with(space={"num_speculative_tokens": [0, 3]})
+    [space] = settings_of(narrowed, fit_with((0, 2, 4))).spaces
+    assert space.distributions["num_speculative_tokens"].choices == (0, 2)
+    [space] = settings_of(recipe_with(), fit_with((0,))).spaces
+    assert "num_speculative_tokens" not in space.distributions
+
+
+@pytest.mark.slow
+def test_cheap_drafts_are_recommended_and_the_verdict_says_where_they_pay() -> None:
+    fit = fit_with((0, 3))
+    recipe = recipe_with()
+    inputs = Inputs(recipe, fit, make_workload(recipe, fit, trace(300)))
+    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    assert result.best.parameters["num_speculative_tokens"] == 3
+    assert result.draft_gain is not None
+    assert result.draft_gain.tokens == 3
+    assert any("drafts" in line for line in verdict(result))
+
+
+@pytest.mark.parametrize(("token_s", "pays"), [(0.0, "always"), (1e-4, "some"), (1e-2, "never")])
+def test_drafts_pay_up_to_some_rows(token_s: float, pays: str) -> None:
+    recipe = recipe_with()
+    world = world_from_fit(fit_with((0, 3), token_s), workers=1, max_new_tokens=64)
+    world = replace(world, acceptance=recipe.serve.acceptance)
+    found = draft_gain(world, VllmPolicy(max_num_seqs=256), trace(100))
+    assert found is not None
+    rows = {"always": {256}, "some": set(range(2, 255)), "never": {0}}[pays]
+    assert found.rows in rows
+
+
+def test_a_fit_has_the_laws_of_several_profiles() -> None:
+    plain = measured()
+    drafting = plain.model_copy(update={"draft_tokens": 2, "draft_method": "ngram"})
+    profiles = [_profile(steps) for steps in (plain, drafting)]
+    [law] = laws_of_drafts(profiles[0], profiles[1:])
+    assert (law.draft_tokens, law.draft_method) == (2, "ngram")
+    with pytest.raises(InputError) as error:
+        laws_of_drafts(profiles[0], profiles[:1])
+    assert says(error.value.whole, "0")
+
+
+def _profile(steps):
+    from types import SimpleNamespace
+
+    engine = SimpleNamespace(dtype="float32")
+    return SimpleNamespace(steps=steps, recipe_name="one", engine=engine)
+
+
+def test_passes_with_drafts_have_the_price_of_their_tokens() -> None:
+    """A pass of n rows with k drafts each costs as n + nk tokens do, and n rows."""
+    rng = np.random.default_rng(0)
+    profile = measured()
+    points = []
+    for point in profile.points:
+        drafts = 2 * point.decodes if rng.random() < 0.7 else 0
+        given = point.model_copy(update={"draft_tokens": drafts})
+        from toolkit.estimators.part_fits import shape_of
+
+        points.append(given.model_copy(update={"seconds": [LAW.forward_s(shape_of(given))]}))
+    fit = fit_steps(profile.model_copy(update={"points": points}), 0)
+    assert fit is not None
+    assert fit.error.median_percent < 1.0
+
+
+PAGE = """
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0"} 100
+vllm:spec_decode_num_drafts_total{engine="1"} 100
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 80
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 60
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 30
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} 10
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{engine="0"} 600
+# TYPE vllm:request_success counter
+vllm:request_success_total{engine="0",finished_reason="stop"} 20
+"""
+
+
+def test_acceptance_is_read_from_vllm_s_metrics() -> None:
+    found = acceptance_of(parsed_metrics(PAGE))
+    assert found is not None
+    assert found.rates == pytest.approx([0.7, 0.2])
+    assert found.proposed == pytest.approx(200 / (600 - 180 - 20))
+
+
+def test_a_page_without_drafts_has_no_acceptance() -> None:
+    assert acceptance_of(parsed_metrics(PAGE.split("# TYPE vllm:generation")[1])) is None
+
+
+def test_the_flags_of_drafts() -> None:
+    recipe = recipe_with()
+    assert draft_flags(recipe, {}, []) == []
+    flag, text = draft_flags(recipe, {"num_speculative_tokens": 2}, [])
+    assert flag == "--speculative-config"
+    assert json.loads(text) == {"method": "ngram", "num_speculative_tokens": 2}
+    on_gpu = recipe.model_copy(update={"hardware": HardwareSpec(device="cuda", name="any")})
+    _, text = draft_flags(on_gpu, {"num_speculative_tokens": 2}, [0.5, 0.2])
+    assert json.loads(text)["synthetic_acceptance_rates"] == [0.5, 0.2]
+    with pytest.raises(InputError):
+        draft_flags(recipe, {"num_speculative_tokens": 2}, [0.5, 0.2])
+
+
+def test_drafts_without_a_method_are_refused(tmp_path: Path) -> None:
+    recipe = samples.recipe(engine={"name": "vllm"}, policy={"name": "vllm"})
+    with pytest.raises(InputError) as error:
+        draft_flags(recipe, {"num_speculative_tokens": 2}, [])
+    assert says(error.value.whole, "2", "engine.vllm.drafts")

@@ -1,0 +1,185 @@
+"""Models with one cache that keeps every token: full attention, MLA, mixtures of experts.
+
+The simulator's passes are those of `toolkit.sim.paged.PagedScheduler`, and of workloads with
+`groups`, which other kinds make, those of `toolkit.sim.groups`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
+from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass, make_case
+from toolkit.catalogue.resolved import CacheGroup
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.drafts import DraftScheduler
+from toolkit.sim.groups.caches import CacheSettings, is_before
+from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.loop import SimulationStalledError
+from toolkit.sim.paged import PagedScheduler
+from toolkit.traces.types import SharedBlocks
+
+ModelledScheduler: TypeAlias = PagedScheduler | DraftScheduler | GroupedScheduler
+
+
+def passes_of_case(case: Case) -> list[Pass]:
+    """The passes of our model for a made-up workload."""
+    return passes_of(scheduler_of(case), case)
+
+
+def passes_of(scheduler: ModelledScheduler, case: Case) -> list[Pass]:
+    """The passes of a scheduler that serves the requests of a made-up workload; the last one is
+    {"stuck": ...} where it does not end.
+    """
+    shares = "ids" in case
+    arrivals = CaseArrivals(case)
+    rows = rows_of(case) if shares else _alone(case)
+    found: list[Any] = []
+    under_way: list[Any] | None = None  # the rows that end with the pass that is under way
+
+    def settle(ended: list[Any]) -> None:
+        scheduler.settle(ended)
+        for row in ended:
+            arrivals.ended(row.number, len(found))
+
+    while True:
+        for number in arrivals.due(len(found)):
+            scheduler.add(rows[number])
+        settings = case.get("changes", {}).get(str(len(found)))
+        if settings:
+            scheduler.change(settings)
+        try:
+            step = step_of(scheduler, counts=shares)
+        except SimulationStalledError as stuck:
+            return [*found, {"stuck": stuck.message}]
+        if step["rows"]:
+            found.append(step)
+            ended = scheduler.commit()
+            settle((under_way or []) if case["ahead"] else ended)
+            under_way = ended if case["ahead"] else None
+            continue
+        if step["preempted"]:
+            found.append(step)
+        if under_way is not None:
+            settle(under_way)
+            under_way = None
+        elif not arrivals.skip(len(found)) and not step["preempted"]:
+            return found
+
+
+def scheduler_of(case: Case) -> ModelledScheduler:
+    """The simulator's scheduler with the caches and flags of a workload."""
+    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
+    flags = VllmPolicy(
+        **{name: case[name] for name in names},
+        chunked_prefill=case.get("chunked_prefill", True),
+        prefill_schedule_interval=case.get("flags", {}).get("prefill_schedule_interval", 1),
+    )
+    reserves = case.get("reserve_full_isl", True)
+    if "groups" in case:
+        settings = CacheSettings(
+            cache_groups(case),
+            case["max_model_len"],
+            case["retention"],
+            rehashes=is_before(case["version"], 0, 33),
+        )
+        return GroupedScheduler(
+            settings, flags, case["blocks"], ahead=case["ahead"], reserves=reserves
+        )
+    return PagedScheduler(
+        flags,
+        case["blocks"],
+        case["block_tokens"],
+        ahead=case["ahead"],
+        shares="ids" in case,
+        reserves=reserves,
+    )
+
+
+def cache_groups(case: Case) -> tuple[CacheGroup, ...]:
+    """The cache groups of a workload."""
+    return tuple(
+        CacheGroup(
+            group["kind"],
+            "",
+            group["block"],
+            1,
+            group["block"],
+            window=group.get("window", 0),
+            mode=group.get("mode", ""),
+            checkpoints=group.get("checkpoint", 0),
+        )
+        for group in case["groups"]
+    )
+
+
+def _alone(case: Case) -> list[PagedRequest]:
+    return [
+        PagedRequest(number, prompt, output, stops=output < limit, limit=limit)
+        for number, (_, prompt, output, limit) in enumerate(case["requests"])
+    ]
+
+
+def rows_of(case: Case) -> list[PagedRequest]:
+    """The requests of a workload that says what they share."""
+    requests = case["requests"]
+    counts = [len(ids) for ids in case["ids"]]
+    shared = SharedBlocks(
+        case["shared_tokens"],
+        np.array([one for ids in case["ids"] for one in ids], dtype=np.int64),
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+    )
+    prompts = [one[1] for one in requests]
+    outputs = [one[2] for one in requests]
+    leaves, continued = contents(prompts, outputs, shared, case["previous"])
+    return [
+        PagedRequest(
+            number,
+            prompt,
+            output,
+            stops=output < limit,
+            limit=limit,
+            content=leaves[number],
+            watched=continued[number] and not case["closed"],
+        )
+        for number, (_, prompt, output, limit) in enumerate(requests)
+    ]
+
+
+def step_of(scheduler: ModelledScheduler, *, counts: bool = False) -> Pass:
+    """Plan one pass of our model; `counts`: with the tokens that were found in the cache."""
+    pool = scheduler.pool
+    before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
+    plan = scheduler.schedule()
+    rows = scheduler.rows()
+    step: Pass = {
+        "rows": [list(row) for row in rows],
+        "preempted": [row.number for row in plan.preempted],
+        "free": pool.free,
+        "waiting": len(scheduler.waiting),
+    }
+    if counts:
+        after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
+        step["found"] = [now - then for now, then in zip(after, before, strict=True)]
+    if isinstance(scheduler, GroupedScheduler):
+        step["held"] = {str(number): scheduler.held(number) for number, *_ in rows}
+    elif isinstance(scheduler, PagedScheduler):
+        # vLLM does not know yet that these rows have ended
+        step["waiting"] += sum(not row.left for row in plan.preempted)
+    return step
+
+
+def make(seed: int, ahead: bool) -> Case:
+    """A made-up workload with one of vLLM's two schedulers."""
+    return make_case(seed) | {"ahead": ahead}
+
+
+def differs(case: Case, theirs: list[Pass]) -> int | None:
+    """The first pass in which the simulator differs."""
+    return first_difference(passes_of_case(case), theirs)
+
+
+KIND = ModelKind("full attention", (), make, differs, order=0)

@@ -1,0 +1,203 @@
+"""Compares the simulator with an installed vLLM: reads its files, runs its schedulers, counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import toolkit
+from toolkit.backends.vllm.command import link_package
+from toolkit.backends.vllm.conformance.kinds import ModelKind, kinds
+from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
+from toolkit.backends.vllm.conformance.workloads import Case
+from toolkit.backends.vllm.setup import PYTHON_VARIABLE
+from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
+from toolkit.errors import EngineError
+
+CHILD = "toolkit.backends.vllm.conformance.child"
+WORKLOADS = 100  # of each kind with each of the two schedulers
+SEED = 1000
+SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
+LOAD_S = 1800.0
+RETENTION = "0.29"  # the first release that has it in KVCacheConfig
+CHECKPOINTS = "0.30"  # the first release that has their alignment, which the workloads set
+MODEL = {  # a model without weights: only its limits count
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a child ran: the vLLM that it loaded, and a result for each workload."""
+
+    version: str
+    folder: Path
+    results: list[Any]
+
+
+def compare(
+    python: str, workloads: int = WORKLOADS, seed: int = SEED, only: Sequence[str] = ()
+) -> Conformance:
+    """Compare the simulator with the vLLM of a Python; `only`: names of kinds, none: all.
+
+    Raises `EngineError` where there is no vLLM, where it cannot be loaded, or where Python loads
+    another than the one that was found.
+    """
+    start_s = time.monotonic()
+    installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
+    missing = check(installed)
+    lacks = {need for one in missing for need in one.item.needs}
+    chosen = [
+        kind
+        for kind in kinds()
+        if kind.needs not in lacks and installed.has(kind.since) and (not only or kind.name in only)
+    ]
+    cases = [
+        (kind, ahead, number, within(kind.make(number, ahead), installed))
+        for kind in chosen
+        for ahead in SCHEDULERS
+        for number in range(seed, seed + workloads)
+    ]
+    loaded = Loaded(installed.version, installed.folder or Path(), [])
+    if cases:
+        loaded = run_cases(python, [case for *_, case in cases])
+        _refuse_another(installed, loaded)
+    rows = []
+    for kind in chosen:
+        for ahead, scheduler in SCHEDULERS.items():
+            mine = [
+                (number, {**case, "version": loaded.version}, theirs)
+                for (one, is_ahead, number, case), theirs in zip(cases, loaded.results, strict=True)
+                if one is kind and is_ahead == ahead
+            ]
+            rows.append(_row(kind, scheduler, mine))
+    return Conformance(
+        vllm=installed.version,
+        tool_version=toolkit.__version__,
+        date=datetime.now(UTC).date().isoformat(),
+        seed=seed,
+        seconds=round(time.monotonic() - start_s, 1),
+        rows=rows,
+        missing=_words(missing),
+        flags=sorted(_sources(installed).flags),
+        metrics=sorted(_sources(installed).metrics),
+    )
+
+
+def within(case: Case, installed: Installed) -> Case:
+    """The workload without what came after a release: it keeps every end of windows and states
+    where it has no `retention`, and no checkpoints inside a prefill.
+    """
+    changed = dict(case)
+    if not installed.has(RETENTION):
+        changed.pop("retention", None)
+    if "groups" in case and not installed.has(CHECKPOINTS):
+        changed["groups"] = [
+            {name: value for name, value in group.items() if name != "checkpoint"}
+            for group in case["groups"]
+        ]
+    return changed
+
+
+def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
+    """Run workloads through vLLM's own schedulers, in a process of its Python."""
+    with tempfile.TemporaryDirectory(prefix="llmctl-vllm-") as name:
+        folder = Path(name)
+        modules = folder / "modules"
+        modules.mkdir()
+        link_package(modules)
+        paths = [str(modules), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        given = folder / "cases.json"
+        found = folder / "passes.json"
+        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        given.write_text(json.dumps(list(cases)), encoding="utf-8")
+        words = [python, "-m", child, str(given), str(found), str(folder)]
+        try:
+            done = subprocess.run(
+                words, capture_output=True, text=True, env=environment, timeout=LOAD_S
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"vLLM's schedulers took longer than {LOAD_S:g} s") from None
+        if done.returncode or not found.is_file():
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+            raise EngineError(f"vLLM could not be loaded: {lines[-1].strip()[-300:]}")
+        content = json.loads(found.read_text(encoding="utf-8"))
+    return Loaded(content["version"], Path(content["folder"]), content["results"])
+
+
+def _row(kind: ModelKind, scheduler: str, ran: Sequence[tuple[int, Case, Any]]) -> ComparedKind:
+    passes = differing = 0
+    first = ""
+    for number, case, theirs in ran:
+        if isinstance(theirs, dict):
+            differing += 1
+            first = first or f"workload {number}: {theirs['error']}"
+            continue
+        passes += len(theirs)
+        at = kind.differs(case, theirs)
+        if at is not None:
+            differing += 1
+            first = first or f"workload {number}, pass {at}"
+    return ComparedKind(
+        kind=kind.name,
+        classes=list(kind.classes),
+        scheduler=scheduler,
+        workloads=len(ran),
+        differing=differing,
+        passes=passes,
+        cited=kind.cited,
+        first=first,
+    )
+
+
+def passes_of_vllm(python: str, cases: Sequence[Case], child: str = CHILD) -> list[Any]:
+    """The passes that vLLM's own schedulers make of the workloads, or what else a `child` makes of
+    them. `EngineError` for a workload that ended with an error.
+    """
+    return passes_of_results(run_cases(python, cases, child).results)
+
+
+def passes_of_results(results: list[Any]) -> list[Any]:
+    """What a child gave of each workload. `EngineError` for one that ended with an error."""
+    for number, one in enumerate(results):
+        if isinstance(one, dict):
+            raise EngineError(f"workload {number}: {one['error']}")
+    return results
+
+
+def _refuse_another(installed: Installed, loaded: Loaded) -> None:
+    """Raise `EngineError` where Python loaded another vLLM than the one whose files were read."""
+    found = installed.folder.resolve() if installed.folder else None
+    if loaded.folder.resolve() != found or loaded.version != installed.version:
+        raise EngineError(
+            f"vLLM {installed.version} of {found} was asked for, and Python loaded "
+            f"{loaded.version} of {loaded.folder}",
+            "name the Python of one environment, without PYTHONPATH",
+        )
+
+
+def _sources(installed: Installed) -> Sources:
+    assert installed.folder is not None  # `check` has read it
+    return Sources(installed.folder)
+
+
+def _words(missing: Sequence[Missing]) -> dict[str, str]:
+    return {one.item.words: one.why for one in missing}

@@ -1,0 +1,218 @@
+"""A law from the passes that a server made for real traffic: no run of its own, no extra request.
+
+A log of passes (`toolkit.sched.iterations`) has what a profile measures: the shape of each pass and
+its time. What differs is the choice of shapes, which is the traffic's. So `Coverage` says which
+terms of the law these passes show, and `profile_of_log` refuses passes that show too little. What a
+log does not have: the front (clients see it), and passes that traffic did not need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from toolkit.backends.vllm.profile import (
+    facts_of,
+    least_sampler_s,
+    points,
+    refuse_not_modelled,
+    refuse_unknown_experts,
+    timed,
+)
+from toolkit.catalogue.models import experts_of, text_config
+from toolkit.errors import InputError
+from toolkit.estimators.forms import Floats
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.part_fits import fit_steps, shape_of
+from toolkit.estimators.steps import StepShape, features
+from toolkit.files.fit import Fit, StepsFit
+from toolkit.files.io import EnvelopeFields
+from toolkit.files.profile import FrontPoint, Profile, StepsProfile
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.analytic import ComputedPasses, computed_profile
+from toolkit.profiling.run import with_sampler
+from toolkit.sched.eventlog import whole_lines
+from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+
+POINTS_MAX = 3000  # the newest ones; a fit of more takes longer and finds the same
+PASSES_MIN = 200
+ROWS_MIN = 3  # different numbers of rows that decode
+CHUNKS_MIN = 20  # passes with chunks
+UNSURE = 0.1  # of a pass's time: a term that moves it by more, in one standard error
+TERMS = (  # as `features` has them
+    "a pass",
+    "a row",
+    "a chunk",
+    "cached tokens of decodes alone",
+    "cached tokens of decodes beside chunks",
+    "attended tokens of chunks",
+    "cached tokens before chunks",
+)
+FRONT_ROWS = (1, 16)
+SINGULAR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PassHistory:
+    """The header of a log, and its passes."""
+
+    header: IterationLogHeader
+    passes: list[LoggedPass]
+
+
+def read_passes(path: Path) -> PassHistory:
+    """A log of passes, also of a server that still writes it. `InputError` for any other file."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline()
+            lines = [*whole_lines(file)]
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read: {error.strerror}",
+            "a server writes one with: llmctl serve PLAN.json --pass-log FILE",
+        ) from None
+    try:
+        return PassHistory(header_of(first), passes_of(lines))
+    except msgspec.DecodeError as error:
+        raise InputError(
+            f"{path}: not a log of passes: {error}", "name the file of: llmctl serve --pass-log"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What the passes show of the law.
+
+    Attributes:
+        passes, points: how many passes there were, and of how many compositions in a row.
+        unsure: terms that the traffic does not identify, in words: what they could not be told
+            apart from moves a typical pass by more than `UNSURE` of its time.
+        absent: terms of which no pass had anything.
+    """
+
+    passes: int
+    points: int
+    unsure: list[str]
+    absent: list[str]
+
+
+def steps_of_log(recipe: Recipe, history: PassHistory, front_s: float = 0.0) -> StepsProfile:
+    """The passes as a profile has them. `InputError` for a server that no law describes, and for
+    too few passes or too few kinds of them. `front_s`: what clients wait beside, if it is known.
+    """
+    header = history.header
+    refuse_not_modelled(header)
+    refuse_unknown_experts(recipe, header.model_type)
+    made = [one for one in history.passes if one.rows]
+    if len(made) < PASSES_MIN:
+        raise InputError(
+            f"the log has {len(made):,} passes, and a law needs {PASSES_MIN:,}",
+            "wait for more traffic",
+        )
+    found = points(timed(made))[-POINTS_MAX:]
+    shown_s = least_sampler_s(made)
+    if shown_s < math.inf:
+        found = [with_sampler(point, shown_s) for point in found]
+    chunks = sum(point.prefills > 0 for point in found)
+    rows = {point.decodes for point in found if not point.prefills}
+    if chunks < CHUNKS_MIN or len(rows) < ROWS_MIN:
+        raise InputError(
+            f"the log has {chunks} passes with prompts and {len(rows)} numbers of decoding rows; a "
+            f"law needs {CHUNKS_MIN} and {ROWS_MIN}",
+            "wait for more traffic, or profile: llmctl profile RECIPE",
+        )
+    experts, per_token = experts_of(text_config(recipe.model.config))
+    return StepsProfile(
+        block_tokens=header.block_tokens,
+        blocks=header.blocks,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        async_scheduling=header.async_scheduling,
+        graph_sizes=header.graph_sizes,
+        graph_mode=header.graph_mode,
+        executor=header.executor,
+        experts=experts,
+        experts_per_token=per_token,
+        resolved=header.resolved,
+        points=found,
+        front=[FrontPoint(rows=n, prompt_tokens=0, seconds=front_s) for n in FRONT_ROWS if front_s],
+    )
+
+
+def coverage(fit: StepsFit, steps: StepsProfile, passes: int) -> Coverage:
+    """Which terms of a law the points identify."""
+    shapes = [shape_of(point) for point in steps.points]
+    experts = (fit.experts, fit.experts_per_token)
+    columns = np.array([features(shape, fit.knots, experts) for shape in shapes])
+    seconds = np.array([float(np.mean(point.seconds)) for point in steps.points])
+    names = [*TERMS, *(f"new tokens from {knot}" for knot in fit.knots)]
+    names += ["touched experts"] if fit.experts else []
+    seen = np.any(columns > 0.0, axis=0)
+    absent = [name for name, there in zip(names, seen, strict=True) if not there]
+    relative = columns[:, seen] / seconds[:, None]
+    typical = np.nanmedian(np.where(relative > 0.0, relative, np.nan), axis=0)
+    law = law_of_steps(fit)
+    predicted = np.array([law.forward_s(shape) for shape in shapes])
+    noise = float(np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, 1.5) - 1.0))))
+    moved = standard_errors(relative) * noise * typical
+    shown = [name for name, there in zip(names, seen, strict=True) if there]
+    unsure = [name for name, share in zip(shown, moved, strict=True) if share > UNSURE]
+    return Coverage(passes, len(steps.points), unsure, absent)
+
+
+def standard_errors(columns: Floats) -> Floats:
+    """The standard error of each coefficient of a least-squares fit with unit noise; infinity for
+    one that others can replace.
+    """
+    scale = np.linalg.norm(columns, axis=0)
+    _, singular, right = np.linalg.svd(columns / scale, full_matrices=False)
+    lost = singular <= SINGULAR * singular[0]
+    part = np.square(right)
+    variance = (part[~lost] / np.square(singular[~lost, None])).sum(axis=0)
+    replaced = (part[lost] > SINGULAR).any(axis=0)
+    errors: Floats = np.where(replaced, math.inf, np.sqrt(variance) / scale)
+    return errors
+
+
+def refuse_unsure(found: Coverage, terms: int) -> None:
+    """`InputError` where the traffic tells apart less than half of the law's terms."""
+    if 2 * len(found.unsure) > terms:
+        raise InputError(
+            f"the passes do not tell apart {', '.join(found.unsure)}",
+            "wait for traffic of other lengths and loads, or: llmctl profile RECIPE",
+        )
+
+
+def profile_of_log(
+    recipe: Recipe, history: PassHistory, head: EnvelopeFields, front_s: float = 0.0, seed: int = 0
+) -> tuple[Profile, Coverage]:
+    """A profile whose passes are those of the log; its prefills and decode steps follow from their
+    law, over the recipe's grid. Raises as `steps_of_log` and `refuse_unsure`.
+    """
+    steps = steps_of_log(recipe, history, front_s)
+    fit = fit_steps(steps, seed)
+    assert fit is not None
+    law = law_of_steps(fit)
+
+    def seconds(shapes: Sequence[StepShape]) -> Floats:
+        return np.array([law.forward_s(shape) for shape in shapes])
+
+    facts = facts_of(recipe, history.header)
+    times = ComputedPasses(seconds, "passes of a server's log")
+    found = coverage(fit, steps, len(history.passes))
+    refuse_unsure(found, len(TERMS) + len(fit.knots) - len(found.absent))
+    return computed_profile(recipe, head, facts, times, steps), found
+
+
+def with_pass_errors(fit: Fit) -> Fit:
+    """The fit of such a profile, whose prefills and decode steps are as far off as its passes: they
+    were computed by the law of these.
+    """
+    assert fit.steps is not None
+    error = {"error": fit.steps.error}
+    laws = {"prefill": fit.prefill, "decode": fit.decode}
+    return fit.model_copy(update={name: law.model_copy(update=error) for name, law in laws.items()})

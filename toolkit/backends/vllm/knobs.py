@@ -1,0 +1,282 @@
+"""The settings that a scheduler inside vLLM takes between two passes, without dropping a request.
+
+A knob says what it is called (as vLLM's flag), how its value is read and applied, and its bounds.
+The bounds follow from the start: buffers, CUDA graphs and the profile of memory were made for its
+values, and a lower value uses a part of them. A request that was accepted is always served: fewer
+requests at once let those that run end, and no bound lets a prompt wait for ever.
+
+`LiveSettings` holds the knobs of one scheduler: vLLM's own, or llmctl's class inside it, whose
+policy's parameters are knobs, too (`policy.NAME`). `NEEDS_RESTART` says why other settings are
+none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import InputError, nearest
+from toolkit.sched.policies.parameters import LARGEST_WHOLE, Parameter, Value, check
+
+POLICIES = ("fcfs", "priority")  # vLLM's `SchedulingPolicy`
+NEEDS_RESTART = {
+    "chunked_prefill": "a restart: whether prompts are cut decides which requests are accepted",
+    "prefix_caching": "a restart: blocks that were cached without hashes cannot be found",
+    "block_size": "a restart: the KV cache is laid out in such blocks",
+    "num_gpu_blocks_override": "a restart: the KV cache is allocated at the start",
+    "gpu_memory_utilization": "a restart: the KV cache is allocated at the start",
+    "kv_cache_memory_bytes": "a restart: the KV cache is allocated at the start",
+    "max_model_len": "a restart: buffers are as long as the longest request",
+    "async_scheduling": "a restart: the engine's loop is chosen at the start",
+    "tensor_parallel_size": "a restart: each GPU loads its part of the weights",
+    "data_parallel_size": "a restart: each engine is a process",
+    "cudagraph_capture_sizes": "a restart: CUDA graphs are captured at the start",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A setting of a scheduler. `limits` are those of the value, with its meaning; `beyond` says
+    what a value above them needs.
+    """
+
+    name: str
+    kind: type
+    limits: Parameter
+    read: Callable[[], Value]
+    apply: Callable[[Any], None]
+    beyond: str = ""
+
+
+class LiveSettings:
+    """The knobs of a scheduler, which has just been made: its values are those of the start.
+
+    Attributes:
+        start: the values of the start, by name.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        found = [*_of_vllm(scheduler), *_of_policy(scheduler)]
+        self._knobs = {knob.name: knob for knob in found}
+        self.start = self.values()
+
+    def values(self) -> dict[str, Value]:
+        """The current values, by name."""
+        return {name: knob.read() for name, knob in self._knobs.items()}
+
+    def described(self) -> list[dict[str, Any]]:
+        """Each knob as plain values: name, value, start, bounds, choices, meaning."""
+        lines: list[dict[str, Any]] = []
+        for name, knob in self._knobs.items():
+            limits = knob.limits
+            numeric = knob.kind in (int, float)
+            lines.append(
+                {
+                    "name": name,
+                    "value": knob.read(),
+                    "start": self.start[name],
+                    "low": limits.low if numeric else None,
+                    "high": limits.high if numeric and limits.high < math.inf else None,
+                    "choices": list(limits.choices) or ([] if numeric else [False, True]),
+                    "doc": limits.doc,
+                    "beyond": knob.beyond,
+                }
+            )
+        return lines
+
+    def refuse(self, settings: Mapping[str, Any]) -> None:
+        """`InputError` for a setting that is no knob here, and for a value outside its bounds."""
+        for name, value in settings.items():
+            knob = self._knobs.get(name)
+            if knob is None:
+                if name in NEEDS_RESTART:
+                    raise InputError(f"{name} needs {NEEDS_RESTART[name]}", "tune it offline")
+                raise InputError(
+                    f"there is no live setting '{name[:80]}'", nearest(name, [*self._knobs])
+                )
+            _check(knob, value)
+
+    def apply(self, settings: Mapping[str, Any]) -> dict[str, Value]:
+        """Give the scheduler new values, all or none. Returns those that changed. Call it between
+        two passes. Raises as `refuse`.
+        """
+        self.refuse(settings)
+        changed: dict[str, Value] = {}
+        for name, value in settings.items():
+            knob = self._knobs[name]
+            if knob.kind is float:
+                value = float(value)
+            if knob.read() != value:
+                knob.apply(value)
+                changed[name] = value
+        return changed
+
+
+def _check(knob: Knob, value: Any) -> None:
+    """`InputError` for a value outside the knob's bounds, with the bounds."""
+    limits = knob.limits
+    try:
+        check("the running server", knob.name, knob.kind, value, limits)
+    except InputError as error:
+        hint = error.hint
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if knob.beyond and is_number and value > limits.high:
+            hint = knob.beyond
+        raise InputError(error.message, hint) from None
+
+
+def _of_vllm(scheduler: Any) -> list[Knob]:
+    """The knobs of vLLM's own code, which llmctl's class runs, too."""
+    config = scheduler.scheduler_config
+    chunked = bool(config.enable_chunked_prefill)
+    most_rows = scheduler.max_num_running_reqs
+    most_tokens = scheduler.max_num_scheduled_tokens
+    # In a chunk of a model with states vLLM rounds to its blocks: such a model keeps its values.
+    rounds_chunks = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
+    knobs = []
+    if hasattr(scheduler, "max_num_active_reqs"):
+        knobs.append(
+            Knob(
+                "max_num_seqs",
+                int,
+                Parameter(1, most_rows, None, False, "the most requests that run at once"),
+                lambda: int(scheduler.max_num_active_reqs),
+                lambda value: _set_rows(scheduler, value),
+                "a restart with a larger --max-num-seqs: buffers and graphs are made for it",
+            )
+        )
+    # every running request may need a token, and as many more as there are drafts
+    drafts = getattr(scheduler, "num_spec_tokens", 0)
+    least_tokens = min(most_rows * (1 + drafts), most_tokens)
+    if not chunked or rounds_chunks:
+        least_tokens = most_tokens
+    knobs.append(
+        Knob(
+            "max_num_batched_tokens",
+            int,
+            Parameter(
+                least_tokens,
+                most_tokens,
+                None,
+                False,
+                "the most new tokens in a pass; at least a token for each of --max-num-seqs, and "
+                "all of a prompt without chunked prefill",
+            ),
+            lambda: int(scheduler.max_num_scheduled_tokens),
+            lambda value: setattr(scheduler, "max_num_scheduled_tokens", value),
+            "a restart with a larger --max-num-batched-tokens: buffers are made for it",
+        )
+    )
+    if chunked and not rounds_chunks:
+        longest = scheduler.max_model_len
+        knobs.append(
+            Knob(
+                "long_prefill_token_threshold",
+                int,
+                Parameter(
+                    0,
+                    longest,
+                    None,
+                    False,
+                    "the most tokens of one prompt in a pass while others are there; 0: no limit",
+                ),
+                lambda: int(config.long_prefill_token_threshold),
+                lambda value: setattr(config, "long_prefill_token_threshold", value),
+            )
+        )
+    knobs.append(_watermark(scheduler))
+    knobs.append(
+        Knob(
+            "scheduler_reserve_full_isl",
+            bool,
+            Parameter(
+                0, 1, None, False, "whether a request is admitted only if its whole input fits"
+            ),
+            lambda: bool(scheduler.scheduler_reserve_full_isl),
+            lambda value: setattr(scheduler, "scheduler_reserve_full_isl", value),
+        )
+    )
+    if not hasattr(scheduler, "steps"):  # llmctl's class has a policy of its own
+        doc = "in which order requests are admitted, and who is preempted"
+        knobs.append(
+            Knob(
+                "policy",
+                str,
+                Parameter(0, 0, None, False, doc, POLICIES),
+                lambda: str(scheduler.policy.value),
+                lambda value: _set_policy(scheduler, value),
+            )
+        )
+    return knobs
+
+
+def _set_rows(scheduler: Any, rows: int) -> None:
+    scheduler.max_num_active_reqs = rows
+    steps = getattr(scheduler, "steps", None)
+    if steps is not None:
+        steps.configure({}, rows)
+
+
+def _watermark(scheduler: Any) -> Knob:
+    manager = scheduler.kv_cache_manager
+    config = scheduler.scheduler_config
+    blocks = scheduler.kv_cache_config.num_blocks
+
+    def apply(share: float) -> None:
+        manager.watermark_blocks = int(share * blocks)
+        config.watermark = share
+
+    doc = "share of the blocks that stay free when one more is admitted"
+    return Knob(
+        "watermark",
+        float,
+        Parameter(0.0, 0.99, None, False, doc),
+        lambda: float(config.watermark),
+        apply,
+    )
+
+
+def _set_policy(scheduler: Any, name: str) -> None:
+    """Move the waiting requests into queues of another order. First come, first served is the order
+    of arrival: a request that was preempted came before all that wait.
+    """
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+    policy = SchedulingPolicy(name)
+    for queue_name in ("waiting", "kv_holding_waiting"):
+        before = getattr(scheduler, queue_name, None)
+        if before is None:
+            continue
+        queue = create_request_queue(policy)
+        for request in sorted(before, key=lambda one: one.arrival_time):
+            queue.add_request(request)
+        setattr(scheduler, queue_name, queue)
+    scheduler.policy = policy
+    scheduler.scheduler_config.policy = name
+
+
+def _of_policy(scheduler: Any) -> list[Knob]:
+    """The parameters of llmctl's policy inside vLLM, as far as they can change."""
+    steps = getattr(scheduler, "steps", None)
+    if steps is None:
+        return []
+    ours = steps.scheduler
+
+    def knob(name: str, limits: Parameter, kind: type) -> Knob:
+        return Knob(
+            f"policy.{name}",
+            kind,
+            limits,
+            lambda: getattr(ours.policy, name),
+            lambda value: steps.configure({name: value}),
+        )
+
+    found = []
+    for name, limits in ours.live_parameters().items():
+        kind = type(getattr(ours.policy, name))
+        high = min(limits.high, float(LARGEST_WHOLE)) if kind is int else limits.high
+        bounded = Parameter(limits.low, high, limits.search, limits.log, limits.doc, limits.choices)
+        found.append(knob(name, bounded, kind))
+    return found

@@ -1,0 +1,299 @@
+"""The classes of models and servers that need rules of their own, in one list, and those modelled.
+
+`doctor`, `recipe new`, `profile`, `fit`, `simulate`, `tune`, `capacity` and `serve` ask here and
+refuse by name what is not modelled. A class comes from a config.json (`of_config`), from vLLM's
+flags in a recipe (`of_flags`), or from what vLLM resolved (`of_resolved`), which decides where it
+is known. To serve a class, add its name to `MODELLED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.catalogue.models import SENSES, integer_at, special_of, text_config
+from toolkit.catalogue.quantization import Config
+from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
+from toolkit.errors import InputError
+
+CLASSES = {  # each with the reason why it needs rules of its own
+    # caches
+    "windows": "a window's blocks are freed as it moves, and prefixes must hit in every group",
+    "window only": "blocks are freed as the window moves, so memory does not grow with tokens",
+    "several windows": "a step reads another number of tokens in each",
+    "full windows": "the cache keeps every token, and a step reads only the window's",
+    "chunks": "a step reads only the tokens of its own chunk",
+    "states": "a state takes a few blocks per request, whatever its length",
+    "groups": "several groups of caches share one pool, each with a table of its own",
+    "block sizes": "groups with blocks of several sizes share one pool",
+    "compressed caches": "a cache keeps one entry for several tokens",
+    "sparse attention": "a step reads only the best cached tokens, and the index reads all",
+    "replay": "tokens are computed again after a hit",
+    "rings": "a cache of fixed size per request is in the pool, too",
+    "fine hits": "prefixes hit at less than a block",
+    "unknown cache": "its rules are not known",
+    # what the model does
+    "encoder": "the encoder's passes and its cache are not counted",
+    "media": "images, audio and video have a budget and a cache of their own",
+    "no tokens": "it generates no tokens",
+    "diffusion": "it generates several tokens per pass, out of order",
+    # what the server does
+    "drafts": "drafts take part in every pass, by rules that are not modelled",
+    "data parallel": "its engines share out requests, or wait for one another",
+    "pipeline parallel": "several passes are under way in stages",
+    "context parallel": "a block holds the tokens of several devices",
+    "moving experts": "experts move between devices while it serves",
+    "dual batch": "two halves of a batch overlap",
+    "connector": "caches come and go, and requests wait for them",
+    "lora": "adapters add work to each pass and take memory",
+    "priority": "the waiting queue is in order of priority",
+    "active rows": "fewer rows run at once than max_num_seqs",
+    "long prefill threshold": "chunks are cut while other requests are there",
+    "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
+}
+MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
+TEXT_ONLY = "--language-model-only"
+HINT = "measure such a server from outside, as engine openai; or serve the model without that"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFound:
+    """That a model or a server is of a class: the class, and what it has, in words."""
+
+    name: str
+    what: str
+
+    @property
+    def reason(self) -> str:
+        """Why it needs rules of its own."""
+        return CLASSES[self.name]
+
+
+def refused(found: Iterable[ClassFound]) -> list[ClassFound]:
+    """Those that llmctl does not model, each once."""
+    return [one for one in dict.fromkeys(found) if one.name not in MODELLED]
+
+
+def refusal(found: Iterable[ClassFound]) -> str:
+    """What is not modelled and why, in one line; '': all is modelled."""
+    refuses = refused(found)
+    return "; ".join(f"{one.what}: {one.reason}" for one in refuses)
+
+
+def refuse(subject: str, found: Iterable[ClassFound]) -> None:
+    """Raise `InputError` in one line for what is not modelled; `subject` has it."""
+    if why := refusal(found):
+        raise InputError(f"{subject} has what llmctl does not model: {why}", HINT)
+
+
+def of_recipe(config: Config, words: Sequence[str]) -> list[ClassFound]:
+    """The classes of a model with flags on vLLM's command line."""
+    found = [*of_config(config), *of_flags(words)]
+    if TEXT_ONLY in _flags(words):
+        found = [one for one in found if one.name != "media"]
+    return found
+
+
+def of_config(config: Config) -> list[ClassFound]:
+    """The classes of a model, from the dict of its config.json."""
+    found = []
+    special = special_of(config)
+    text = text_config(config)
+    layers, window = special.windows
+    whole = integer_at(text, "num_hidden_layers")
+    if ratios := text.get("compress_ratios"):
+        count = len(set(ratios)) if isinstance(ratios, list) else 1
+        found.append(ClassFound("compressed caches", f"compressed caches of {count} ratios"))
+    if special.states:
+        found.append(ClassFound("states", f"{special.states} beside attention"))
+    if chunk := integer_at(text, "attention_chunk_size"):
+        found.append(ClassFound("chunks", f"attention in chunks of {chunk:,} tokens"))
+    if layers:
+        name = "window only" if whole and layers >= whole and not special.states else "windows"
+        found.append(ClassFound(name, f"sliding windows of {window:,} tokens in {layers} layers"))
+    if best := integer_at(text, "index_topk"):
+        found.append(ClassFound("sparse attention", f"sparse attention to {best:,} tokens"))
+    if text.get("canvas_length") is not None:
+        found.append(ClassFound("diffusion", "a diffusion model of text"))
+    if config.get("is_encoder_decoder"):
+        found.append(ClassFound("encoder", "an encoder beside its decoder"))
+    senses = [key for key in SENSES if config.get(key)]
+    if senses:
+        what = " and ".join(key.removesuffix("_config") for key in senses)
+        found.append(ClassFound("media", f"inputs of {what}"))
+    return found
+
+
+def of_flags(words: Sequence[str]) -> list[ClassFound]:
+    """The classes of a server, from flags on vLLM's command line."""
+    found = []
+    given = _flags(words)
+    for flag, name, what in SWITCHES:
+        if flag in given:
+            found.append(ClassFound(name, what))
+    for flag, name, most in NUMBERS:
+        value = given.get(flag, "")
+        if value and not (value.isdecimal() and int(value) <= most):
+            found.append(ClassFound(name, f"{flag} {value}"))
+    if given.get("--scheduling-policy", "fcfs") != "fcfs":
+        found.append(ClassFound("priority", f"--scheduling-policy {given['--scheduling-policy']}"))
+    if given.get("--runner") == "pooling":
+        found.append(ClassFound("no tokens", "--runner pooling"))
+    return found
+
+
+SWITCHES = (  # flags that turn a class on, whatever their value
+    ("--speculative-config", "drafts", "speculative decoding"),
+    ("--spec-method", "drafts", "speculative decoding"),
+    ("--spec-model", "drafts", "speculative decoding"),
+    ("--spec-tokens", "drafts", "speculative decoding"),
+    ("--kv-transfer-config", "connector", "a KV connector"),
+    ("--ec-transfer-config", "connector", "an encoder of its own"),
+    ("--kv-offloading-size", "connector", "a KV cache in host memory"),
+    ("--enable-lora", "lora", "LoRA adapters"),
+    ("--lora-modules", "lora", "LoRA adapters"),
+    ("--enable-eplb", "moving experts", "balanced experts (EPLB)"),
+    ("--enable-elastic-ep", "moving experts", "elastic expert parallelism"),
+    ("--enable-dbo", "dual batch", "dual batch overlap"),
+    ("--max-num-active-seqs", "active rows", "--max-num-active-seqs"),
+    ("--prefix-match-unit", "fine hits", "--prefix-match-unit"),
+)
+NUMBERS = (  # flags with the largest number that changes nothing
+    ("--data-parallel-size", "data parallel", 1),
+    ("--pipeline-parallel-size", "pipeline parallel", 1),
+    ("--decode-context-parallel-size", "context parallel", 1),
+    ("--prefill-context-parallel-size", "context parallel", 1),
+    ("--long-prefill-token-threshold", "long prefill threshold", 0),
+    ("--prefill-schedule-interval", "prefill interval", 1),
+)
+SHORT = {
+    "-sc": "--speculative-config",
+    "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+}
+
+
+def _flags(words: Sequence[str]) -> dict[str, str]:
+    """Flags and their values: `--flag value`, `--flag=value`, `--flag.key value`, and with
+    underscores; '': without a value.
+    """
+    given: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            flag, _, value = word.partition("=")
+            flag = flag.partition(".")[0].replace("_", "-")
+            name = SHORT.get(flag, flag)
+            given[name] = value
+        elif name and not given[name]:
+            given[name] = word
+    return given
+
+
+def of_resolved(resolved: Resolved) -> list[ClassFound]:
+    """The classes of a server, from what vLLM resolved."""
+    return [*_of_groups(resolved), *_of_server(resolved)]
+
+
+# vLLM's methods of speculative decoding whose rules are known: whether they draft with the model's
+# states, and so cache them.
+DRAFTING = {"ngram": False, "eagle": True, "eagle3": True, "mtp": True}
+
+
+def _of_drafts(drafts: Drafts | None) -> list[ClassFound]:
+    """Speculative decoding with other rules than those of `toolkit.sim.drafts`."""
+    if drafts is None:
+        return []
+    which = f"speculative decoding ({drafts.method}, {drafts.tokens} drafts)"
+    slots = drafts.tokens if DRAFTING.get(drafts.method) else 0
+    others = {
+        "": drafts.method not in DRAFTING,
+        " whose number follows the batch": bool(drafts.schedule),
+        " in parallel": drafts.padded,
+        f" with {drafts.lookahead} slots": drafts.lookahead != slots,
+        " whose hashes of blocks cover a token more": drafts.hash_lookahead > 0,
+    }
+    return [ClassFound("drafts", f"{which}{how}") for how, is_so in others.items() if is_so]
+
+
+def _of_groups(resolved: Resolved) -> list[ClassFound]:
+    groups = resolved.groups
+    found = [one for group in groups for one in _of_group(group, alone=len(groups) == 1)]
+    if len({group.block for group in groups}) > 1:
+        sizes = ", ".join(f"{size:,}" for size in sorted({group.block for group in groups}))
+        found.append(ClassFound("block sizes", f"blocks of {sizes} tokens"))
+    windows = {group.window for group in groups if group.kind == "window"}
+    if len(windows) > 1:
+        words = " and ".join(f"{window:,}" for window in sorted(windows))
+        found.append(ClassFound("several windows", f"sliding windows of {words} tokens"))
+    if len(groups) > 1 and not found:
+        found.append(ClassFound("groups", f"{len(groups)} groups of KV caches"))
+    if resolved.fine_hits:
+        found.append(ClassFound("fine hits", "--prefix-match-unit"))
+    if resolved.index_topk:
+        what = f"sparse attention to {resolved.index_topk:,} tokens"
+        found.append(ClassFound("sparse attention", what))
+    return found
+
+
+def _of_group(group: CacheGroup, *, alone: bool) -> list[ClassFound]:
+    found = []
+    where = f"{group.window:,} tokens in {group.layers} layers"
+    match group.kind:
+        case "window":
+            name = "window only" if alone else "windows"
+            if group.spec != "SlidingWindowSpec":
+                name = "compressed caches"
+            found.append(ClassFound(name, f"sliding windows of {where}"))
+        case "chunk":
+            found.append(ClassFound("chunks", f"attention in chunks of {where}"))
+        case "state":
+            mode = f" (mode {group.mode})" if group.mode else ""
+            name = "states" if group.mode in ("align", "none") else "unknown cache"
+            found.append(ClassFound(name, f"states in {group.layers} layers{mode}"))
+        case "ring":
+            found.append(ClassFound("rings", f"a {group.spec}"))
+        case "full" | "mla":
+            if group.window:
+                found.append(ClassFound("full windows", f"sliding windows of {where}, kept whole"))
+        case _:
+            found.append(ClassFound("unknown cache", f"a KV cache of kind {group.spec}"))
+    if group.replay:
+        found.append(ClassFound("replay", f"{group.replay:,} tokens computed again after a hit"))
+    return found
+
+
+def _of_server(resolved: Resolved) -> list[ClassFound]:
+    found = []
+    sizes = (
+        ("data parallel", "data_parallel_size", resolved.dp),
+        ("pipeline parallel", "pipeline_parallel_size", resolved.pp),
+        ("context parallel", "context parallelism", resolved.cp),
+    )
+    found += [ClassFound(name, f"{what} {size}") for name, what, size in sizes if size > 1]
+    if resolved.dp == 1 and resolved.dp_rank:  # of engines that count as alone
+        found.append(ClassFound("data parallel", f"engine {resolved.dp_rank} of data parallelism"))
+    found += _of_drafts(resolved.drafts)
+    found += [ClassFound("connector", one) for one in resolved.connectors]
+    rows = resolved.max_num_active_seqs
+    if rows is not None:
+        found.append(ClassFound("active rows", f"max_num_active_seqs {rows}"))
+    if threshold := resolved.long_prefill_token_threshold:
+        what = f"long_prefill_token_threshold {threshold}"
+        found.append(ClassFound("long prefill threshold", what))
+    if resolved.policy != "fcfs":
+        found.append(ClassFound("priority", f"scheduling policy '{resolved.policy}'"))
+    if resolved.runner != "generate":
+        found.append(ClassFound("no tokens", f"runner '{resolved.runner}'"))
+    switches: Mapping[str, tuple[bool, str]] = {
+        "encoder": (resolved.encoder, "an encoder beside its decoder"),
+        "media": (resolved.media, f"inputs of images, audio or video ({TEXT_ONLY}: none)"),
+        "diffusion": (resolved.diffusion, "a diffusion model of text"),
+        "lora": (resolved.lora, "LoRA adapters"),
+        "moving experts": (resolved.balanced_experts, "experts that are balanced or elastic"),
+        "dual batch": (resolved.dual_batch, "dual batch overlap"),
+    }
+    found += [ClassFound(name, what) for name, (is_on, what) in switches.items() if is_on]
+    return found

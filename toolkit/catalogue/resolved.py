@@ -1,0 +1,159 @@
+"""What an engine resolved from its model and its flags: cache groups, drafts, parallelism, limits.
+
+vLLM's scheduler knows all of it. `toolkit.backends.vllm.resolved` reads it there, the header of the
+log of passes carries it, and profile and fit keep it. `toolkit.catalogue.classes` says what of it
+is not modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share one table of blocks per request.
+
+    Attributes:
+        kind: full, mla, window, chunk, state or ring; '': another, which `spec` names.
+        spec: vLLM's class of the cache.
+        block: tokens of a block.
+        layers: how many.
+        page_bytes: of a block in one layer, padding included.
+        window: tokens: of a sliding window, or of a chunk of local attention; 0: neither.
+        mode: of states: align or none; '': no states.
+        drafts: of states: blocks for drafts.
+        checkpoints: of states: blocks for checkpoints inside a prefill.
+        cacheable: prefixes of it are kept.
+        draft_group: a drafter's layers are in it.
+        replay: tokens that are computed again after a hit.
+    """
+
+    kind: str
+    spec: str
+    block: int
+    layers: int
+    page_bytes: int
+    window: int = 0
+    mode: str = ""
+    drafts: int = 0
+    checkpoints: int = 0
+    cacheable: bool = True
+    draft_group: bool = False
+    replay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Speculative decoding.
+
+    Attributes:
+        method: vLLM's name, such as mtp, eagle or ngram.
+        tokens: drafts per step, at most.
+        schedule: [rows from, rows to, drafts] by the rows of a pass; empty: always `tokens`.
+        lookahead: slots beyond a row's tokens that the drafter writes to.
+        hash_lookahead: tokens behind a block that its hash covers, too.
+        drops_block: the last block of a hit is dropped.
+        synthetic: how acceptance is made up, such as 'synthetic'; '': drafts are verified.
+        synthetic_length: mean tokens per step that are made up; None: not given.
+        synthetic_rates: made-up acceptance by position.
+        padded: another method than one drafter after another (`parallel_drafting`).
+    """
+
+    method: str
+    tokens: int
+    schedule: list[list[int]] = field(default_factory=list)
+    lookahead: int = 0
+    hash_lookahead: int = 0
+    drops_block: bool = False
+    synthetic: str = ""
+    synthetic_length: float | None = None
+    synthetic_rates: list[float] = field(default_factory=list)
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """All of it. What a version of the engine does not have keeps its default.
+
+    Attributes:
+        groups: of the KV cache, in the engine's order.
+        blocks: that requests can use.
+        bytes_per_block: of the widest group, on one device.
+        retention: tokens between kept ends of windows and states: 0 keeps known returns only,
+            None all.
+        hash_block: tokens of a hash.
+        scheduler_block: the least common multiple of the groups' blocks.
+        fine_hits: prefixes hit at less than a block.
+        max_in_flight_tokens: of all passes that may be under way.
+        max_num_active_seqs: rows that run at once; None: max_num_seqs.
+        long_prefill_token_threshold: tokens of a chunk while others are there; 0: no limit.
+        prefill_schedule_interval: passes from a prefill to the next.
+        reserve_full_isl: a request waits until its whole input fits.
+        watermark: share of blocks that admission leaves free.
+        tp, dp, dp_rank, pp, cp: sizes of parallelism: tensor, data, pipeline, context.
+        ep: experts are divided among devices.
+        quantization: vLLM's name of the weights' scheme; '': as model.dtype.
+        kv_cache_dtype: 'auto': as model.dtype.
+        v2_runner: vLLM's second model runner.
+        experts: [of a layer, chosen per token]; empty: none.
+        index_topk: cached tokens that sparse attention reads; 0: all.
+        connectors: what moves caches in or out of the engine.
+        media: it takes images, audio or video.
+        encoder: it has an encoder beside the decoder.
+        runner: vLLM's runner_type; 'generate' gives tokens.
+        diffusion: it gives tokens out of order.
+        lora: it serves adapters.
+        policy: of the waiting queue: fcfs or priority.
+        balanced_experts: experts move between devices, or devices come and go.
+        dual_batch: two halves of a batch overlap.
+    """
+
+    groups: list[CacheGroup]
+    blocks: int
+    bytes_per_block: int
+    hash_block: int
+    scheduler_block: int
+    retention: int | None = None
+    fine_hits: bool = False
+    max_in_flight_tokens: int = 0
+    max_num_active_seqs: int | None = None
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    prefill_schedule_interval: int = 1
+    reserve_full_isl: bool = True
+    watermark: float = 0.0
+    drafts: Drafts | None = None
+    tp: int = 1
+    dp: int = 1
+    dp_rank: int = 0
+    pp: int = 1
+    cp: int = 1
+    ep: bool = False
+    quantization: str = ""
+    kv_cache_dtype: str = "auto"
+    v2_runner: bool = False
+    experts: list[int] = field(default_factory=list)
+    index_topk: int = 0
+    connectors: list[str] = field(default_factory=list)
+    media: bool = False
+    encoder: bool = False
+    runner: str = "generate"
+    diffusion: bool = False
+    lora: bool = False
+    policy: str = "fcfs"
+    balanced_experts: bool = False
+    dual_batch: bool = False
+
+    def words(self, dtype: str) -> str:
+        """The weights and the caches, for readers; `dtype`: of the model."""
+        weights = self.quantization or dtype
+        cache = dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        parts = [f"{weights} weights", f"{cache} KV cache"]
+        if self.tp > 1:
+            parts.append(f"tensor parallelism {self.tp}")
+        kinds = [
+            f"{one.kind or one.spec} in {one.layers} layers, blocks of {one.block:,} tokens"
+            for one in self.groups
+        ]
+        return f"{', '.join(parts)}; caches: {'; '.join(kinds)}"

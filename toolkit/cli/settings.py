@@ -1,0 +1,99 @@
+"""`llmctl set`: the settings of a running vLLM, shown or changed between two passes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolkit.cli.arguments import (
+    CONTROL_KEY_VARIABLE,
+    JsonOption,
+    argument,
+    command_of,
+    option,
+)
+from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError
+from toolkit.sched.policies.parameters import from_words
+
+if TYPE_CHECKING:
+    from toolkit.endpoints.settings import LiveState, SettingsClient
+
+LOCAL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class SetOptions:
+    """The command line of `llmctl set`."""
+
+    settings: list[str] | None = argument(
+        "New values; none: show the settings and their bounds.", None, metavar="KEY=VALUE"
+    )
+    url: str | None = option(
+        None, "The server; default: the one of `serve --live` on this machine, else port 8000."
+    )
+    control_key: str = option(
+        "",
+        "The key of its control; default: that of the server's record on this machine. The "
+        "environment variable hides it better.",
+        envvar=CONTROL_KEY_VARIABLE,
+    )
+    as_json: JsonOption = False
+
+
+@command_of(SetOptions)
+def command(args: SetOptions) -> None:
+    """Change settings of a running vLLM between two passes, without a restart: all of the values
+    are taken, or none. Without any, show the settings with their bounds.
+
+    The server is one of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
+    requests at once let those that run end. A value outside its bounds is refused with the bounds.
+    """
+    client = control_of(args.url, args.control_key)
+    asked = from_words(args.settings or [])
+    state = client.set(asked, "llmctl set") if asked else client.get()
+    emit(args.as_json, state_of(state), lambda: _show(state))
+    if asked:
+        words = ", ".join(f"{name}={value}" for name, value in state.changed.items())
+        note(f"changed from the next pass on: {words}" if words else "nothing changed")
+
+
+def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
+    """The control of a server: at `url`, or of the one that was started here with --live."""
+    from toolkit.deploy.running import control_keys
+    from toolkit.endpoints.settings import SettingsClient
+
+    known = control_keys()
+    if url is None and len(known) > 1:
+        urls = ", ".join(known)
+        raise InputError(f"several servers with live settings run here: {urls}", "give --url")
+    found = url or next(iter(known), LOCAL)
+    return SettingsClient(found, key or known.get(found.rstrip("/"), ""), owner)
+
+
+def state_of(state: LiveState) -> dict[str, object]:
+    """The state as plain values."""
+    import msgspec
+
+    plain: dict[str, object] = msgspec.to_builtins(state)
+    return plain
+
+
+def _show(state: LiveState) -> None:
+    rows = []
+    for one in state.settings:
+        bounds = ", ".join(json.dumps(choice).strip('"') for choice in one.choices)
+        if one.low is not None:
+            high = "" if one.high is None else f"{one.high:g}"
+            bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
+        rows.append([one.name, _word(one.value), _word(one.start), bounds])
+    table(["setting", ">now", ">at the start", "bounds"], rows)
+    if state.word:
+        note(f"newest: {state.word}")
+    if state.lease is not None:
+        note(f"{state.lease.owner} tunes it, and holds the settings")
+
+
+def _word(value: object) -> str:
+    return json.dumps(value).strip('"')

@@ -1,0 +1,248 @@
+"""`llmctl tune --live`: the search on a running server, from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from toolkit.cli.arguments import keep_inputs, refuse_useless
+from toolkit.cli.basis import note_trace, plan_from, warn
+from toolkit.cli.output import emit, note, progress, table
+from toolkit.cli.settings import control_of
+from toolkit.cli.traffic import LEAST_REQUESTS, read_lengths
+from toolkit.errors import InputError
+from toolkit.files.io import check_writable, digest, head, read_file, write_file
+from toolkit.files.live import LiveTuning, PredictionError
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.interrupts import EXIT_CODE
+from toolkit.units import seconds
+
+if TYPE_CHECKING:
+    from toolkit.cli.tune import TuneOptions
+    from toolkit.live.search import LiveSearch
+    from toolkit.sim.world import World
+
+OUT = Path("tuning.json")  # the default of `llmctl tune`, which has another form
+LIVE_OUT = Path("live-tuning.json")
+HERE = "here"
+WINDOWS = 4
+BURSTS = 200  # that a search's time is for, where --window is not given
+SHOWN = 8
+SHORT = {
+    "max_num_seqs": "rows",
+    "max_num_batched_tokens": "tokens",
+    "long_prefill_token_threshold": "threshold",
+}
+FIRST_LEASE_S = 120.0  # until the search begins
+WINDOW_S = (1.5, 30.0)
+
+
+def tune_live(args: TuneOptions) -> None:
+    """Search on a running server; see `toolkit.live.search`."""
+    from toolkit.bench.client import InterruptedReplayError
+    from toolkit.bench.session import RequestSettings, look_at, unused_seed
+    from toolkit.endpoints.target import find_target
+    from toolkit.live.bursts import Bursts
+    from toolkit.live.search import BurstJournal, LiveSearch
+    from toolkit.sched.policies.vllm import VllmPolicy
+    from toolkit.sim.world import world_of
+    from toolkit.traces.windows import fit_windows
+
+    why = "--live tries the flags of one running vLLM"
+    refuse_useless(
+        {
+            "--policies": args.policies, "--routers": args.routers, "--trials": args.trials,
+            "--draws": args.draws, "--workers": args.workers, "--gpus": args.gpus, "--tp": args.tp,
+            "--load": args.load, "--concurrency": args.concurrency,
+        },
+        why,
+    )  # fmt: skip
+    out = LIVE_OUT if args.out == OUT else args.out
+    for file in (out, args.plan_out):
+        check_writable(file)
+    plan = _plan(args)
+    inputs = {"plan" if args.fit is None else "recipe": args.recipe}
+    keep_inputs({**inputs, "out": out, "plan_out": args.plan_out})
+    if plan.policy.name != VllmPolicy.name or plan.workers != 1:
+        raise InputError(
+            f"--live tunes vLLM's own scheduler on one server; the plan has policy "
+            f"'{plan.policy.name}' on {plan.workers}",
+            "tune it offline: llmctl tune RECIPE",
+        )
+    recipe = plan.recipe
+    trace, path = read_lengths(
+        args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=LEAST_REQUESTS
+    )
+    inputs |= {"trace": path} if path else {}
+    owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
+    control = control_of(None if args.live == HERE else args.live, args.control_key, owner)
+    control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
+    target = find_target(control.url, None, args.api_key)
+    rate = args.rate or recipe.tune.request_rate_rps
+    settings = RequestSettings(rate, seed=unused_seed(), loop="open", scaled=path is not None)
+    subject = look_at(target, trace, plan, settings, warn if args.force else None)
+    window_s = args.window or min(max(60.0 * args.minutes / BURSTS, WINDOW_S[0]), WINDOW_S[1])
+    cut = fit_windows(subject.trace, window_s, WINDOWS, 0, recipe.tune.seed)
+    note_trace(cut.trace)
+    bursts = Bursts(target, subject.load, cut.search, recipe.sla, cut.seconds)
+    world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
+    seed = recipe.tune.seed if args.seed is None else args.seed
+    key = [control.url, str(seed), f"{cut.seconds:g}", f"{rate}", args.trace or recipe.tune.trace]
+    key += [digest(file).sha256 for file in inputs.values()]
+    journal = BurstJournal(
+        out.with_name(f"{out.stem}.journal.jsonl"), sha256(json.dumps(key).encode()).hexdigest()
+    )
+    if journal.resumed:
+        note(f"{journal.resumed} bursts of an interrupted search are kept")
+    with ExitStack() as stack:
+        budget_s = 60.0 * args.minutes
+        advance = stack.enter_context(progress("measuring", BURSTS, budget_s))
+        search = LiveSearch(
+            control=control,
+            bursts=bursts,
+            planned=plan.policy.parameters,
+            world=world,
+            budget_s=budget_s,
+            seed=seed,
+            journal=journal,
+            note=note,
+            advanced=lambda text: advance(text=text),
+            refit=lambda: _refitted(args, plan, world),
+        )
+        try:
+            search.run()
+        except InterruptedReplayError:
+            note("interrupted: the server has the settings of before; the same command goes on")
+            raise typer.Exit(EXIT_CODE) from None
+    result = _result(args, plan, search, head(inputs))
+    write_file(result, out)
+    chosen = result.best
+    policy = PlannedPolicy(name=plan.policy.name, parameters=plan.policy.parameters | chosen)
+    made = plan.model_copy(update={"policy": policy, "predicted": {}, "explained": {}})
+    write_file(made, args.plan_out)
+    journal.forget()
+    emit(args.as_json, result, lambda: _show(result))
+    note(f"wrote {out}, and {args.plan_out}, which starts with these settings")
+
+
+def _plan(args: TuneOptions) -> Plan:
+    """The server's plan: the file that is given, or the one of a recipe and its fit."""
+    if args.recipe.suffix == ".json":
+        refuse_useless({"--fit": args.fit}, "a plan has its fit")
+        return read_file(Plan, args.recipe)
+    return plan_from(args.recipe, args.fit, None, force=args.force)[0]
+
+
+def _refitted(args: TuneOptions, plan: Plan, world: World) -> World | None:
+    """The world by the passes that the server has made by now; None where they are not known or
+    show too little.
+    """
+    from toolkit.backends.vllm.from_log import read_passes
+    from toolkit.live.law import refitted
+
+    if args.server_passes is None:
+        return None
+    try:
+        return refitted(plan.recipe, world, read_passes(args.server_passes))
+    except InputError as error:
+        note(f"the law is not fitted again: {error.message}")
+        return None
+
+
+def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:
+    """The result, with the law fitted again; the server gets the best settings if they are sure."""
+    from toolkit.live.search import LiveBounds, prediction_error, restart_gain
+    from toolkit.live.space import policy_of
+    from toolkit.traces.windows import mean_rate
+
+    trials = [trial for trial in search.trials if trial.first is not None]
+    gain = search.gain
+    best = search.best
+    sure = best is not None and gain is not None and gain.low_percent > 0.0
+    chosen = best.settings if best is not None and sure else search.start
+    if sure:
+        search.finish(chosen)
+    again: PredictionError | None = None
+    world = search.refit()
+    if world is not None:
+        for trial in trials:
+            policy = policy_of(search.planned, trial.settings)
+            trial.refitted = search.bursts.predict(0, policy, world)
+        again = prediction_error([(t.refitted, t.first) for t in trials if t.refitted and t.first])
+    state = search.control.get()
+    highs = {one.name: int(one.high or 0) for one in state.settings}
+    bounds = LiveBounds(highs["max_num_seqs"], highs["max_num_batched_tokens"])
+    used = world or search.world
+    restart = restart_gain(search.bursts, search.planned, chosen, bounds, used)
+    assert isinstance(made_from, dict)
+    return LiveTuning.model_validate(
+        {
+            **made_from,
+            "recipe_name": plan.recipe.name,
+            "url": search.control.url,
+            "minutes": args.minutes,
+            "spent_s": search.spent_s,
+            "window_s": search.bursts.window_s,
+            "rate_rps": mean_rate(search.bursts.windows[0].trace),
+            "sla": plan.recipe.sla,
+            "bursts": search.count,
+            "start": search.start,
+            "best": chosen,
+            "gain": gain,
+            "sure": sure,
+            "applied": sure,
+            "trials": [trial.described() for trial in trials],
+            "prediction": prediction_error([(t.predicted, t.first) for t in trials if t.first]),
+            "refitted": again,
+            "restart": restart,
+        }
+    )
+
+
+def _show(result: LiveTuning) -> None:
+    """Print the result for people."""
+    names = list(result.start)
+    ranked = sorted(result.trials, key=lambda trial: (-trial.rounds, -trial.first.score))
+    rows: list[list[object]] = [
+        [
+            f"{number}",
+            *(trial.settings[name] for name in names),
+            trial.rounds,
+            trial.first.goodput_rps,
+            trial.predicted.goodput_rps,
+            trial.refitted and trial.refitted.goodput_rps,
+        ]
+        for number, trial in enumerate(ranked[:SHOWN], start=1)
+    ]
+    columns = ["", *(f">{SHORT.get(name, name)}" for name in names)]
+    columns += [">rounds", ">goodput", ">predicted", ">refitted"]
+    spent = f"{len(result.trials)} settings in {result.bursts} bursts, {seconds(result.spent_s)}"
+    table(columns, rows, f"{spent}: goodput of the first burst, requests/s")
+    gain = result.gain
+    words = ", ".join(f"{name}={value}" for name, value in result.best.items())
+    if gain is None:
+        print("no settings were measured often enough to say that they are better")
+    else:
+        share = f"{gain.percent:+.1f} % ({gain.low_percent:+.1f} to {gain.high_percent:+.1f})"
+        print(f"gain over the settings of the start, 95 %: {share}, {gain.blocks} blocks")
+    if result.sure:
+        print(f"the server has now: {words}")
+    else:
+        print("no gain is sure: the server has the settings of before")
+    errors = {"as fitted": result.prediction, "by its own passes": result.refitted}
+    for name, error in errors.items():
+        if error is not None:
+            off = f"TTFT {error.ttft_percent:.0f} %, E2E {error.e2e_percent:.0f} % off (median)"
+            print(f"predictions {name}: {off}, rank correlation {error.rank_correlation:.2f}")
+    if result.restart is not None:
+        wider = ", ".join(f"{name}={value}" for name, value in result.restart.settings.items())
+        print(f"a restart with {wider} would add {result.restart.percent:.1f} % (predicted)")
+    else:
+        print("no restart is predicted to add anything")

@@ -1,0 +1,99 @@
+"""`llmctl vllm-check`: whether the installed vLLM is the one that llmctl knows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.cli.arguments import JsonOption, command_of, option
+from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError, TargetMissedError, nearest
+
+WORKLOADS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class VllmCheckOptions:
+    """The command line of `llmctl vllm-check`."""
+
+    python: str = option(
+        "", "The Python that has vLLM; default: LLMCTL_VLLM_PYTHON, else llmctl's own."
+    )
+    workloads: int = option(
+        WORKLOADS,
+        "So many made-up workloads of each kind with each of vLLM's two schedulers.",
+        min=1,
+        max=10_000,
+    )
+    seed: int = option(1000, "The seed of the first workload; the others follow.", min=0)
+    kind: list[str] | None = option(
+        None, "Compare only this kind of model, such as 'full attention'; repeatable."
+    )
+    out: Path | None = option(
+        None, "Write the result to this file, in place of the folder where verdicts look it up."
+    )
+    as_json: JsonOption = False
+
+
+@command_of(VllmCheckOptions)
+def command(args: VllmCheckOptions) -> None:
+    """Compare the installed vLLM with what llmctl knows of it, without a GPU and without weights.
+
+    First its files: every import, method, attribute, flag and metric that llmctl touches. Then its
+    schedulers, which plan made-up workloads beside the simulator's model of them, pass by pass. The
+    result is kept by version, and verdicts of tune, capacity and simulate cite it. Exits with 4
+    where something is missing or differs.
+    """
+    from toolkit.backends.vllm.conformance.kinds import kinds
+    from toolkit.backends.vllm.conformance.results import keep
+    from toolkit.backends.vllm.conformance.run import compare
+    from toolkit.backends.vllm.setup import PYTHON_VARIABLE
+    from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
+    from toolkit.files.io import write_file
+
+    names = [kind.name for kind in kinds()]
+    for name in args.kind or ():
+        if name not in names:
+            raise InputError(f"--kind {name}: there is no such kind", nearest(name, names))
+    python = args.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    found = compare(python, args.workloads, args.seed, args.kind or ())
+    if args.out is not None:
+        write_file(found, args.out)
+        kept = args.out
+    elif args.kind:
+        kept = None
+    else:
+        kept = keep(found)
+
+    def show() -> None:
+        print(f"vLLM {found.vllm}: {len(TOUCHED) - len(found.missing)} of {len(TOUCHED)} items")
+        for item, why in found.missing.items():
+            print(f"  {item}: {why}")
+        columns = ["kind", "vLLM's", ">workloads", ">differ", ">passes"]
+        rows = [
+            [row.kind, row.scheduler, row.workloads, row.differing, row.passes]
+            for row in found.rows
+        ]
+        table(columns, rows)
+        for row in found.rows:
+            if row.first:
+                print(f"{row.kind}, {row.scheduler}: {row.first}")
+        print(f"{found.passes:,} passes in {found.seconds:g} s")
+
+    emit(args.as_json, found, show)
+    if kept is not None:
+        cited = "" if args.out is not None else "; tune, capacity and simulate cite it"
+        note(f"wrote {kept}{cited}")
+    if not found.agrees:
+        lacking = {need for item in TOUCHED if item.words in found.missing for need in item.needs}
+        without = [CAPABILITIES[need].without for need in CAPABILITIES if need in lacking]
+        if found.missing:
+            item, why = next(iter(found.missing.items()))
+            what = f"{item}: {why}"
+        else:
+            row = next(row for row in found.rows if row.differing)
+            what = f"{row.kind}, {row.scheduler}: {row.differing} of {row.workloads} differ"
+            without = [CAPABILITIES["simulation"].without]
+        raise TargetMissedError(f"vLLM {found.vllm} is not as llmctl knows it: {what}", without[0])

@@ -1,0 +1,143 @@
+"""The settings of a running vLLM from outside: read them with their bounds, change them, hold the
+lease. The server's side is `toolkit.backends.vllm.control`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httpx
+import msgspec
+
+from toolkit.endpoints.foreign import UNREADABLE
+from toolkit.endpoints.target import base_url, error_text, verify
+from toolkit.errors import InputError
+from toolkit.sched.policies.parameters import Value
+
+ROUTE = "/llmctl/settings"
+CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"
+TIMEOUT_S = 30.0  # an engine answers between two passes
+START = "start it with: llmctl serve PLAN.json --live"
+
+
+class LiveSetting(msgspec.Struct, frozen=True):
+    """A setting: its value, that of the start, and its bounds. `beyond` says what a larger value
+    needs.
+    """
+
+    name: str
+    value: Value
+    start: Value
+    low: float | None = None
+    high: float | None = None
+    choices: list[Value] = []
+    doc: str = ""
+    beyond: str = ""
+
+
+class HeldLease(msgspec.Struct, frozen=True):
+    """Who tunes the server, and for how long without another word."""
+
+    owner: str
+    left_s: float
+
+
+class LiveState(msgspec.Struct, frozen=True):
+    """The settings, who holds the lease, how many changes there were, what this one changed, and
+    the newest word of those who change them.
+    """
+
+    settings: list[LiveSetting]
+    lease: HeldLease | None = None
+    changes: int = 0
+    changed: dict[str, Value] = {}
+    word: str = ""
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """The values by name."""
+        return {one.name: one.value for one in self.settings}
+
+    def named(self, name: str) -> LiveSetting | None:
+        """The setting of this name; None: this server has none."""
+        return next((one for one in self.settings if one.name == name), None)
+
+
+class _Problem(msgspec.Struct):
+    error: str = ""
+    hint: str = ""
+
+
+class LeaseHeldError(InputError):
+    """Somebody else tunes this server."""
+
+
+class SettingsClient:
+    """The control of the server at `url`, with its key. With an `owner` it may hold the lease.
+
+    Every call raises `InputError`, in one line, where the server has no control, refuses the key or
+    the values, or does not answer, and `LeaseHeldError` while another one tunes.
+    """
+
+    def __init__(self, url: str, key: str, owner: str = "") -> None:
+        self.url = base_url(url)
+        self._key = key
+        self._owner = owner
+
+    def get(self) -> LiveState:
+        """The settings now."""
+        return self._ask(None)
+
+    def set(self, settings: Mapping[str, Value], why: str = "") -> LiveState:
+        """Change settings, all or none."""
+        return self._ask({"set": dict(settings), "owner": self._owner, "why": why})
+
+    def tell(self, word: str) -> LiveState:
+        """Leave a word, which the server shows with its settings."""
+        return self._ask({"owner": self._owner, "why": word})
+
+    def hold(self, lease_s: float, settings: Mapping[str, Value] | None = None) -> LiveState:
+        """Take the lease or renew it, and change settings. If it is not renewed in time, the
+        settings from before it come back.
+        """
+        asked = {"set": dict(settings or {}), "owner": self._owner, "lease_s": lease_s}
+        return self._ask(asked)
+
+    def release(self, settings: Mapping[str, Value], why: str = "") -> LiveState:
+        """Leave these settings behind, and end the lease."""
+        return self._ask({"set": dict(settings), "owner": self._owner, "lease_s": 0.0, "why": why})
+
+    def _ask(self, fields: Mapping[str, object] | None) -> LiveState:
+        where = self.url + ROUTE
+        try:
+            answer = httpx.request(
+                "GET" if fields is None else "POST",
+                where,
+                json=fields,
+                headers={"authorization": f"Bearer {self._key}"} if self._key else {},
+                timeout=TIMEOUT_S,
+                verify=verify(self.url),
+                trust_env=False,
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            text = str(error) or type(error).__name__
+            raise InputError(f"{where}: no answer: {text}", "is the server running?") from None
+        if answer.status_code == 200:
+            try:
+                return msgspec.json.decode(answer.content, type=LiveState)
+            except UNREADABLE as error:
+                raise InputError(f"{where} is no control of llmctl's: {error}", START) from None
+        if answer.status_code == 404:
+            raise InputError(f"{self.url} has no live settings", START)
+        if answer.status_code == 401:
+            raise InputError(
+                f"{where}: the control's key is missing or wrong",
+                f"give it in {CONTROL_KEY_VARIABLE}; llmctl serve --live takes it from there, too",
+            )
+        try:
+            problem = msgspec.json.decode(answer.content, type=_Problem)
+        except UNREADABLE:
+            problem = _Problem()
+        text = problem.error or f"HTTP {answer.status_code}: {error_text(answer.content)}"
+        kind = LeaseHeldError if answer.status_code == 409 else InputError
+        raise kind(text, problem.hint)

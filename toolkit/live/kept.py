@@ -1,0 +1,188 @@
+"""`llmctl serve --keep-tuned`: the keeper beside a running server, with its clock and its log.
+
+Every `every_s` it reads the passes since, fits the law of the last minutes again, and asks the
+keeper. A dry run says what it would do and changes nothing. With several servers the first one
+tries a change; the others get it once it was watched and is good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from toolkit.backends.vllm.from_log import PassHistory
+from toolkit.bench.predict import PREDICTED, TOOK, counts_or_none
+from toolkit.endpoints.settings import SettingsClient
+from toolkit.endpoints.target import Target
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan
+from toolkit.live.keep import Keeper, KeepRules, Seen, Step
+from toolkit.live.law import refitted
+from toolkit.live.traffic import TrafficLog
+from toolkit.sim.world import world_of
+
+OWNER = "llmctl serve --keep-tuned"
+REFIT_EVERY = 5  # steps
+FOUND_MOST = 0.1  # of the prompts' tokens in the cache; more is traffic that the log does not show
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOrder:
+    """What is kept tuned, and how.
+
+    Attributes:
+        log: the passes of the first server; `owned`: nobody else reads it.
+        dry: say what would be done, and do nothing.
+        horizon_s: how much traffic is looked at.
+    """
+
+    plan: Plan
+    log: Path
+    owned: bool
+    rules: KeepRules
+    dry: bool = True
+    horizon_s: float = 3600.0
+    every_s: float = 60.0
+
+
+class KeptTuned:
+    """A thread that keeps servers tuned until `stop`; `say` gets a line for each step that is not
+    like the one before.
+    """
+
+    def __init__(
+        self,
+        order: KeepOrder,
+        controls: Sequence[SettingsClient],
+        target: Target,
+        say: Callable[[str], None],
+    ) -> None:
+        self._order = order
+        self._controls = controls
+        self._target = target
+        self._say = say
+        self._keeper = Keeper(order.rules, order.plan.policy.parameters, order.plan.recipe.sla)
+        self._log = TrafficLog(order.log, owned=order.owned, horizon_s=order.horizon_s)
+        recipe = order.plan.recipe
+        kinds = order.plan.kinds
+        self._world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens)
+        self._steps = 0
+        self._counts: dict[str, float] = {}
+        self._said = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; the servers keep their settings."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._order.every_s):
+            try:
+                step = self.step(time.monotonic())
+            except InputError as error:
+                step = Step("wait", f"{error.message}")
+            self._tell(step)
+
+    def step(self, now_s: float) -> Step:
+        """One step. Raises `InputError` where the server or its log cannot be read."""
+        order = self._order
+        try:
+            self._log.update(now_s)
+        except msgspec.DecodeError as error:
+            raise InputError(f"{order.log}: not a log of passes: {error}") from None
+        since_s = now_s - order.horizon_s
+        found = self._log.found_share(since_s)
+        if found > FOUND_MOST:
+            share = f"{100 * found:.0f} % of the prompts' tokens were in the cache"
+            return Step("wait", f"{share}: what prompts share is not recorded, nothing is changed")
+        if self._steps % REFIT_EVERY == 0:
+            self._refit(since_s)
+        self._steps += 1
+        traffic, served = self._log.requests(since_s)
+        seen = Seen(since_s, traffic, served, self._slowdown())
+        state = self._controls[0].get()
+        if state.lease is not None and state.lease.owner != OWNER:
+            return Step("wait", f"{state.lease.owner} tunes this server: nothing is changed")
+        current = {name: state.values[name] for name in order.rules.bounds if name in state.values}
+        step = self._keeper.step(now_s, seen, current, self._world)
+        if order.dry:
+            self._keeper.forget()
+            return replace(step, settings={})
+        if step.settings:
+            self._controls[0].set(step.settings, step.line)
+        if step.kind == "good":  # the others follow
+            for control in self._controls[1:]:
+                control.set(current, step.line)
+        return step
+
+    def _refit(self, since_s: float) -> None:
+        """The law of the passes of the last minutes, if they show one; else the one so far."""
+        header = self._log.header
+        passes = [one for one in self._log.passes if one.start_s >= since_s]
+        if header is None:
+            return
+        with contextlib.suppress(InputError):
+            history = PassHistory(header, passes)
+            self._world = refitted(self._order.plan.recipe, self._world, history)
+
+    def _slowdown(self) -> float:
+        """The time of passes since the last step over the law's; 1 where it is not known."""
+        before = self._counts
+        self._counts = counts_or_none(self._target)
+        took_s = self._counts.get(TOOK, 0.0) - before.get(TOOK, 0.0)
+        expected_s = self._counts.get(PREDICTED, 0.0) - before.get(PREDICTED, 0.0)
+        return took_s / expected_s if before and expected_s > 0.0 else 1.0
+
+    def _tell(self, step: Step) -> None:
+        """Say a step that is news, and leave it with the server, for `llmctl set` and its log."""
+        if step.kind == "change" and self._order.dry:
+            line = f"keep-tuned, a dry run: would change {step.line}"
+        else:
+            line = f"keep-tuned: {step.line}"
+        if line == self._said:
+            return
+        self._said = line
+        self._say(line)
+        try:
+            self._controls[0].tell(line)
+        except InputError as error:
+            self._say(f"keep-tuned: {error.message}")
+
+
+def bounds_of(
+    words: Sequence[str], state_bounds: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """The operator's bounds, from words like max_num_seqs=16:128, within those of the server.
+    `InputError` for any other word.
+    """
+    found = {}
+    for word in words:
+        name, equals, span = word.partition("=")
+        low, colon, high = span.partition(":")
+        try:
+            bounds = float(low), float(high)
+        except ValueError:
+            bounds = (1.0, 0.0)
+        if not (equals and colon and bounds[0] <= bounds[1]):
+            raise InputError(f"'{word}' is not KEY=LOW:HIGH", "such as max_num_seqs=16:128")
+        known = state_bounds.get(name)
+        if known is None:
+            raise InputError(f"{name} is not kept tuned", f"these are: {', '.join(state_bounds)}")
+        if bounds[0] < known[0] or bounds[1] > known[1]:
+            raise InputError(
+                f"{word}: the server's bounds are {known[0]:g} to {known[1]:g}",
+                "stay within them, or start the server with wider ones",
+            )
+        found[name] = bounds
+    return found or dict(state_bounds)

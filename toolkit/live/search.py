@@ -1,0 +1,434 @@
+"""The search on a running server: simulation proposes settings, short bursts decide.
+
+1. Some hundred settings within the server's bounds are simulated on one window of the trace; the
+   best of them, and some of all kinds, are tried.
+2. First round: a burst of that window with each. Bursts with the settings of the start stand among
+   them, so that the drift of the machine is known and taken off.
+3. Further rounds: the better quarter again on other windows, forwards and backwards, so that a
+   steady drift cancels.
+4. Last: the best (B) against the start (A) in blocks A B B A. Their differences are the gain, with
+   its 95 % interval.
+
+A lease guards the server: if the search dies, the settings from before it come back by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.endpoints.settings import SettingsClient
+from toolkit.errors import InputError
+from toolkit.files.live import (
+    BurstFigures,
+    LiveInterval,
+    LiveTrial,
+    PredictionError,
+    RestartGain,
+)
+from toolkit.interrupts import check, held
+from toolkit.live.bursts import Bursts, mean_of
+from toolkit.live.space import (
+    ROWS,
+    TOKENS,
+    Dimension,
+    Settings,
+    dimensions,
+    drawn,
+    is_modelled,
+    policy_of,
+)
+from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.world import World
+
+POOL = 240  # settings that are simulated
+PROPOSED = 0.75  # of the tried ones are the best of them; the rest are of all kinds
+FIRST_SHARE = 0.42  # of the bursts are those of the first round
+FIRST_UNTIL = 0.6  # of the time, at the latest
+TRIED_MIN = 8
+TRIED_MAX = 120
+REFERENCE_EVERY = 8  # bursts of the first round
+KEPT = 4  # one of so many goes on to the next round
+SECOND_MIN = 4
+THIRD_MIN = 2
+BLOCKS_MIN = 3
+BLOCKS_ENOUGH = 8
+LEFT_OVER_S = 2.0  # of the time, for what follows the last burst
+LEASE_S = 60.0  # beyond the longest burst
+WIDER = 2.0  # how much further a restart may go
+RESTARTS = 160  # settings of a restart that are simulated
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+Note = Callable[[str], None]
+Floats = NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class TriedSettings:
+    """Settings that are tried: what was predicted, and the scores relative to the start's."""
+
+    settings: Settings
+    predicted: BurstFigures
+    first: BurstFigures | None = None
+    measured: list[BurstFigures] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
+    rounds: int = 0
+    refitted: BurstFigures | None = None
+
+    @property
+    def gain(self) -> float:
+        """The mean of its scores relative to those of the start."""
+        return float(np.mean(self.gains)) if self.gains else -math.inf
+
+    def described(self) -> LiveTrial:
+        """For the file."""
+        assert self.first is not None
+        return LiveTrial(
+            settings=self.settings,
+            bursts=len(self.measured),
+            rounds=self.rounds,
+            first=self.first,
+            predicted=self.predicted,
+            refitted=self.refitted,
+        )
+
+
+class BurstJournal:
+    """The bursts that were measured, in a file: the same search goes on from it. A file of another
+    search is begun anew.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path = path
+        self._known: list[dict[str, object]] = []
+        self.resumed = 0
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            if lines and lines[0] == json.dumps({"key": key}):
+                self._known = [json.loads(line) for line in lines[1:] if line.endswith("}")]
+                self.resumed = len(self._known)
+        if not self._known:
+            path.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+
+    def get(
+        self, number: int, settings: Settings, window: int
+    ) -> tuple[BurstFigures, float] | None:
+        """Figures and seconds of a burst, if it was measured."""
+        if number >= len(self._known):
+            return None
+        kept = self._known[number]
+        if kept["settings"] != settings or kept["window"] != window:
+            self._known = self._known[:number]  # the search went another way
+            return None
+        return BurstFigures.model_validate(kept["figures"]), float(str(kept["seconds"]))
+
+    def put(self, settings: Settings, window: int, found: BurstFigures, seconds: float) -> None:
+        """Keep a burst."""
+        line = {"settings": settings, "window": window, "seconds": seconds}
+        whole = json.dumps(line | {"figures": found.model_dump()})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(whole + "\n")
+
+    def forget(self) -> None:
+        """The search is done."""
+        self._path.unlink(missing_ok=True)
+
+
+@dataclass
+class LiveSearch:
+    """One search. `run` leaves the server with the settings of the start, `finish` with others.
+
+    Args:
+        planned: the flags that the server was started with.
+        budget_s: seconds of all bursts, those of earlier runs of the same search included.
+        refit: the world by the passes that the server has made by now; None: unknown.
+    """
+
+    control: SettingsClient
+    bursts: Bursts
+    planned: Mapping[str, Value]
+    world: World
+    budget_s: float
+    seed: int
+    journal: BurstJournal
+    note: Note
+    advanced: Callable[[str], None]
+    refit: Callable[[], World | None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    trials: list[TriedSettings] = field(default_factory=list)
+    start: Settings = field(default_factory=dict)
+    spent_s: float = 0.0
+    count: int = 0
+    best: TriedSettings | None = None
+    gain: LiveInterval | None = None
+
+    def run(self) -> None:
+        """Search until the time is over. Raises `InputError` where the server refuses, and
+        `InterruptedReplayError` or `KeyboardInterrupt` after Ctrl-C: the settings of the start are
+        back in any case.
+        """
+        state = self.control.hold(self._lease_s)
+        space = [one for one in dimensions(state) if is_modelled(one.name, self.world)]
+        self.start = {one.name: state.values[one.name] for one in space}
+        try:
+            self._search(space)
+        finally:
+            with held():
+                self._give_back()
+
+    def _give_back(self) -> None:
+        try:
+            self.control.release(self.start, "the search is over")
+        except InputError as error:  # its lease ends by itself
+            self.note(f"the settings of the start are not back yet: {error.message}")
+
+    def finish(self, settings: Settings) -> None:
+        """Give the server its settings for good."""
+        self.control.set(settings, "the best of llmctl tune --live")
+
+    def _search(self, space: Sequence[Dimension]) -> None:
+        self._burst(self.start, 0)  # the server settles
+        begun_s = self.spent_s
+        reference = self._burst(self.start, 0)
+        burst_s = max(self.spent_s - begun_s, 0.01)
+        tried = int(FIRST_SHARE * (self.budget_s - self.spent_s) / burst_s)
+        if tried < TRIED_MIN:
+            needed = TRIED_MIN / FIRST_SHARE * burst_s + self.spent_s
+            raise InputError(
+                f"a burst takes {burst_s:.1f} s, and {self.budget_s:.0f} s are too few for "
+                f"{TRIED_MIN} settings",
+                f"give --minutes {math.ceil(needed / 60.0 * 10) / 10:g}, or a shorter --window",
+            )
+        self.trials = self._proposed(space, min(tried, TRIED_MAX))
+        self.note(f"{len(self.trials)} settings, a burst takes about {burst_s:.1f} s")
+        self._first_round(reference)
+        known = [trial for trial in self.trials if trial.first is not None]
+        second = _better(known, SECOND_MIN)
+        world = self.refit()
+        if world is not None:
+            second += self._new_by(world, space, max(len(second) // KEPT, 1))
+        self._there_and_back(second, 1)
+        third = _better(second, THIRD_MIN)
+        self._there_and_back(third, 2)
+        measured = [trial for trial in third if trial.gains]
+        if measured:
+            self._confirm(max(measured, key=lambda trial: trial.gain))
+
+    def _proposed(self, space: Sequence[Dimension], count: int) -> list[TriedSettings]:
+        pool: list[TriedSettings] = []
+        for settings in drawn(space, POOL, self.seed):
+            check()
+            if settings not in [trial.settings for trial in pool] and settings != self.start:
+                pool.append(TriedSettings(settings, self._predicted(settings, self.world)))
+        ranked = sorted(pool, key=lambda trial: -trial.predicted.score)
+        chosen = ranked[: round(PROPOSED * count)]
+        others = [trial for trial in pool if trial not in chosen]
+        chosen += others[: count - len(chosen)]
+        order = np.random.default_rng(self.seed).permutation(len(chosen))
+        return [chosen[place] for place in order]
+
+    def _new_by(self, world: World, space: Sequence[Dimension], count: int) -> list[TriedSettings]:
+        """Settings that were not tried, the best ones by the law of the server's own passes."""
+        tried = [trial.settings for trial in self.trials]
+        pool = [one for one in drawn(space, POOL, self.seed + 1) if one not in tried]
+        found = [(self._predicted(one, world).score, number) for number, one in enumerate(pool)]
+        new = []
+        for _, number in sorted(found, reverse=True)[:count]:
+            settings = pool[number]
+            trial = TriedSettings(settings, self._predicted(settings, self.world))
+            trial.first = self._burst_if_time(settings, 0)
+            if trial.first is not None:
+                new.append(trial)
+        self.trials += new
+        return new
+
+    def _predicted(self, settings: Settings, world: World) -> BurstFigures:
+        return self.bursts.predict(0, policy_of(self.planned, settings), world)
+
+    def _first_round(self, reference: BurstFigures) -> None:
+        """A burst with each, and one with the start after every few; a line through these is what
+        the start would have had at each place.
+        """
+        places = [0]
+        scores = [reference.score]
+        until_s = FIRST_UNTIL * self.budget_s
+        last = 0
+        for number, trial in enumerate(self.trials, start=1):
+            if self.spent_s > until_s:
+                self.note(f"time for {last} of {len(self.trials)} settings in the first round")
+                break
+            trial.first = self._burst(trial.settings, 0)
+            last = number
+            if number % REFERENCE_EVERY == 0:
+                places.append(number)
+                scores.append(self._burst(self.start, 0).score)
+        if places[-1] != last:
+            places.append(last)
+            scores.append(self._burst(self.start, 0).score)
+        self.trials = self.trials[:last]
+        for number, trial in enumerate(self.trials, start=1):
+            assert trial.first is not None
+            usual = float(np.interp(number, places, scores))
+            trial.measured.append(trial.first)
+            trial.gains.append(_relative(trial.first.score, usual))
+            trial.rounds = 1
+
+    def _there_and_back(self, trials: Sequence[TriedSettings], window: int) -> None:
+        """Each twice and the start, too, in an order and then in its reverse."""
+        window %= len(self.bursts.windows)
+        names: list[TriedSettings | None] = [None, *trials]
+        found: dict[int, list[BurstFigures]] = {}
+        for place in [*range(len(names)), *reversed(range(len(names)))]:
+            trial = names[place]
+            settings = self.start if trial is None else trial.settings
+            one = self._burst_if_time(settings, window)
+            if one is None:
+                break
+            found.setdefault(place, []).append(one)
+        usual = found.get(0, [])
+        if len(usual) < 2:
+            return
+        for place, trial in enumerate(names):
+            if trial is not None and len(found.get(place, ())) == 2:
+                score = mean_of(found[place]).score
+                trial.measured += found[place]
+                trial.gains.append(_relative(score, mean_of(usual).score))
+                trial.rounds += 1
+
+    def _confirm(self, best: TriedSettings) -> None:
+        """The best against the start, in blocks A B B A on the windows in turn."""
+        differences: list[float] = []
+        while len(differences) < BLOCKS_ENOUGH:
+            window = len(differences) % len(self.bursts.windows)
+            block = []
+            for settings in (self.start, best.settings, best.settings, self.start):
+                one = self._burst_if_time(settings, window)
+                if one is not None:
+                    block.append(one)
+            if len(block) < 4:
+                break
+            usual = mean_of([block[0], block[3]]).score
+            differences.append(100.0 * _relative(mean_of(block[1:3]).score, usual))
+            best.measured += block[1:3]
+        self.best = best
+        self.gain = interval(differences)
+
+    def _burst_if_time(self, settings: Settings, window: int) -> BurstFigures | None:
+        usual_s = self.spent_s / max(self.count, 1)
+        if self.spent_s + usual_s > self.budget_s - LEFT_OVER_S:
+            return None
+        return self._burst(settings, window)
+
+    def _burst(self, settings: Settings, window: int) -> BurstFigures:
+        kept = self.journal.get(self.count, settings, window)
+        self.count += 1
+        if kept is not None:
+            self.spent_s += kept[1]
+            return kept[0]
+        begun_s = self.clock()
+        self.control.hold(self._lease_s, settings)
+        found = self.bursts.measure(window)
+        seconds = self.clock() - begun_s
+        self.journal.put(settings, window, found, seconds)
+        self.spent_s += seconds
+        left_s = max(self.budget_s - self.spent_s, 0.0)
+        self.advanced(f"burst {self.count}, {left_s:.0f} s left")
+        return found
+
+    @property
+    def _lease_s(self) -> float:
+        return min(LEASE_S + 6.0 * self.bursts.window_s, 600.0)
+
+
+def _better(trials: Sequence[TriedSettings], least: int) -> list[TriedSettings]:
+    """The better part of the trials."""
+    count = max(len(trials) // KEPT, least)
+    return sorted(trials, key=lambda trial: -trial.gain)[:count]
+
+
+def _relative(score: float, usual: float) -> float:
+    return score / usual - 1.0 if usual > 0.0 else float(score > 0.0)
+
+
+def interval(percents: Sequence[float]) -> LiveInterval | None:
+    """The mean of blocks with its 95 % interval (Student's t); None for too few blocks."""
+    count = len(percents)
+    if count < BLOCKS_MIN:
+        return None
+    mean = float(np.mean(percents))
+    spread = float(np.std(percents, ddof=1)) / math.sqrt(count)
+    half = T95[min(count - 2, len(T95) - 1)] * spread
+    return LiveInterval(
+        percent=mean, low_percent=mean - half, high_percent=mean + half, blocks=count
+    )
+
+
+def prediction_error(pairs: Sequence[tuple[BurstFigures, BurstFigures]]) -> PredictionError:
+    """How far the first of each pair is from the second, which was measured."""
+
+    def median(name: str) -> float:
+        off = [abs(getattr(one, name) / max(getattr(two, name), 1e-9) - 1.0) for one, two in pairs]
+        return 100.0 * float(np.median(off))
+
+    return PredictionError(
+        ttft_percent=median("ttft_mean_s"),
+        e2e_percent=median("e2e_mean_s"),
+        rank_correlation=spearman([one.score for one, _ in pairs], [two.score for _, two in pairs]),
+    )
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's rank correlation, ties at their mean rank; 0 where one of them is constant."""
+    ranks = [_ranks(np.array(values)) for values in (one, other)]
+    if min(float(np.std(rank)) for rank in ranks) == 0.0:
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    mean: Floats = ends - (counts - 1) / 2.0
+    return mean[inverse]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBounds:
+    """The bounds of the start."""
+
+    rows: int
+    tokens: int
+
+
+def restart_gain(
+    bursts: Bursts, planned: Mapping[str, Value], best: Settings, space: LiveBounds, world: World
+) -> RestartGain | None:
+    """The best that is predicted of settings that only a restart gives; None: nothing is better."""
+    windows = range(len(bursts.windows))
+
+    def predicted(policy: VllmPolicy) -> float:
+        return float(np.mean([bursts.predict(k, policy, world).score for k in windows]))
+
+    usual = predicted(policy_of(planned, best))
+    wide = [
+        Dimension(ROWS, 1, WIDER * space.rows, True, True),
+        Dimension(TOKENS, min(64, space.tokens), WIDER * space.tokens, True, True),
+    ]
+    found: list[tuple[float, Settings]] = []
+    for settings in drawn(wide, RESTARTS, 0):
+        check()
+        for caching in (True, False):
+            flags = {**planned, **best, **settings, "prefix_caching": caching}
+            found.append((predicted(policy_of(flags, {})), settings | {"prefix_caching": caching}))
+    score, settings = max(found, key=lambda one: one[0])
+    if usual <= 0.0 or score <= usual:
+        return None
+    return RestartGain(settings=settings, percent=100.0 * (score / usual - 1.0))
