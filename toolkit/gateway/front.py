@@ -421,7 +421,7 @@ class Gateway:
 def _written(
     write: Callable[[Scope, Receive, Send], Awaitable[None]],
 ) -> Callable[[], Awaitable[Response]]:
-    """An endpoint whose answer `write` sends as it comes."""
+    """An endpoint with an answer that `write` sends as it comes."""
 
     async def endpoint() -> Response:
         return Written(write)

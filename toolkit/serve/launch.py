@@ -101,7 +101,7 @@ class Manager:
 
 @dataclass(slots=True, frozen=True)
 class FrontConfig:
-    """A front to start: where it listens, who may call, what it writes down, how it ends."""
+    """A front to start: its address, its keys, its logs, and its end."""
 
     settings: FrontSettings
     host: str
