@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.common.command import make_parser
 from toolkit.backends.vllm.conformance.child import main
 from toolkit.backends.vllm.conformance.driven import Driven
 
@@ -119,4 +120,7 @@ def times_of(model: str, case: dict[str, Any]) -> list[list[float]]:
 
 
 if __name__ == "__main__":
+    parser = make_parser(__doc__)
+    parser.add_argument("files", nargs=3)
+    parser.parse_args()
     main(times_of)
