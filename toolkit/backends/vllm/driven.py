@@ -92,6 +92,7 @@ class DrivenScheduler:
         # passes that are planned and whose tokens do not exist yet: of each row that gets a token,
         # whether its drafts are real
         self.under_way: deque[tuple[Any, dict[str, bool]]] = deque()
+        self._came = 0
         preempt = self.scheduler._preempt_request
 
         def record(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +125,8 @@ class DrivenScheduler:
             temperature=0.0, max_tokens=limit, stop_token_ids=[outputs[-1]], detokenize=False
         )
         name = str(number)
-        came = float(len(self.requests))
+        self._came += 1  # those that have ended are counted, too: priorities follow arrivals
+        came = float(self._came)
         hasher = self._hasher
         request = Request(name, prompt, sampling, None, arrival_time=came, block_hasher=hasher)
         self.requests[name] = request
