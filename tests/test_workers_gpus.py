@@ -15,7 +15,7 @@ from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import EngineSpec, Recipe
-from toolkit.serve import launch
+from toolkit.serve import engine_front
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.process import (
     ALLOCATOR_VARIABLES,
@@ -191,7 +191,7 @@ def test_serve_checks_for_a_gpu_before_slow_work(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(launch, "load_tokenizer", never)
+    monkeypatch.setattr(engine_front, "load_tokenizer", never)
     monkeypatch.setattr(vllm_backend, "vllm_version", never)
     monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
