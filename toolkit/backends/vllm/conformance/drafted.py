@@ -12,11 +12,11 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
 
 
-def kind_of(method: str, order: int) -> ModelKind:
-    """The kind of models with drafts by a method of vLLM."""
-    return ModelKind(
-        f"drafts by {method}", ("drafts",), partial(make, method), differs, order=order
-    )
+def kind_of(method: str, order: int, *, before: str = "") -> ModelKind:
+    """The kind of models with drafts by a method of vLLM; `before` as of `ModelKind`."""
+    made = partial(make, method)
+    name = f"drafts by {method}"
+    return ModelKind(name, ("drafts",), made, differs, before=before, order=order)
 
 
 def make(method: str, seed: int, ahead: bool) -> Case:

@@ -67,7 +67,7 @@ def compare(
     chosen = [
         kind
         for kind in kinds()
-        if kind.needs not in lacks and installed.has(kind.since) and (not only or kind.name in only)
+        if kind.needs not in lacks and _is_of(kind, installed) and (not only or kind.name in only)
     ]
     cases = [
         (kind, ahead, number, within(kind.make(number, ahead), installed))
@@ -114,6 +114,12 @@ def within(case: Case, installed: Installed) -> Case:
             for group in case["groups"]
         ]
     return changed
+
+
+def _is_of(kind: ModelKind, installed: Installed) -> bool:
+    """Whether the installed release has this kind, by the rules that are compared."""
+    replaced = bool(kind.before) and installed.has(kind.before)
+    return installed.has(kind.since) and not replaced
 
 
 def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:

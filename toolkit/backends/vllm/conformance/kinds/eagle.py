@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from toolkit.backends.vllm.conformance.drafted import kind_of
 
-KIND = kind_of("eagle", 21)
+# from 0.33 on, the hash of a block covers the token behind it
+KIND = kind_of("eagle", 21, before="0.33")
