@@ -79,7 +79,7 @@ def python_of(folder: Path, version: str = "0.99.0", loaded: str = "") -> str:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """A made-up vLLM that is not run, and whose schedulers plan as the simulator does."""
+    """A made-up vLLM that is not run; its schedulers plan as the simulator does."""
     there = Installed("0.99.0", vllm_tree.write(tmp_path, "0.99.0"))
     monkeypatch.setattr(run, "read_vllm", lambda *_: there)
     monkeypatch.setattr(run, "run_cases", agrees)

@@ -217,7 +217,7 @@ ATTACKS = {
     "one of two is wrong": ({"body": b'{"set": {"max_num_seqs": 2, "watermark": -1}}'}, 422),
     "an attribute of the scheduler": ({"body": b'{"set": {"running": 0}}'}, 422),
     "a lease for ever": ({"body": b'{"owner": "x", "lease_s": 1e9}'}, 422),
-    "a lease of nobody": ({"body": b'{"lease_s": 9}'}, 422),
+    "a lease without an owner": ({"body": b'{"lease_s": 9}'}, 422),
     "another method": ({"method": "DELETE"}, 405),
 }
 

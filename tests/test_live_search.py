@@ -1,4 +1,4 @@
-"""The search on a running server: here a simulated one, whose law is another than the believed."""
+"""The search on a running server: here a simulated one with another law than the believed."""
 
 from dataclasses import dataclass, field, replace
 

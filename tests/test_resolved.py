@@ -36,7 +36,7 @@ class MambaSpec:
 
 
 class RSWASpec(FullAttentionSpec):
-    """A subclass whose rules are others."""
+    """A subclass with other rules."""
 
 
 class UniformTypeKVCacheSpecs:

@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU whose settings change at random under load: what becomes of its requests.
+"""A real vLLM on a CPU; its settings change at random under load: what becomes of its requests.
 
     python -m benchmarks.engines.live_settings --vllm-python PYTHON [--changes 200]
         [--requests 400] [--at-once 24] [--seed 0]

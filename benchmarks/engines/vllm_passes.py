@@ -116,7 +116,7 @@ def passes_of_log(
 
 
 def passes_of_live_log(header: IterationLogHeader, passes: Sequence[LoggedPass]) -> list[Any]:
-    """The passes of our model for a server with live settings, whose log says which requests have
+    """The passes of our model for a server with live settings. Its log says which requests have
     come and which settings are new with each pass. No request stops before its limit.
     """
     flags = VllmPolicy(

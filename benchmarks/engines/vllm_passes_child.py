@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Timed(Driven):
-    """One of vLLM's schedulers on one workload whose requests come at times."""
+    """One of vLLM's schedulers on one workload of requests that come at times."""
 
     def times(self) -> list[list[float]]:
         """The times of all tokens of each request, as vLLM's loop hands them out: statement by

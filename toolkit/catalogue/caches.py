@@ -39,7 +39,7 @@ def has_states(groups: Sequence[CacheGroup]) -> bool:
 
 
 def is_plain(groups: Sequence[CacheGroup]) -> bool:
-    """Whether there is one cache of full attention, whose blocks just follow the tokens."""
+    """Whether there is one cache of full attention: its blocks just follow the tokens."""
     return len(groups) == 1 and groups[0].kind in FULL_KINDS
 
 

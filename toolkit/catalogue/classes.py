@@ -197,7 +197,7 @@ def of_resolved(resolved: Resolved) -> list[ClassFound]:
     return [*_of_groups(resolved), *_of_server(resolved)]
 
 
-# vLLM's methods of speculative decoding whose rules are known: whether they draft with the model's
+# vLLM's methods of speculative decoding with known rules: whether they draft with the model's
 # states, and so cache them.
 DRAFTING = {"ngram": False, "eagle": True, "eagle3": True, "mtp": True}
 
@@ -210,10 +210,10 @@ def _of_drafts(drafts: Drafts | None) -> list[ClassFound]:
     slots = drafts.tokens if DRAFTING.get(drafts.method) else 0
     others = {
         "": drafts.method not in DRAFTING,
-        " whose number follows the batch": bool(drafts.schedule),
+        " with a number that follows the batch": bool(drafts.schedule),
         " in parallel": drafts.padded,
         f" with {drafts.lookahead} slots": drafts.lookahead != slots,
-        " whose hashes of blocks cover a token more": drafts.hash_lookahead > 0,
+        " with hashes of blocks that cover a token more": drafts.hash_lookahead > 0,
     }
     return [ClassFound("drafts", f"{which}{how}") for how, is_so in others.items() if is_so]
 

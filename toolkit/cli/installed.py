@@ -116,7 +116,7 @@ def _installed(
 
 
 def _linked(world: World, driver: VllmDriver) -> World:
-    """The world whose engines' passes are planned by the driver's schedulers."""
+    """The world in which the driver's schedulers plan the passes of its engines."""
     others = tuple(_linked(other, driver) for other in world.others)
     return replace(world, paged=replace(world.engine(), link=driver), others=others)
 

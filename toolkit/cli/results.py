@@ -40,7 +40,7 @@ class Simulation(BaseModel):
     concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
     installed_vllm: str | None = Field(
         default=None,
-        description="the version of the vLLM whose own scheduler planned the passes; null: "
+        description="the version of the vLLM that planned the passes with its own scheduler; null: "
         "llmctl's model of it, or another policy",
     )
     kinds: dict[str, dict[str, float]] | None = Field(

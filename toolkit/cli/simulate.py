@@ -584,7 +584,7 @@ class SimulateOptions(StageOptions):
     )
     scheduler: str = option(
         MODEL,
-        "Who plans vLLM's passes: llmctl's model of its scheduler, or the installed vLLM's own "
+        "Which scheduler plans vLLM's passes: llmctl's model of it, or the installed vLLM's own "
         "scheduler, without a GPU, exact and slow.",
         metavar="model|installed",
     )

@@ -36,15 +36,15 @@ class LiveSetting(msgspec.Struct, frozen=True):
 
 
 class HeldLease(msgspec.Struct, frozen=True):
-    """Who tunes the server, and for how long without another word."""
+    """The tuner of the server, and for how long it holds the lease without another word."""
 
     owner: str
     left_s: float
 
 
 class LiveState(msgspec.Struct, frozen=True):
-    """The settings, who holds the lease, how many changes there were, what this one changed, and
-    the newest word of those who change them.
+    """The settings, which tuner holds the lease, how many changes there were, what this one
+    changed, and the newest word of the tuners that change them.
     """
 
     settings: list[LiveSetting]
@@ -69,7 +69,7 @@ class _Problem(msgspec.Struct):
 
 
 class LeaseHeldError(InputError):
-    """Somebody else tunes this server."""
+    """Another tuner holds the lease of this server."""
 
 
 class SettingsClient:

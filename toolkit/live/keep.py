@@ -208,7 +208,7 @@ class Keeper:
         }
         if not changed:
             self._watch = None
-            return Step("keep", "somebody else changed the settings: nothing is watched")
+            return Step("keep", "another tuner changed the settings: nothing is watched")
         since_s = watch.since_s - seen.since_s
         recent = seen.traffic.arrival_s >= since_s
         usual = self._scores(seen.traffic, self._simulated(seen.traffic, watch.before, world))

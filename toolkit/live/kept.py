@@ -37,7 +37,7 @@ class KeepOrder:
     """What is kept tuned, and how.
 
     Attributes:
-        log: the passes of the first server; `owned`: nobody else reads it.
+        log: the passes of the first server; `owned`: no other program reads it.
         dry: say what would be done, and do nothing.
         horizon_s: how much traffic is looked at.
     """

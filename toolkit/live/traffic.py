@@ -32,7 +32,7 @@ class _Request:
 
 
 class TrafficLog:
-    """Follows a log of passes. `owned`: nobody else reads it, so it may be cut off.
+    """Follows a log of passes. `owned`: no other program reads it, so it may be cut off.
 
     Attributes:
         header: None until the log has one.

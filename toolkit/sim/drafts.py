@@ -127,9 +127,9 @@ def _drawn(rates: tuple[float, ...], seed: int) -> bytes:
 
 
 def rates_of_length(length: float, tokens: int) -> tuple[float, ...]:
-    """The rates of `tokens` drafts for a mean number of tokens per pass, if each draft whose
-    predecessors were accepted is accepted with the same probability p: the sum of p^i is
-    `length` - 1. `InputError` for a length outside 1 to `tokens` + 1.
+    """The rates of `tokens` drafts for a mean number of tokens per pass, if each draft after
+    accepted ones only is accepted with the same probability p: the sum of p^i is `length` - 1.
+    `InputError` for a length outside 1 to `tokens` + 1.
     """
     if not 1.0 <= length <= tokens + 1:
         raise InputError(

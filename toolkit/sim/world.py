@@ -186,7 +186,7 @@ class World:
 
     def engine_of(self, flags: VllmPolicy) -> PagedEngine:
         """The engine with its own scheduler under these flags. `InputError` if there is none, and
-        for a number of drafts whose law or whose acceptance is not known.
+        for a number of drafts without a known law or a known acceptance.
         """
         tokens = flags.num_speculative_tokens
         return self.engine().with_drafts(tokens, self.acceptance, self.seed)

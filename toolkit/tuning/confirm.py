@@ -31,7 +31,7 @@ def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
 
 
 def confirmed(trial: Trial, setup: EvaluationSetup) -> Confirmed:
-    """A trial's settings in the world of `setup`, whose windows are the search's."""
+    """A trial's settings in the world of `setup`: its windows are the search's."""
     evaluation = Task.of(setup, trial.outcome).run()
     before = trial.outcome.metrics
     after = evaluation.outcome.metrics

@@ -14,8 +14,9 @@ from toolkit.traces.types import Trace
 
 def draft_gain(world: World, flags: VllmPolicy, trace: Trace) -> DraftGain | None:
     """Up to how many rows a token takes less time with drafts than without, in passes of decodes
-    alone, whose caches hold what the requests of `trace` have on average. Of the drafts of `flags`,
-    or if these are none, of the most that were measured; None if their laws are not both known.
+    alone, with caches that hold what the requests of `trace` have on average. Of the drafts of
+    `flags`, or if these are none, of the most that were measured; None if their laws are not both
+    known.
     """
     engine = world.engine()
     numbers = sorted(each.draft_tokens for each in (engine, *engine.others))

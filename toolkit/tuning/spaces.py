@@ -131,7 +131,7 @@ def _named(owner: str, given: Mapping[str, T]) -> dict[str, T]:
 
 
 def over_drafts(space: PolicySpace, numbers: Sequence[int]) -> PolicySpace:
-    """The space with the number of drafts of vLLM among `numbers`, those whose laws are known, and
+    """The space with the number of drafts of vLLM among `numbers`, those with known laws, and
     within the recipe's range, if it has one; as it is without a choice.
     """
     if space.policy != VllmPolicy.name or len(numbers) < 2:

@@ -240,7 +240,7 @@ class VllmBackend:
 
 def _has(installed: Installed) -> list[Check]:
     """What of all that llmctl touches inside vLLM a version has: a line for each capability, and
-    one for each item that is missing. `InputError` for an unknown release whose files are not here.
+    one for each item that is missing. `InputError` for an unknown release without files here.
     """
     if installed.folder is None:
         refuse_missing(installed, "start")
@@ -344,7 +344,7 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     if order.control_key:
         if plan.fit.steps is None:
             raise InputError(
-                "--live: the fit has no law of passes, whose scheduler takes new settings",
+                "--live: the fit has no law of passes, and only their scheduler takes new settings",
                 "profile engine vllm again; then: llmctl fit, render",
             )
         variables[CONTROL_VARIABLE] = order.control_key

@@ -8,8 +8,8 @@ vLLM's own code is unchanged: `--middleware` is its flag, and its engine runs ut
 in order with requests. GET /llmctl/settings answers with the settings and their bounds; POST takes
 a `ControlRequest` and answers the same afterwards.
 
-Who tunes holds a lease, which ends by itself: then the settings from before it are back. Meanwhile
-nobody else changes settings.
+A tuner holds a lease, which ends by itself: then the settings from before it are back. Meanwhile no
+other program changes settings.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ControlRequest:
 
     Attributes:
         settings: new values by name; all are taken, or none.
-        owner: who holds or wants the lease; '': nobody, for a change by hand.
+        owner: the tuner that holds or wants the lease; '': none, for a change by hand.
         lease_s: seconds from now that the lease lasts; 0 ends it; None: nothing about it.
         why: for the log, in one line; without settings it is a word that `llmctl set` shows.
     """
@@ -89,7 +89,7 @@ class ControlRequest:
 
 
 class Lease:
-    """Who may change settings until `until_s`, and the settings from before."""
+    """The tuner that may change settings until `until_s`, and the settings from before."""
 
     __slots__ = ("before", "owner", "until_s")
 
@@ -162,7 +162,7 @@ class EngineControl:
     def _held(self, lease: Lease) -> dict[str, Any]:
         left_s = lease.until_s - self._clock()
         return {
-            "error": f"{lease.owner} tunes this server, and nobody else changes its settings",
+            "error": f"{lease.owner} tunes this server: no other program changes its settings",
             "hint": f"end it, or wait: without a word from it, its lease ends in {left_s:.0f} s",
             "status": 409,
         }
@@ -213,7 +213,7 @@ def _show(values: Mapping[str, Value], changes: int) -> None:
 
 
 def install() -> None:
-    """Give vLLM's engine, in whose process this runs, the method that `Control` calls."""
+    """Give vLLM's engine the method that `Control` calls. This runs in the engine's process."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, METHOD, _settings_of_engine)

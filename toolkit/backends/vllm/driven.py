@@ -89,8 +89,8 @@ class DrivenScheduler:
         self.requests: dict[str, Any] = {}
         self.preempted: list[int] = []  # by the last plan
         self._outputs: dict[str, list[int]] = {}
-        # passes that are planned and whose tokens do not exist yet: of each row that gets a token,
-        # whether its drafts are real
+        # passes that are planned and have no tokens yet: of each row that gets a token, whether its
+        # drafts are real
         self.under_way: deque[tuple[Any, dict[str, bool]]] = deque()
         self._came = 0
         preempt = self.scheduler._preempt_request

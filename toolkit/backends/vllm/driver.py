@@ -6,9 +6,9 @@
 
 Workloads without a clock are `toolkit.backends.vllm.conformance`'s.
 
-The child (`driver_child`) says which vLLM it loaded, and `VllmDriver` compares that with the one
-whose files it found, since an environment may find the package of another one. It takes 10 to 15 s
-to import vLLM.
+The child (`driver_child`) says which vLLM it loaded, and `VllmDriver` compares that with the files
+that it found, since an environment may find the package of another one. It takes 10 to 15 s to
+import vLLM.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ def refuse_unsure(found: Coverage, terms: int) -> None:
 def profile_of_log(
     recipe: Recipe, history: PassHistory, head: EnvelopeFields, front_s: float = 0.0, seed: int = 0
 ) -> tuple[Profile, Coverage]:
-    """A profile whose passes are those of the log; its prefills and decode steps follow from their
-    law, over the recipe's grid. Raises as `steps_of_log` and `refuse_unsure`.
+    """A profile with the passes of the log; its prefills and decode steps follow from their law,
+    over the recipe's grid. Raises as `steps_of_log` and `refuse_unsure`.
     """
     steps = steps_of_log(recipe, history, front_s)
     fit = fit_steps(steps, seed)
@@ -209,7 +209,7 @@ def profile_of_log(
 
 
 def with_pass_errors(fit: Fit) -> Fit:
-    """The fit of such a profile, whose prefills and decode steps are as far off as its passes: they
+    """The fit of such a profile. Its prefills and decode steps are as far off as its passes: they
     were computed by the law of these.
     """
     assert fit.steps is not None

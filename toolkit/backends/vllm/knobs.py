@@ -5,9 +5,9 @@ The bounds follow from the start: buffers, CUDA graphs and the profile of memory
 values, and a lower value uses a part of them. A request that was accepted is always served: fewer
 requests at once let those that run end, and no bound lets a prompt wait for ever.
 
-`LiveSettings` holds the knobs of one scheduler: vLLM's own, or llmctl's class inside it, whose
-policy's parameters are knobs, too (`policy.NAME`). `NEEDS_RESTART` says why other settings are
-none.
+`LiveSettings` holds the knobs of one scheduler: vLLM's own, or llmctl's class inside it. The
+parameters of that class's policy are knobs, too (`policy.NAME`). `NEEDS_RESTART` says why other
+settings are none.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
         )
     )
     if not hasattr(scheduler, "steps"):  # llmctl's class has a policy of its own
-        doc = "in which order requests are admitted, and who is preempted"
+        doc = "in which order requests are admitted, and which are preempted"
         knobs.append(
             Knob(
                 "policy",

@@ -195,7 +195,7 @@ def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
 
 
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
-ACCEPTED = 0.7  # of drafts whose predecessors were accepted, while it is measured
+ACCEPTED = 0.7  # of drafts after accepted ones only, while it is measured
 STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 POLL_S = 1e-3  # between two looks whether all rows beside prompts have their first tokens
 LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load

@@ -13,7 +13,7 @@ from toolkit.catalogue.models import experts_of
 from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
 from toolkit.errors import ForeignError
 
-# vLLM's classes of caches whose rules are known. A subclass is another cache, with its own name.
+# vLLM's classes of caches with known rules. A subclass is another cache, with its own name.
 KINDS = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "mla",
@@ -80,7 +80,7 @@ def resolved_of(scheduler: Any) -> Resolved:
 
 
 def refuse_unlike(here: Resolved, measured: Resolved | None) -> None:
-    """Raise `InputError` for a server that is not modelled, and for one whose passes take other
+    """Raise `InputError` for a server that is not modelled, and for one with passes that take other
     times than those of the server that was `measured`; None: what that was is not known.
     """
     refuse("this vLLM server", of_resolved(here))

@@ -45,7 +45,7 @@ class Rhythm:
         self.count = 0  # of rows
 
     def add(self, row: GroupRow, value: int) -> None:
-        """Add a row whose passes are those where `value` + the passes so far is a multiple of the
+        """Add a row. Its passes are those where `value` + the passes so far is a multiple of the
         block.
         """
         self.rows[-value % self.block][row] = None

@@ -128,7 +128,7 @@ class Driven(DrivenScheduler):
 
 
 def _next(plan: list[int], turns: dict[int, int], number: int) -> int:
-    """The entry of a request's plan whose turn it is; the plan begins again at its end."""
+    """The entry of a request's plan that comes next; the plan begins again at its end."""
     turn = turns.get(number, 0)
     turns[number] = turn + 1
     return plan[turn % len(plan)]

@@ -110,7 +110,7 @@ def shipped_results() -> list[Conformance]:
 
 
 def last_compared() -> str:
-    """The newest version whose result ships; '' where none does."""
+    """The newest version with a result that ships; '' where there is none."""
     shipped = shipped_results()
     return shipped[-1].vllm if shipped else ""
 

@@ -190,7 +190,7 @@ def passes_of_results(results: list[Any]) -> list[Any]:
 
 
 def _refuse_another(installed: Installed, loaded: Loaded) -> None:
-    """Raise `EngineError` where Python loaded another vLLM than the one whose files were read."""
+    """Raise `EngineError` where Python loaded another vLLM than the files that were read are of."""
     found = installed.folder.resolve() if installed.folder else None
     if loaded.folder.resolve() != found or loaded.version != installed.version:
         raise EngineError(

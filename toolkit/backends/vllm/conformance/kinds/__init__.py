@@ -1,4 +1,4 @@
-"""The kinds of caches and servers whose passes are compared: one file each, with a `KIND`.
+"""The kinds of caches and servers that are compared by their passes: a file each, with a `KIND`.
 
 A new kind is a new file here. Its workloads name their caches in `groups`, which `driven` turns
 into vLLM's own, or their drafts in `drafts`.
@@ -28,7 +28,7 @@ class ModelKind:
         needs: what of vLLM it touches.
         cited: verdicts about models of these classes cite it; not one of a setting of its own.
         since: the first release that has it; '': all have.
-        before: the first release with other rules, whose models are refused by name; '': none.
+        before: the first release with other rules: its models are refused by name; '': none.
         order: where it is in the list.
     """
 
