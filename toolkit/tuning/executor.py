@@ -32,6 +32,7 @@ from toolkit.files.tuning import Outcome
 from toolkit.interrupts import held
 from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
 
+ENDING = {signal.SIGINT, signal.SIGTERM}  # signals that end a child process
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
@@ -157,7 +158,7 @@ class ProcessPool:
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(self.jobs, context, _tie_to_parent)
                 with _starting():
-                    running[self._pool.submit(_simulate, piece)] = piece
+                    running[self._pool.submit(_simulate_in_child, piece)] = piece
 
         try:
             submit(self.jobs)
@@ -199,7 +200,9 @@ def _starting() -> Iterator[None]:
 
 
 def _tie_to_parent() -> None:
-    """In a child process: end at once where the parent ends, and at the keyboard's interrupt."""
+    """In a child process: end at once where the parent ends, and while it simulates also at the
+    keyboard's interrupt and where the parent says so.
+    """
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -208,7 +211,7 @@ def _tie_to_parent() -> None:
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -236,6 +239,17 @@ class _Failure:
         self.kind = type(error)
         self.message = error.message
         self.hint = error.hint
+
+
+def _simulate_in_child(piece: Piece) -> SimulatedWindow | _Failure:
+    """Simulate a piece. Only meanwhile may a signal end the process: while it takes a task or sends
+    a result it may hold a lock, or have sent half, and then the parent would wait for ever.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    try:
+        return _simulate(piece)
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
 def _simulate(piece: Piece) -> SimulatedWindow | _Failure:
