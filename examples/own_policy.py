@@ -1,16 +1,11 @@
 """A policy of one's own beside those that ship: `python examples/own_policy.py`."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from toolkit import api
 
 
-@dataclass(frozen=True)
+@api.policy("half-promised")
 class HalfPromisedPolicy(api.ContinuousPolicy):
     """Admit while prompts and a share of what the rows may still generate fit into the cache."""
-
-    name: ClassVar[str] = "half-promised"
 
     share: float = api.parameter(
         0.5, low=0, high=1, search=(0, 1), doc="share of the outputs' limits"

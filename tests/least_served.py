@@ -1,22 +1,17 @@
 """Least attained service first: the jobs with the fewest tokens run, the others are paused."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from toolkit.sched.memory import no_rows
 from toolkit.sched.policies.base import RoundPolicy, rows_parameter
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 
 
-@dataclass(frozen=True)
+@policy("least-served")
 class LeastServedPolicy(RoundPolicy):
     """A paused job keeps its cache on the device. If memory is full, the most served are evicted
     until one job fits.
     """
-
-    name: ClassVar[str] = "least-served"
 
     max_batch_size: int = rows_parameter(4)
     quantum: int = parameter(8, low=1, doc="decode steps after which jobs are ranked again")

@@ -1,9 +1,7 @@
 """Policies of third parties: they override what they need, of the rounds and of the plan."""
 
-import copy
 import gc
-import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -15,8 +13,7 @@ from toolkit.sched.eventlog import RecordingScheduler
 from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import choice, parameter
-from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.policies.parameters import parameter
 from toolkit.sched.types import Job, Request, Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
@@ -65,14 +62,6 @@ class Idle(ShortFirst):
         return decision
 
 
-@dataclass(frozen=True)
-class Seldom(ShortFirst):
-    """It redefines a parameter of its base."""
-
-    interval_steps: int = parameter(40, low=1, doc="decode steps between two attempts to admit")
-    router: str = choice("least-loaded", ROUTERS, doc="how requests are assigned to workers")
-
-
 def test_a_policy_of_a_third_party_overrides_what_it_needs():
     trace = trace_of(30, rate_rps(1.0, 2))
     world = world_of(2)
@@ -116,18 +105,3 @@ def test_a_simulation_makes_no_cycles_and_collects_none():
     run(scheduler, requests, workers)
     assert gc.isenabled()
     assert gc.collect() < 10
-
-
-def test_a_parameter_that_a_third_party_redefines_is_that_of_its_base():
-    trace = trace_of(30, rate_rps(1.0, 2))
-    world = world_of(2)
-    given = events(ShortFirst(interval_steps=40, router="least-loaded"), trace, world)
-    assert events(Seldom(), trace, world) == given
-    assert events(Seldom(interval_steps=1), trace, world) != given
-
-
-def test_policies_are_values_that_other_processes_may_get():
-    for policy in (ShortFirst(rows=2), make_policy("mlfq", {"quantum_s": 0.3})):
-        assert pickle.loads(pickle.dumps(policy)) == policy
-        assert hash(copy.copy(policy)) == hash(policy)
-        assert replace(policy, chunk_tokens=64) != policy

@@ -15,7 +15,7 @@ from toolkit.files.io import find_recipe, fit_path, read_file
 from toolkit.metrics import Floats, latencies
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import Value, choice, parameter
+from toolkit.sched.policies.parameters import Value, choice, parameter, policy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import Decision, View
@@ -39,6 +39,7 @@ __all__ = [
     "latencies_of",
     "open_experiment",
     "parameter",
+    "policy",
 ]
 
 

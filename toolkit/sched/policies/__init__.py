@@ -1,5 +1,5 @@
 """The registry of policies, and which engine can run which. To add a policy, write its file and add
-its name and class below.
+its class to the list below.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 
 POLICIES: dict[str, type[Policy]] = {
-    "sequence": SequencePolicy,
-    "slice": SlicePolicy,
-    "slice-continuous": SliceContinuousPolicy,
-    "conservative": ConservativePolicy,
-    "aggressive": AggressivePolicy,
-    "past-future": PastFuturePolicy,
-    "past-future-sla": PastFutureSlaPolicy,
-    "fcfs": FcfsPolicy,
-    "past-future-oracle": PastFutureOracle,
-    "mlfq": MlfqPolicy,
-    "baton": BatonPolicy,
-    "srpt-oracle": SrptOracle,
+    policy.name: policy
+    for policy in (
+        SequencePolicy,
+        SlicePolicy,
+        SliceContinuousPolicy,
+        ConservativePolicy,
+        AggressivePolicy,
+        PastFuturePolicy,
+        PastFutureSlaPolicy,
+        FcfsPolicy,
+        PastFutureOracle,
+        MlfqPolicy,
+        BatonPolicy,
+        SrptOracle,
+    )
 }
-# Policies that know the true output lengths, so they exist in simulations only.
-ORACLES = frozenset({"past-future-oracle", "srpt-oracle"})
-for _name, _policy in POLICIES.items():
-    _policy.name = _name
-    _policy.knows_lengths = _name in ORACLES
 # Policies of engines, which the toolkit's scheduler cannot run.
 BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
+# Policies that know the true output lengths, so they exist in simulations only.
+ORACLES = frozenset(name for name, policy in POLICIES.items() if policy.knows_lengths)
 P = TypeVar("P", bound=AnyPolicy)
 
 

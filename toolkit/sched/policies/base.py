@@ -9,13 +9,11 @@ calls replays exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import GetSetDescriptorType
 from typing import Any, ClassVar
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.compiled import Reduced, reduced
-from toolkit.sched.policies.parameters import choice, declared, parameter, validate
+from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
@@ -27,29 +25,21 @@ DEFAULT_HISTORY = 1000
 Ranking = Callable[[Job, int], float]
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+@mypyc_attr(native_class=False)  # so that subclasses may be data classes with slots
 class Policy:
-    """A scheduling policy: a frozen data class with its parameters as fields.
+    """A scheduling policy: a frozen object with its parameters as fields (`parameters.policy`).
 
     A policy of static batches overrides `plan`, and `route` if it queues jobs at workers.
     """
 
-    name: ClassVar[str] = ""  # of those that ship, the registry sets it, and `knows_lengths`
+    __slots__ = ()
+    name: ClassVar[str] = ""
     continuous: ClassVar[bool] = False  # whether its batches are rounds, which keep caches
     knows_lengths: ClassVar[bool] = False  # whether it needs the true output lengths: an oracle
     at_start: ClassVar[tuple[str, ...]] = ()  # parameters that only a new scheduler reads
 
     def __post_init__(self) -> None:
         validate(self)
-        # A parameter that an interpreted class redefines lies apart from that of a compiled base.
-        for name in declared(self):
-            for base in type(self).__mro__[1:]:
-                field = vars(base).get(name)
-                if isinstance(field, GetSetDescriptorType):
-                    field.__set__(self, getattr(self, name))
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
@@ -89,10 +79,11 @@ class Policy:
         return self
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+@mypyc_attr(native_class=False)
 class RoundPolicy(Policy):
     """Base of the policies of rounds: they decide worker by worker, with `plan_round`."""
 
+    __slots__ = ()
     continuous: ClassVar[bool] = True
     # Parameters of most policies of rounds (`router_choice`, `chunk_parameter`).
     router: str = "round-robin"

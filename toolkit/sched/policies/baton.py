@@ -20,7 +20,6 @@ caches aside until then. It uses batches of 2 to 10 rows and states no threshold
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
@@ -31,13 +30,13 @@ from toolkit.sched.policies.base import (
     rows_parameter,
 )
 from toolkit.sched.policies.continuous import eviction_order
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import turn_of
 
 
-@dataclass(frozen=True)
+@policy("baton")
 class BatonPolicy(RoundPolicy):
     """BATON: when a row ends, a waiting job takes its place."""
 

@@ -13,9 +13,6 @@ none if that is not enough.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from mypy_extensions import mypyc_attr
 
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
@@ -25,14 +22,13 @@ from toolkit.sched.policies.base import (
     router_choice,
     rows_parameter,
 )
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import priority_of
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-@dataclass(frozen=True)
+@policy()
 class ContinuousPolicy(RoundPolicy):
     """Base of the continuous policies: subclasses decide which jobs may enter.
 
@@ -187,7 +183,7 @@ def eviction_order(worker: Worker) -> list[Job]:
     return sorted(worker.running.jobs, key=priority_of)[::-1]
 
 
-@dataclass(frozen=True)
+@policy("aggressive")
 class AggressivePolicy(ContinuousPolicy):
     """Admit while the tokens in use, newcomers' included, are within `watermark` of capacity.
 
@@ -204,7 +200,7 @@ class AggressivePolicy(ContinuousPolicy):
         return footprint.taken_with(length) <= self.watermark * worker.capacity_tokens
 
 
-@dataclass(frozen=True)
+@policy("conservative")
 class ConservativePolicy(ContinuousPolicy):
     """Admit while the sum of prompt + max_new_tokens is within `overcommit` times the capacity.
 
@@ -223,7 +219,7 @@ class ConservativePolicy(ContinuousPolicy):
         return promised <= self.overcommit * worker.capacity_tokens
 
 
-@dataclass(frozen=True)
+@policy("fcfs")
 class FcfsPolicy(ContinuousPolicy):
     """FastServe's baseline: in order of arrival, each job to its end, and nothing is evicted.
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.sched.policies.base import Ranking
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, RankedRow, ranked
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
@@ -132,7 +131,7 @@ class FeedbackQueues:
 queues_of = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 
 
-@dataclass(frozen=True)
+@policy("mlfq")
 class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false."""
 

@@ -1,16 +1,38 @@
-"""Parameters of policies and routers: dataclass fields with bounds, meaning and search range."""
+"""Parameters of policies and routers: dataclass fields with bounds, meaning and search range.
+
+`@policy("name")` makes a class a policy, `parameter` and `choice` declare its parameters.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 from toolkit.errors import InputError
 
 Value = bool | int | float | str
 LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def policy(name: str = "", *, knows_lengths: bool = False) -> Callable[[type[T]], type[T]]:
+    """Make a class a policy: its instances are frozen, and its fields are its parameters.
+
+    `name` is what recipes and commands call it; the base of several policies has none.
+    `knows_lengths`: whether it needs the true output lengths, which only a simulation has.
+    """
+
+    def frozen(plain: type[T]) -> type[T]:
+        made = dataclass(frozen=True, slots=True)(plain)
+        if name:
+            made.name = name  # type: ignore[attr-defined]
+            made.knows_lengths = knows_lengths  # type: ignore[attr-defined]
+        return made
+
+    return frozen
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import repeat
 from typing import ClassVar
 
@@ -27,12 +27,12 @@ from toolkit.errors import InputError
 from toolkit.sched.kernels import admit_past_future, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import LengthHistory, View
 
 
-@dataclass(frozen=True)
+@policy("past-future")
 class PastFuturePolicy(ContinuousPolicy):
     """Admit while the predicted peak (Eq. 2-4) stays below (1 - reserve) of the capacity.
 
@@ -97,7 +97,7 @@ class PastFuturePolicy(ContinuousPolicy):
         return (1.0 - self.reserve) * worker.capacity_tokens
 
 
-@dataclass(frozen=True)
+@policy("past-future-oracle", knows_lengths=True)
 class PastFutureOracle(ContinuousPolicy):
     """The "theoretical optimum": admit while the true peak (Eq. 2-4) is below the capacity."""
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from toolkit.sched.kernels import peaks_to_come
 from toolkit.sched.memory import Footprint
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import View
@@ -27,7 +26,7 @@ from toolkit.sched.waiting import RECALL_COUNT
 CYCLE_ATTEMPTS = 100  # attempts to admit, a share of which puts late jobs first
 
 
-@dataclass(frozen=True)
+@policy("past-future-sla")
 class PastFutureSlaPolicy(PastFuturePolicy):
     """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B."""
 

@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-
-from mypy_extensions import mypyc_attr
 
 from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_rows
 from toolkit.sched.policies.base import (
@@ -39,7 +36,7 @@ from toolkit.sched.policies.base import (
     router_choice,
     rows_parameter,
 )
-from toolkit.sched.policies.parameters import choice, parameter
+from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.ranked import Aged, Ranked, RankedJobs
 from toolkit.sched.types import Batch, Job, Moves, Worker
@@ -210,8 +207,7 @@ class Placement:
         return out_s + in_s
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-@dataclass(frozen=True)
+@policy()
 class PreemptivePolicy(RoundPolicy):
     """Base of the preemptive policies: subclasses rank jobs with `ranking`.
 

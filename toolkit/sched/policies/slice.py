@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.policies.parameters import parameter
+from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Batch, Job, Worker
@@ -98,7 +97,7 @@ def share_out(
     return best(jobs, 0)[0]
 
 
-@dataclass(frozen=True)
+@policy("slice")
 class SlicePolicy(Policy):
     """SCLS. The paper: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed), zeta 0.9.
 
@@ -249,7 +248,7 @@ def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
     return min(loads.values())
 
 
-@dataclass(frozen=True)
+@policy("sequence")
 class SequencePolicy(Policy):
     """Sequence-level scheduling (SLS), the baseline of SCLS: fixed batches in turn (section 5.1).
 

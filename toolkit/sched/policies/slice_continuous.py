@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from toolkit.sched.figures import Numbers, WorkerFigure
 from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.parameters import choice, parameter
+from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.policies.routers import ROUTERS, soonest
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View
@@ -74,7 +73,7 @@ def _longest_first(entry: tuple[int, Job]) -> int:
     return -entry[1].length
 
 
-@dataclass(frozen=True)
+@policy("slice-continuous")
 class SliceContinuousPolicy(ContinuousPolicy):
     """SCLS on a running batch: slices bound the memory that is needed, and caches stay."""
 

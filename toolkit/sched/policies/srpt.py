@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
 from toolkit.errors import InputError
 from toolkit.sched.policies.base import Ranking
+from toolkit.sched.policies.parameters import policy
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job
 
 
-@dataclass(frozen=True)
+@policy("srpt-oracle", knows_lengths=True)
 class SrptOracle(PreemptivePolicy):
     """Shortest remaining time first by the true lengths, of a job alone under the law."""
 
