@@ -67,6 +67,7 @@ FIGURES = ("docs/how-to/capacity.md", "docs/tutorials/reading-a-verdict.md")
 VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
 CAPACITY = f"llmctl capacity {GPU_RECIPE} --trace chat-small"
 METRICS = "needs a server of vLLM with traffic; tests/test_traces_from_metrics.py has one"
+CHECKED = "needs vLLM's own schedulers; tests/test_conformance.py has made-up ones"
 LIVE = "needs a vLLM of its own; tests/test_live_real_vllm.py runs these where there is one"
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
@@ -472,7 +473,9 @@ SCRIPTS = RESULTS | {
             "llmctl serve plan.json": "needs three GPUs",
         },
     ),
-    "docs/how-to/vllm.md": Script(prepare=stand_in_for_vllm),
+    "docs/how-to/vllm.md": Script(
+        prepare=stand_in_for_vllm, elsewhere={"llmctl vllm-check": CHECKED}
+    ),
     "docs/how-to/live.md": Script(elsewhere={"llmctl": LIVE}),
     "docs/how-to/replicas.md": Script(
         elsewhere={
