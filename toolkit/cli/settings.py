@@ -15,7 +15,6 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError
-from toolkit.sched.policies.parameters import from_words
 
 if TYPE_CHECKING:
     from toolkit.endpoints.settings import LiveState, SettingsClient
@@ -50,6 +49,8 @@ def command(args: SetOptions) -> None:
     The server is one of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
     requests at once let those that run end. A value outside its bounds is refused with the bounds.
     """
+    from toolkit.sched.policies.parameters import from_words
+
     client = control_of(args.url, args.control_key)
     asked = from_words(args.settings or [])
     state = client.set(asked, "llmctl set") if asked else client.get()
