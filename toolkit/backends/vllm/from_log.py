@@ -22,9 +22,9 @@ from toolkit.backends.vllm.profile import (
     points,
     refuse_not_modelled,
     refuse_unknown_experts,
+    steps_of_header,
     timed,
 )
-from toolkit.catalogue.models import experts_of, text_config
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.load import law_of_steps
@@ -126,21 +126,8 @@ def steps_of_log(recipe: Recipe, history: PassHistory, front_s: float = 0.0) -> 
             f"law needs {CHUNKS_MIN} and {ROWS_MIN}",
             "wait for more traffic, or profile: llmctl profile RECIPE",
         )
-    experts, per_token = experts_of(text_config(recipe.model.config))
-    return StepsProfile(
-        block_tokens=header.block_tokens,
-        blocks=header.blocks,
-        max_num_batched_tokens=header.max_num_batched_tokens,
-        async_scheduling=header.async_scheduling,
-        graph_sizes=header.graph_sizes,
-        graph_mode=header.graph_mode,
-        executor=header.executor,
-        experts=experts,
-        experts_per_token=per_token,
-        resolved=header.resolved,
-        points=found,
-        front=[FrontPoint(rows=n, prompt_tokens=0, seconds=front_s) for n in FRONT_ROWS if front_s],
-    )
+    front = [FrontPoint(rows=n, prompt_tokens=0, seconds=front_s) for n in FRONT_ROWS if front_s]
+    return steps_of_header(header, recipe).model_copy(update={"points": found, "front": front})
 
 
 def coverage(fit: StepsFit, steps: StepsProfile, passes: int) -> Coverage:

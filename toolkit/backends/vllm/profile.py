@@ -164,6 +164,28 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     )
 
 
+def steps_of_header(header: IterationLogHeader, recipe: Recipe) -> StepsProfile:
+    """What the first line of a log says of an engine's passes; points are still to be added."""
+    experts, per_token = experts_of(text_config(recipe.model.config))
+    drafts = header.resolved.drafts if header.resolved else None
+    return StepsProfile(
+        block_tokens=header.block_tokens,
+        blocks=header.blocks,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        async_scheduling=header.async_scheduling,
+        graph_sizes=header.graph_sizes,
+        graph_mode=header.graph_mode,
+        executor=header.executor,
+        experts=experts,
+        experts_per_token=per_token,
+        resolved=header.resolved,
+        draft_method=drafts.method if drafts else "",
+        draft_tokens=drafts.tokens if drafts else 0,
+        points=[],
+        front=[],
+    )
+
+
 def refuse_not_modelled(header: IterationLogHeader, ranks: int = 1) -> None:
     """`InputError` for a server that does what no law or simulation knows; `ranks`: the engines
     of data parallelism that wrote a log.
@@ -232,25 +254,7 @@ class VllmBench(ServerBench):
 
     @property
     def steps(self) -> StepsProfile:
-        header = self._header
-        experts, per_token = experts_of(text_config(self._recipe.model.config))
-        drafts = header.resolved.drafts if header.resolved else None
-        return StepsProfile(
-            block_tokens=header.block_tokens,
-            blocks=header.blocks,
-            max_num_batched_tokens=header.max_num_batched_tokens,
-            async_scheduling=header.async_scheduling,
-            graph_sizes=header.graph_sizes,
-            graph_mode=header.graph_mode,
-            executor=header.executor,
-            experts=experts,
-            experts_per_token=per_token,
-            resolved=header.resolved,
-            draft_method=drafts.method if drafts else "",
-            draft_tokens=drafts.tokens if drafts else 0,
-            points=[],
-            front=[],
-        )
+        return steps_of_header(self._header, self._recipe)
 
     def take_passes(self) -> Passes:
         passes = Passes(
