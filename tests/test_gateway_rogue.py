@@ -188,6 +188,34 @@ MODELS = [
 ]
 
 
+def test_a_fault_of_the_front_ends_one_connection_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    """uvicorn closes it: a client that is not told would lose its next request."""
+
+    def fails(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("toolkit.gateway.front.text_of", fails)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answer = await front.http.get("/metrics")
+        assert answer.status_code == 500
+        assert answer.headers["connection"] == "close"
+        assert (await front.http.get("/health")).status_code == 200
+
+    run(test, StandIn())
+
+
+def test_a_metric_beyond_a_float_is_left_out_of_the_merged_ones():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answer = await front.http.get("/replicas/metrics")
+        assert answer.status_code == 200
+        assert "vllm:num_requests_waiting{" in answer.text
+        assert "vllm:num_requests_running{" not in answer.text
+
+    metrics = page(b"vllm:num_requests_running 1" + b"0" * 400 + b"\nvllm:num_requests_waiting 3\n")
+    run(test, StandIn(pages={"/metrics": metrics}))
+
+
 @pytest.mark.parametrize("body", MODELS, ids=range(len(MODELS)))
 @pytest.mark.parametrize("path", ["/v1/models", "/version", "/health", "/metrics"])
 def test_a_replica_with_odd_pages_is_probed_again(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import ssl
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -485,11 +486,20 @@ def total(metrics: Sequence[Metric], *names: str) -> float | None:
 
 
 def families_in(text: str) -> list[MetricFamily]:
-    """The families of a page; none where it is not in Prometheus' text format."""
+    """The families of a page, without values that are beyond a float; none where it is not in
+    Prometheus' text format.
+    """
     try:
-        return list(text_string_to_metric_families(text))
+        families = list(text_string_to_metric_families(text))
     except (ValueError, LookupError, TypeError, AttributeError):  # its parser raises all of them
         return []
+    for family in families:  # the parser makes integers of any length
+        family.samples = [
+            one
+            for one in family.samples
+            if isinstance(one.value, float) or abs(one.value) <= sys.float_info.max
+        ]
+    return families
 
 
 def parsed_metrics(text: str) -> list[Metric]:

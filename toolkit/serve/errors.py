@@ -119,5 +119,10 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_bug(_: Request, __: Exception) -> Response:
-    """Any other exception. The server logs it; the client learns no details."""
-    return error_response(ApiError("internal error", status=500))
+    """Any other exception. The server logs it; the client learns no details.
+
+    Starlette raises the exception again once this is sent, and uvicorn then closes the connection:
+    the client must not send its next request there.
+    """
+    headers = {"Connection": "close"}
+    return error_response(ApiError("internal error", status=500, headers=headers))
