@@ -15,6 +15,7 @@ from toolkit.catalogue.classes import (
     of_resolved,
     refusal,
     refuse,
+    refused,
 )
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
@@ -224,3 +225,23 @@ def test_a_class_that_is_modelled_is_found_and_not_refused(monkeypatch) -> None:
     found = of_resolved(replace(ONE, groups=[WINDOW, FULL]))
     assert names(found) == {"windows"}
     refuse("a server", found)
+
+
+@pytest.mark.parametrize(
+    ("version", "refuses"),
+    [("", False), ("0.31.0", True), ("0.32.0", False), ("0.33.1", False), ("of my own", False)],
+)
+def test_states_are_modelled_as_releases_from_0_32_on_schedule_them(
+    version: str, refuses: bool
+) -> None:
+    found = of_resolved(replace(ONE, groups=[FULL, STATE]), version)
+    assert bool(refused(found)) == refuses
+
+
+@pytest.mark.parametrize(
+    ("version", "refuses"),
+    [("0.30.0", True), ("0.31.0", False), ("0.32.0", False), ("0.33.0", True)],
+)
+def test_drafts_are_modelled_as_two_releases_schedule_them(version: str, refuses: bool) -> None:
+    found = of_resolved(replace(ONE, drafts=Drafts("ngram", 3)), version)
+    assert bool(refused(found)) == refuses

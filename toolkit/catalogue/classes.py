@@ -9,7 +9,10 @@ is known. To serve a class, add its name to `MODELLED`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
 
 from toolkit.catalogue.models import SENSES, integer_at, special_of, text_config
 from toolkit.catalogue.quantization import Config
@@ -49,8 +52,13 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "priority": "the waiting queue is in order of priority",
     "active rows": "fewer rows run at once than max_num_seqs",
     "long prefill threshold": "chunks are cut while other requests are there",
+    "other release": "this release schedules them by other rules than those that are modelled",
     "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
 }
+# The first release of vLLM with the rules that are modelled, and the first with others again (None:
+# none is known), by `llmctl vllm-check` (docs/reference/vllm-versions.md). What is not here has had
+# the same rules since 0.28.
+RELEASES: dict[str, tuple[str, str | None]] = {"states": ("0.32", None), "drafts": ("0.31", "0.33")}
 MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
@@ -192,9 +200,25 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def of_resolved(resolved: Resolved) -> list[ClassFound]:
-    """The classes of a server, from what vLLM resolved."""
-    return [*_of_groups(resolved), *_of_server(resolved)]
+def of_resolved(resolved: Resolved, version: str = "") -> list[ClassFound]:
+    """The classes of a server, from what vLLM resolved; `version` is vLLM's, if it is known."""
+    found = [*_of_groups(resolved), *_of_server(resolved)]
+    names = dict.fromkeys(one.name for one in found)
+    if resolved.drafts is not None:
+        names["drafts"] = None
+    with suppress(InvalidVersion):
+        found += [one for name in names for one in _of_release(name, Version(version))]
+    return found
+
+
+def _of_release(name: str, version: Version) -> list[ClassFound]:
+    """That a release schedules a class by other rules."""
+    first, beyond = RELEASES.get(name, ("0", None))
+    release = Version(f"{version.major}.{version.minor}")
+    if Version(first) <= release and (beyond is None or release < Version(beyond)):
+        return []
+    modelled = f"{first} and newer" if beyond is None else f"{first} to before {beyond}"
+    return [ClassFound("other release", f"{name} in vLLM {version}, modelled of {modelled}")]
 
 
 # vLLM's methods of speculative decoding with known rules: whether they draft with the model's

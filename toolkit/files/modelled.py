@@ -26,4 +26,5 @@ def refuse_recipe(recipe: Recipe) -> None:
 def refuse_fit(fit: Fit) -> None:
     """Raise `InputError` for what the measured server had and is not modelled."""
     if fit.steps is not None and fit.steps.resolved is not None:
-        refuse(f"the server of the fit of '{fit.recipe_name}'", of_resolved(fit.steps.resolved))
+        found = of_resolved(fit.steps.resolved, fit.engine.engine_version or "")
+        refuse(f"the server of the fit of '{fit.recipe_name}'", found)
