@@ -65,7 +65,7 @@ class ToyServer:
         return {"stop": 3}
 
     def check(self, recipe):
-        return Check("engine", "missing", "no toys here", "buy some")
+        return [Check("engine", "missing", "no toys here", "buy some")]
 """
 RECIPE = """\
 name: toys

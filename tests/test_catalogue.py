@@ -152,7 +152,6 @@ def test_vllm_quantizes_to_fp8_while_it_loads() -> None:
         ({"torch_dtype": "int3"}, "", "int3"),
         ({"hybrid_override_pattern": "M-M*"}, "", "Mamba"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "", "linear attention"),
-        ({"attention_chunk_size": 8192}, "", "chunked"),
         ({"index_topk": 2048}, "", "sparse"),
         ({"vision_config": {"depth": 2}}, "", "vision_config"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "", "bitsandbytes"),

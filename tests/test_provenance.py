@@ -60,9 +60,7 @@ def some(policy: str) -> st.SearchStrategy[dict[str, Value]]:
 
 
 def within(policy: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
-    """The nearest parameters that the policy takes: of vLLM's own scheduler two bound each
-    other.
-    """
+    """The nearest parameters that the policy takes: some of vLLM's own bound each other."""
     return VllmPolicy.within(parameters) if policy == VllmPolicy.name else dict(parameters)
 
 
@@ -78,6 +76,8 @@ def plan_of(
     recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None
 ) -> Plan:
     fit = samples.fit(engine=recipe.engine.name, workers=recipe.workers)
+    measured = fit.engine.model_copy(update={"engine_version": "0.33.0"})  # has all parameters
+    fit = fit.model_copy(update={"engine": measured})
     return make_plan(recipe, fit, tuned, {}, chosen)
 
 
@@ -214,7 +214,7 @@ def test_settings_of_serve_have_no_prediction(policy: str, data: st.DataObject) 
     ]
     try:
         served = override(plan, None, words, None)
-    except InputError:  # of vLLM's own scheduler two parameters bound each other
+    except InputError:  # some parameters of vLLM's own scheduler bound each other
         assert policy == VllmPolicy.name
         return
     for name in start:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from plain_blocks import PlainScheduler
 
-from benchmarks.engines import vllm_passes as bench
+from toolkit.backends.vllm.conformance.kinds import full
+from toolkit.backends.vllm.conformance.workloads import make_case
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
@@ -64,23 +65,23 @@ def free_blocks(pool: SharedPool) -> list[int]:
 @pytest.mark.parametrize("first", range(0, 300, 60))
 def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass, what it finds, and the order in which free blocks will be given out."""
-    step = bench._step
+    step = full.step_of
     queues = []
 
-    def recorded(scheduler: PagedScheduler, *, counts: bool):
+    def recorded(scheduler: PagedScheduler, *, counts: bool = False):
         found = step(scheduler, counts=counts)
         if isinstance(scheduler.pool, SharedPool) and (found["rows"] or found["preempted"]):
             queues.append(free_blocks(scheduler.pool))
         return found
 
-    monkeypatch.setattr(bench, "_step", recorded)
+    monkeypatch.setattr(full, "step_of", recorded)
     preempted = hits = 0
     for seed in range(first, first + 60):
-        case = bench.make_case(seed)
+        case = make_case(seed)
         plain = PlainScheduler(case)
         theirs = plain.run()
         queues.clear()
-        assert bench.passes_of_case(case) == theirs, seed
+        assert full.passes_of_case(case) == theirs, seed
         if queues:
             size = case["block_tokens"]
             assert queues == [[len(key) // size - 1 for key in one] for one in plain.queues], seed
@@ -96,7 +97,7 @@ def test_shared_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     blocks of prompts, sessions in open and closed loop, preemptions.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-shared.json").read_text())[number]
-    assert bench.passes_of_case(case) == theirs
+    assert full.passes_of_case(case) == theirs
     assert PlainScheduler(case).run() == theirs
 
 
@@ -106,7 +107,7 @@ def test_shared_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
 def test_leaps_change_nothing_where_prompts_are_shared(ahead: bool, closed: bool) -> None:
     seen = 0.0
     for seed in range(40):
-        case = bench.make_case(seed)
+        case = make_case(seed)
         if case["block_tokens"] != 4:
             continue
         rows = [(0.02 * k, one[1], one[2]) for k, one in enumerate(case["requests"])]

@@ -223,6 +223,12 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     if kind not in KNOWN_TYPES:
         problem = f"model_type '{kind}': its sizes are not known"
         raise InputError(problem, nearest(kind, KNOWN_TYPES))
+    if states := _states(config):
+        problem = f"the model has {states}: its weights and its states are not counted"
+        raise InputError(problem, "measure a server that runs it")
+    if integer_at(config, "index_topk"):
+        problem = "the model has sparse attention: the weights of its index are not counted"
+        raise InputError(problem, "measure a server that runs it")
     if missing := [key for key in NEEDED if not integer_at(config, key)]:
         raise InputError(f"the config lacks {', '.join(missing)}", "give the whole config.json")
     dtype = str(config.get("torch_dtype", config.get("dtype")) or "bfloat16").removeprefix("torch.")

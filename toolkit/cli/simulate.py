@@ -590,8 +590,8 @@ class SimulateOptions(StageOptions):
     )
     vllm_python: str | None = option(
         None,
-        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
-        "or this one.",
+        "The Python of the environment with that vLLM; default: the recipe's, or the one that "
+        "vllm-check takes.",
         metavar="FILE",
     )
     as_json: JsonOption = False

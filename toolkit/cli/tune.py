@@ -229,8 +229,8 @@ class TuneOptions(LengthOptions):
     )
     vllm_python: str | None = _computing(
         None,
-        "The Python of the environment with that vLLM; default: the recipe's, LLMCTL_VLLM_PYTHON, "
-        "or this one.",
+        "The Python of the environment with that vLLM; default: the recipe's, or the one that "
+        "vllm-check takes.",
         metavar="FILE",
     )
     storage: str = _computing(

@@ -113,9 +113,12 @@ class VllmPolicy:
 
     @classmethod
     def within(cls, drawn: Mapping[str, Value]) -> dict[str, Value]:
-        """The valid parameters nearest to `drawn`: no more rows than tokens of a pass."""
+        """The valid parameters nearest to `drawn`: no more rows than tokens of a pass, and no
+        threshold for chunks where prompts are not cut.
+        """
         whole = {**defaults(cls), **drawn}
-        return {
-            **drawn,
-            "max_num_seqs": min(int(whole["max_num_seqs"]), int(whole["max_num_batched_tokens"])),
-        }
+        rows = min(int(whole["max_num_seqs"]), int(whole["max_num_batched_tokens"]))
+        valid = {**drawn, "max_num_seqs": rows}
+        if not whole["chunked_prefill"]:
+            valid["long_prefill_token_threshold"] = 0
+        return valid
