@@ -1,13 +1,16 @@
 """The engines of a data-parallel server: what lock step, waves and vLLM's balancer make of them."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_sim_prefix import FLAT, LAW, trace_of, world
 from test_sim_replicas import made_up
 
+from toolkit.backends.vllm.conformance.kinds.ranks import passes_of_ranks
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape
 from toolkit.routing.rank_balancer import Coordinator, RankBalancer
@@ -17,6 +20,7 @@ from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.ranks import DataParallel, Waves, padded, sync_rule
 from toolkit.traces.types import Trace
 
+DATA = Path(__file__).parent / "data"
 POLICY = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
 
 
@@ -163,3 +167,13 @@ def test_what_is_not_modelled_is_refused() -> None:
     for wrong in ({"size": 0}, {"size": 2, "servers": 0}, {"size": 2, "sync_passes": 0}):
         with pytest.raises(InputError):
             DataParallel(**wrong)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_passes_of_all_engines_are_those_of_vllm_s_own(number: int) -> None:
+    """As `vllm-check` found them with vLLM 0.32.0: both schedulers, 2 and 4 engines, with one API
+    server and more, dummy passes, ends of waves, preemptions, figures of several ages.
+    """
+    case, theirs = json.loads((DATA / "vllm-0.32.0-ranks.json").read_text())[number]
+    assert passes_of_ranks(case) == theirs
+    assert sum(one["dummy"] for one in theirs) > 10
