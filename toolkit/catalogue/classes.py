@@ -58,7 +58,11 @@ CLASSES = {  # each with the reason why it needs rules of its own
 # The first release of vLLM with the rules that are modelled, and the first with others again (None:
 # none is known), by `llmctl vllm-check` (docs/reference/vllm-versions.md). What is not here has had
 # the same rules since 0.28.
-RELEASES: dict[str, tuple[str, str | None]] = {"states": ("0.32", None), "drafts": ("0.31", "0.33")}
+RELEASES: dict[str, tuple[str, str | None]] = {
+    "states": ("0.32", None),
+    "drafts": ("0.31", None),
+    "drafts from states": ("0.31", "0.33"),  # then a block's hash covers the token behind it
+}
 MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
@@ -205,7 +209,8 @@ def of_resolved(resolved: Resolved, version: str = "") -> list[ClassFound]:
     found = [*_of_groups(resolved), *_of_server(resolved)]
     names = dict.fromkeys(one.name for one in found)
     if resolved.drafts is not None:
-        names["drafts"] = None
+        uses_states = DRAFTING.get(resolved.drafts.method, False)
+        names["drafts from states" if uses_states else "drafts"] = None
     with suppress(InvalidVersion):
         found += [one for name in names for one in _of_release(name, Version(version))]
     return found

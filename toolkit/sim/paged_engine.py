@@ -88,7 +88,8 @@ class PagedEngine:
     `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
     caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
-    are accepted. `others` are the same engine with other numbers of drafts.
+    are accepted; `keeps_known` as of `DraftScheduler`. `others` are the same engine with other
+    numbers of drafts.
     `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
@@ -104,6 +105,7 @@ class PagedEngine:
     draft_method: str = ""
     draft_tokens: int = 0
     drafts: DrawnDrafts | None = None
+    keeps_known: bool = False
     others: tuple[PagedEngine, ...] = ()
     link: SchedulerLink | None = None
 
@@ -210,7 +212,15 @@ class PagedEngine:
                     "modelled with speculative decoding",
                     "leave it at 1, or simulate with --scheduler installed",
                 )
-            return DraftScheduler(flags, blocks, size, self.drafts, ahead=self.ahead, shares=shares)
+            return DraftScheduler(
+                flags,
+                blocks,
+                size,
+                self.drafts,
+                ahead=self.ahead,
+                shares=shares,
+                keeps_known=self.keeps_known,
+            )
         return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
 
     def front(self, rows: float) -> FrontDelay:

@@ -70,6 +70,7 @@ def passes_of_case(case: Case) -> list[Pass]:
         shares="ids" in case,
         reserves=case["reserve_full_isl"],
         longest=case["max_model_len"],
+        keeps_known=case.get("keeps_known", False),
     )
     return passes_of(scheduler, case)
 

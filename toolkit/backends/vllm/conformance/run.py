@@ -21,6 +21,7 @@ from toolkit.backends.vllm.conformance.workloads import Case
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
 from toolkit.errors import EngineError
+from toolkit.sim.drafts import keeps_known_outputs
 
 CHILD = "toolkit.backends.vllm.conformance.child"
 WORKLOADS = 100  # of each kind with each of the two schedulers
@@ -102,12 +103,15 @@ def compare(
 
 
 def within(case: Case, installed: Installed) -> Case:
-    """The workload without what came after a release: it keeps every end of windows and states
-    where it has no `retention`, and no checkpoints inside a prefill.
+    """The workload as a release serves it: it keeps every end of windows and states where it has no
+    `retention`, makes no checkpoints inside a prefill before it has them, and keeps blocks of
+    outputs with drafts by its own rule.
     """
     changed = dict(case)
     if not installed.has(RETENTION):
         changed["retention"] = None
+    if "drafts" in case:
+        changed["keeps_known"] = keeps_known_outputs(installed.version)
     if "groups" in case and not installed.has(CHECKPOINTS):
         changed["groups"] = [
             {name: value for name, value in group.items() if name != "checkpoint"}
