@@ -246,7 +246,7 @@ def test_states_are_modelled_as_releases_from_0_32_on_schedule_them(
         ("ngram", "0.33.0", False),
         ("eagle", "0.30.0", True),
         ("eagle", "0.32.0", False),
-        ("eagle", "0.33.0", True),
+        ("eagle", "0.33.0", False),
     ],
 )
 def test_drafts_are_modelled_of_the_releases_that_were_compared(

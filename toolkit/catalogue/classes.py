@@ -58,11 +58,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
 # The first release of vLLM with the rules that are modelled, and the first with others again (None:
 # none is known), by `llmctl vllm-check` (docs/reference/vllm-versions.md). What is not here has had
 # the same rules since 0.28.
-RELEASES: dict[str, tuple[str, str | None]] = {
-    "states": ("0.32", None),
-    "drafts": ("0.31", None),
-    "drafts from states": ("0.31", "0.33"),  # then a block's hash covers the token behind it
-}
+RELEASES: dict[str, tuple[str, str | None]] = {"states": ("0.32", None), "drafts": ("0.31", None)}
 MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
@@ -209,8 +205,7 @@ def of_resolved(resolved: Resolved, version: str = "") -> list[ClassFound]:
     found = [*_of_groups(resolved), *_of_server(resolved)]
     names = dict.fromkeys(one.name for one in found)
     if resolved.drafts is not None:
-        uses_states = DRAFTING.get(resolved.drafts.method, False)
-        names["drafts from states" if uses_states else "drafts"] = None
+        names["drafts"] = None
     with suppress(InvalidVersion):
         found += [one for name in names for one in _of_release(name, Version(version))]
     return found
@@ -242,7 +237,9 @@ def _of_drafts(drafts: Drafts | None) -> list[ClassFound]:
         " with a number that follows the batch": bool(drafts.schedule),
         " in parallel": drafts.padded,
         f" with {drafts.lookahead} slots": drafts.lookahead != slots,
-        " with hashes of blocks that cover a token more": drafts.hash_lookahead > 0,
+        f" with hashes that cover {drafts.hash_lookahead} tokens behind a block": (
+            drafts.hash_lookahead > int(slots > 0)
+        ),
     }
     return [ClassFound("drafts", f"{which}{how}") for how, is_so in others.items() if is_so]
 

@@ -16,7 +16,8 @@ The rules of vLLM 0.32 (`v1/core/sched/scheduler.py`) beside those of `toolkit.s
 - A method that drafts with the model's states (EAGLE, MTP) has slots for its drafts in the cache,
   and drops the last block that a prompt finds, to compute these states anew.
 
-vLLM 0.33 keeps blocks of outputs earlier (`keeps_known`).
+vLLM 0.33 keeps blocks of outputs earlier (`keeps_known`), and its hashes cover the token behind a
+block where drafts come from the model's states (`hash_lookahead`).
 
 Rows advance by different numbers of tokens, so nothing is counted for all of them at once: a pass
 costs time for each row.
@@ -253,6 +254,9 @@ class DraftScheduler(PassScheduler):
         keeps_known: full blocks of outputs are kept for other requests as soon as their tokens are
             known, as since vLLM 0.33; before, without a queue of passes, only when the row gets
             room for its next pass, so that its last blocks are not kept.
+        hash_lookahead: tokens behind a block that its hash covers, of methods that draft with the
+            model's states since vLLM 0.33: such a block can be found once they are known, and the
+            last block that a prompt finds is not dropped.
     """
 
     def __init__(
@@ -267,6 +271,7 @@ class DraftScheduler(PassScheduler):
         reserves: bool = True,
         longest: int = 0,
         keeps_known: bool = False,
+        hash_lookahead: int = 0,
     ) -> None:
         caches = flags.prefix_caching
         super().__init__(
@@ -281,6 +286,7 @@ class DraftScheduler(PassScheduler):
         self._shares = shares
         self._ahead = ahead
         self._keeps_known = keeps_known
+        self._hash_lookahead = hash_lookahead
         self._reserves_input = reserves
         self._threshold: int = flags.long_prefill_token_threshold
         self._longest = longest or blocks * block_tokens
@@ -289,7 +295,7 @@ class DraftScheduler(PassScheduler):
         self._drafts = drafts
         self._count: int = drafts.tokens
         self._lookahead = self._count if drafts.uses_states else 0
-        self._drops = caches and drafts.uses_states
+        self._drops = caches and drafts.uses_states and not hash_lookahead
         self._order: list[DraftRow] = []  # the running rows
         self._queue: deque[DraftRow] = deque()  # the waiting ones
         self._plan: list[DraftPart] | None = None
@@ -449,7 +455,7 @@ class DraftScheduler(PassScheduler):
         if needed > 0:
             pool.take(needed)
             one.blocks += needed
-        self._register(one, min(computed + new, one.known))
+        self._register(one, computed + new)
         return True
 
     def _admit(self, plan: list[DraftPart], budget: int, ran_chunk: bool) -> None:
@@ -491,7 +497,7 @@ class DraftScheduler(PassScheduler):
             pool.admit(row, found)
             one.blocks = pool.needed(tokens)
             pool.take(one.blocks - found // self._size)
-            self._register(one, min(found + new, one.known))
+            self._register(one, found + new)
             queue.popleft()
             self.waiting.popleft()
             order.append(one)
@@ -557,9 +563,10 @@ class DraftScheduler(PassScheduler):
             one.asked += 1
 
     def _register(self, one: DraftRow, tokens: int) -> None:
-        """The first `tokens` tokens of a running row are known and in its cache."""
-        if self._caches and tokens // self._size > one.row.registered:
-            self.pool.register(one.row, tokens)
+        """The first `tokens` tokens of a running row are in its cache."""
+        found = min(tokens, one.known - self._hash_lookahead)
+        if self._caches and found // self._size > one.row.registered:
+            self.pool.register(one.row, found)
 
     def _free(self, one: DraftRow) -> None:
         self.pool.give(one.row, one.blocks * self._size, 0)
