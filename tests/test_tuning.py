@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import samples
+from lean import without_capacity
 from said import says
 
 from toolkit.errors import InputError
@@ -50,6 +51,7 @@ def trace(n: int = 2000, seed: int = 0) -> Trace:
     return Trace(arrival, prompts, outputs, np.zeros(n, np.int64), source="test")
 
 
+@without_capacity()
 def run(
     runner: Runner | None = None, sla: dict[str, float] | None = None, **changes: object
 ) -> Tuning:
@@ -319,7 +321,8 @@ def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> N
         source="long",
     )
     inputs = Inputs(recipe, fit, make_workload(recipe, fit, long))
-    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    with without_capacity():
+        result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
     assert not any(trial.feasible for trial in result.trials)
     assert not result.keeps_limits
     kept = {limit.name: limit.kept for limit in result.limits}

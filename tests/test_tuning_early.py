@@ -10,6 +10,7 @@ import numpy as np
 import optuna
 import pytest
 import samples
+from lean import without_capacity
 from optuna.samplers._tpe.sampler import default_gamma
 
 from toolkit.files.tuning import Tuning
@@ -188,6 +189,7 @@ class Whole(InProcessRunner):
         return super().run([replace(task, stops_above=None) for task in tasks])
 
 
+@without_capacity()
 def run(runner: Runner, **changes: object) -> Tuning:
     """A search where some settings are too slow for the target."""
     settings = {
