@@ -55,7 +55,9 @@ def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: objec
 
 
 @without_capacity()
-def found_by(given: Inputs, runner: Runner | None = None, by: Callable[..., Tuning] = tune) -> Tuning:
+def found_by(
+    given: Inputs, runner: Runner | None = None, by: Callable[..., Tuning] = tune
+) -> Tuning:
     return by(given, runner or InProcessRunner(), HEAD, lambda best: None)
 
 
