@@ -33,6 +33,7 @@ from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.ranks import DataParallel
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
@@ -128,6 +129,7 @@ class World:
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
+    parallel: DataParallel | None = None  # `paged` is one engine of such a server; None: it is all
     # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
     # flags of the simulated policy.
     flags: VllmPolicy | None = None
