@@ -69,13 +69,13 @@ def test_the_journal_keeps_starts_and_refuses_those_of_another_sweep(tmp_path: P
     with path.open("a") as file:
         file.write('{"settings": {"max_num_s')  # it was killed while it wrote
     again = Journal(path, "one")
-    assert again.resumed == 2
+    assert len(again) == 2
     assert again.spent_s == 10.0
     assert again.get(0) == start(8, 2.0)
     assert again.get(1) == start(9, failed="vLLM ended")
     assert again.get(2) is None
     again.put(start(10))
-    assert Journal(path, "one").resumed == 3
+    assert len(Journal(path, "one")) == 3
     with pytest.raises(InputError):
         Journal(path, "another")
 

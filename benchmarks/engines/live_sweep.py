@@ -14,7 +14,8 @@ difference; the five have a mean with its 95 % interval. If 0 is in it, the two 
 noise.
 
 An estimate comes first. FOLDER has a journal: after Ctrl-C (exit code 130) the same command goes
-on, and the time of earlier runs counts. Needs an otherwise idle machine. --starts 2 --settings 2
+on, and the time of earlier runs counts. It also has vLLM's output of the newest start, and of each
+that failed. Needs an otherwise idle machine. --starts 2 --settings 2
 --minutes 4 tries it.
 """
 
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -108,7 +110,9 @@ class Journal:
             "".join(line + "\n" for line in (head, *(one.line() for one in self._known))),
             encoding="utf-8",
         )
-        self.resumed = len(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     @property
     def spent_s(self) -> float:
@@ -172,7 +176,12 @@ class Sweep:
         loaded_s = 0.0
         bursts: list[BurstFigures] = []
         failed = ""
-        with tempfile.TemporaryDirectory() as folder:
+        log = self._given.work / "vllm.log"
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            log.open("w", encoding="utf-8") as output,
+            redirect_stderr(output),
+        ):
             order = ServerOrder(
                 plan.model_copy(update={"policy": planned}),
                 plan.recipe.name,
@@ -181,11 +190,13 @@ class Sweep:
                 Ending(timeout_s=1.0),
             )
             try:
-                with vllm_server(command_of(order, Path(folder)), quiet=True) as server:
+                with vllm_server(command_of(order, Path(folder)), quiet=False) as server:
                     loaded_s = time.monotonic() - begun_s
                     bursts = [*self._bursts(server, windows)]
             except EngineError as error:
                 failed = error.message
+        if failed:
+            log.rename(log.with_name(f"failed-{len(self.journal)}.log"))
         return Start(settings, loaded_s, time.monotonic() - begun_s, bursts, failed)
 
     def _bursts(self, server: VllmServer, windows: Sequence[int]) -> Iterator[BurstFigures]:
@@ -235,7 +246,7 @@ def run(given: argparse.Namespace) -> None:
     note = "" if count >= given.settings else f"; the search has no {given.settings}"
     burst_s = tuning.spent_s / tuning.bursts
     spent_s = sweep.journal.spent_s
-    resumed = sweep.journal.resumed
+    resumed = len(sweep.journal)
     print(f"{count} settings beside those of the start{note}; {2 * given.starts} more to confirm")
     print(f"a burst took {burst_s:.1f} s in the search, a start takes about {START_S:.0f} s")
     if resumed:
