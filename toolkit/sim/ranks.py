@@ -525,7 +525,8 @@ class _Service:
         self._leaves: list[Node] = []
         self._watched: list[bool] = []
         if self._shares:
-            self._leaves, self._watched = reuse.contents(numbers, requests, outputs)
+            lookahead = engine.hash_lookahead
+            self._leaves, self._watched = reuse.contents(numbers, requests, outputs, lookahead)
         self._copies: list[dict[Node, Node]] = [{} for _ in range(parallel.size)]
         self._arrivals = reuse.arrivals(numbers, ledger.arrival_s, self._refusals)
         self._coordinator = Coordinator(parallel.size, lock_step=parallel.lock_step)

@@ -29,6 +29,7 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
+from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
@@ -267,8 +268,12 @@ def paged_of(fit: Fit) -> PagedEngine | None:
         return None
     caches = caches_of(fit)
     engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
-    others = tuple(PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
-    return replace(engine, others=others)
+    keeps_known = keeps_known_outputs(fit.engine.engine_version)
+    others = tuple(
+        replace(PagedEngine.of(one, one.blocks * one.block_tokens, caches), keeps_known=keeps_known)
+        for one in fit.drafts
+    )
+    return replace(engine, keeps_known=keeps_known, others=others)
 
 
 def caches_of(fit: Fit) -> CacheSettings | None:
