@@ -88,7 +88,15 @@ def test_a_folder_without_the_rows_is_no_checkout(tmp_path: Path) -> None:
     [
         ({}, ""),
         ({"model_path": "moonshotai/Kimi-K2.5"}, "latent"),
-        ({"model_path": "openai/gpt-oss-120b"}, "windows"),
+        ({"model_path": "openai/gpt-oss-120b", "precision": "fp4"}, ""),
+        (
+            {
+                "model_path": "openai/gpt-oss-120b",
+                "system": "h100_sxm",
+                "silicon_data_source": "silicon_concurrency=512; measured=2025-12-08",
+            },
+            "512",
+        ),
         ({"attention_dp_size": "4"}, "wait"),
         ({"model_path": "Qwen/Qwen3-235B-A22B-FP8", "tp_size": "2"}, "wait"),
         ({"system": "b60"}, "b60"),
@@ -141,6 +149,51 @@ def test_a_server_is_predicted_and_a_full_cache_makes_requests_wait() -> None:
     waiting = silicon.predict(replace(roomy, protocol=scarce), constants)
     assert waiting.full
     assert waiting.ttft_s > 2 * found.ttft_s
+
+
+WINDOWED = ModelShapes(
+    layers=36,
+    hidden=2880,
+    intermediate=0,
+    heads=64,
+    kv_heads=8,
+    head_dim=64,
+    vocab=201088,
+    experts=128,
+    experts_per_token=4,
+    expert_intermediate=2880,
+    expert_weights="mxfp4",
+    window=128,
+    window_layers=18,
+)
+
+
+def test_layers_with_windows_save_time_and_memory() -> None:
+    row = replace(ROW, model="gpt-oss-120b", precision="fp4", prompt=8192, concurrency=16)
+    constants = silicon.shipped_constants()["h200"]
+    protocol = silicon.protocol_of(row)
+    assert (protocol.rows, protocol.longest) == (16, 8192 + 256 + 200)
+    server = silicon.server_of(WINDOWED, row, protocol)
+    without = silicon.server_of(replace(WINDOWED, window=0, window_layers=0), row, protocol)
+    assert server.caches is not None
+    assert without.caches is None
+    assert server.blocks == pytest.approx(2 * without.blocks, abs=1)
+    found = silicon.predict(server, constants)
+    full = silicon.predict(without, constants)
+    assert 0.5 * full.tpot_s < found.tpot_s < 0.97 * full.tpot_s
+    assert found.ttft_s < full.ttft_s
+    uneven = silicon.server_of(replace(WINDOWED, window_layers=30), row, protocol)
+    with pytest.raises(silicon.InputError, match="30 layers with windows"):
+        silicon.predict(uneven, constants)
+
+
+def test_a_script_that_names_kernels_for_experts_is_followed() -> None:
+    row = replace(ROW, model="gpt-oss-120b", precision="fp4", gpu="b200_sxm", day="2026-02-25")
+    server = silicon.server_of(WINDOWED, row, silicon.protocol_of(row))
+    assert server.shapes.expert_weights == "mxfp4_mxfp8"
+    assert server.shapes.cache_bytes == 1
+    before = silicon.protocol_of(replace(row, day="2025-11-02"))
+    assert before.cache_bytes == 2
 
 
 def test_weights_that_leave_no_cache_are_refused() -> None:

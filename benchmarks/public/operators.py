@@ -58,6 +58,7 @@ from benchmarks.public import llmservingsim
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
+    SHORT_HEAD,
     TABLE,
     WEIGHT_BYTES,
     AllReduce,
@@ -111,6 +112,7 @@ EXPERTS = {
     "fp8_block": "fp8_block",
     "int4": "int4_wo",
     "mxfp4": "w4a16_mxfp4",
+    "mxfp4_mxfp8": "w4a8_mxfp4_mxfp8",
     "nvfp4": "nvfp4",
 }
 # A cached token of decodes beside chunks takes so many times as long as in decodes alone:
@@ -259,22 +261,47 @@ def fit_reads(data: Path, gpu: str, cache: str) -> Fitted | None:
 
 
 def fit_chunk(data: Path, gpu: str) -> Fitted:
-    """Attention of prompts, with a cache in bf16 and no window."""
+    """Attention of prompts, and how many times its speed short heads reach, where measured."""
+    guesses = [8e-6, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
+    fitted = fit_prompts(data, gpu, 128, ChunkAttention, guesses)
+    assert fitted is not None
+    law = fitted.value
+
+    def make(short: float) -> ChunkAttention:
+        return replace(law, short=short)
+
+    found = fit_prompts(data, gpu, SHORT_HEAD, make, [0.8])
+    if found is None:
+        return fitted
+    return replace(fitted, value=make(float(f"{found.value.short:.3g}")))
+
+
+def fit_prompts(
+    data: Path,
+    gpu: str,
+    head_dim: int,
+    make: Callable[..., ChunkAttention],
+    guesses: Sequence[float],
+) -> Fitted | None:
+    """Attention of prompts with such heads, with a cache in bf16 and no window; None: not
+    measured.
+    """
     table = read_table(newest(data, gpu, "attention", "context_attention"))
-    rows = (table["kv_cache_dtype"] == "bfloat16") & (table["head_dim"] == 128)
+    rows = (table["kv_cache_dtype"] == "bfloat16") & (table["head_dim"] == head_dim)
     rows = rows & (table.get("window_size", np.zeros(len(rows))) == 0)
     rows = rows & (table["num_heads"] >= 4) & (table["num_heads"] <= 64)
     rows = rows & (table["isl"] >= 16) & (table["isl"] * table["batch_size"] <= 32768)
+    if not rows.any():
+        return None
     names = ("batch_size", "isl", "num_heads", "num_key_value_heads")
     batch, length, heads, kv_heads, seconds = chosen(table, rows, names)
 
     def predict(law: ChunkAttention) -> Floats:
         attended = batch * length * length / 2
-        sizes = (heads, kv_heads, 128)
+        sizes = (heads, kv_heads, head_dim)
         return law.seconds(batch * length, attended, *sizes)  # type: ignore[arg-type]
 
-    guesses = [8e-6, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
-    return solve("chunks", ChunkAttention, predict, seconds, guesses)
+    return solve("chunks", make, predict, seconds, guesses)
 
 
 def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:

@@ -40,6 +40,7 @@ from scipy.optimize import least_squares
 from benchmarks.common.command import make_parser
 from benchmarks.public.operators import CORE, GPUS, config_shapes, flat_json
 from toolkit.catalogue.gpus import gpu_of
+from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
@@ -54,10 +55,11 @@ from toolkit.estimators.gpu_operators import (
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.operators import OperatorLaw, law_of_passes
-from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.metrics import latencies
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
+from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -170,10 +172,10 @@ def not_modelled(row: Row) -> str:
         return f"no operators of {row.gpu}"
     if row.model in ("Kimi-K2.5",):
         return "multi-head latent attention"
-    if row.model in ("gpt-oss-120b",):
-        return "sliding windows of attention"
     if not row.concurrency:
         return "concurrency not said"
+    if row.model in IN_MXFP4 and row.gpu == "h100_sxm" and row.day[:7] == "2025-12":
+        return "concurrency not said (the script of that day has 512 for any)"
     if row.data_ranks > 1:
         return "engines that wait for one another (data parallel)"
     if row.model not in MODELS:
@@ -203,7 +205,9 @@ MODELS = {
     "Llama-3.1-8B-Instruct-FP8": "meta-llama--Meta-Llama-3.1-8B",
     "MiniMax-M2.5": "MiniMaxAI--MiniMax-M2.5",
     "Qwen3-235B-A22B-FP8": "Qwen--Qwen3-235B-A22B-FP8",
+    "gpt-oss-120b": "openai--gpt-oss-120b",
 }
+IN_MXFP4 = ("gpt-oss-120b",)
 IN_BLOCKS = ("MiniMax-M2.5", "Qwen3-235B-A22B-FP8")  # fp8 with a scale per block
 
 
@@ -212,6 +216,10 @@ def shapes_of(data: Path, model: str, precision: str) -> ModelShapes:
     """The model's shapes in that precision, with a KV cache of 16 bits."""
     path = data / CORE / "model_configs" / f"{MODELS[model]}_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        shapes = replace(config_shapes(config, "bfloat16"), expert_weights="mxfp4")
+        layers = config["layer_types"].count("sliding_attention")
+        return replace(shapes, window=config["sliding_window"], window_layers=layers)
     weights = {"bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}[precision]
     if weights == "fp8" and model in IN_BLOCKS:
         weights = "fp8_block"
@@ -237,6 +245,8 @@ class Protocol:
         ahead: `async_scheduling`.
         whole_experts: `enable_expert_parallel`.
         taken: share of the memory that something else takes.
+        longest: `max_model_len`; 0: as long as a request.
+        experts: precision of the experts' kernels; "": that of their weights.
         said: whether a script of the source says so; otherwise it is assumed.
     """
 
@@ -249,6 +259,8 @@ class Protocol:
     ahead: bool = False
     whole_experts: bool = False
     taken: float = RESERVED
+    longest: int = 0
+    experts: str = ""
     said: bool = False
 
 
@@ -267,7 +279,8 @@ def protocol_of(row: Row) -> Protocol:
     """The protocol of a row's source on its day.
 
     InferenceX: benchmarks/70b_*_slurm.sh and 70b_*_docker.sh at ac1998a (October 2025), and
-    minimaxm2.5_{fp8,fp4}_GPU.sh at a363463, 0f78cf4, f342df1, bddbf40, 79bd988, 340d785, 22d0f12.
+    minimaxm2.5_{fp8,fp4}_GPU.sh at a363463, 0f78cf4, f342df1, bddbf40, 79bd988, 340d785, 22d0f12,
+    gptoss_fp4_GPU*.sh at ac1998a, 25506e8, d2c2acb, cec542a.
     """
     if row.model in UNEXPLAINED:  # set on the tenth of these: longer runs, of lengths that differ
         return Protocol(requests=40, ratio=0.8)
@@ -281,6 +294,17 @@ def protocol_of(row: Row) -> Protocol:
         # hold as many bytes as one of 16 bits has.
         return replace(common, cache_bytes=2 if row.gpu == "h100_sxm" else 1, rows=rows)
     apart = row.expert_ranks > 1
+    if row.model in IN_MXFP4:
+        longest = max_model_len_of(row)
+        if hopper:
+            return replace(common, rows=row.concurrency, longest=longest)
+        return replace(
+            common,
+            rows=512,
+            cache_bytes=1 if row.day >= "2025-12" else 2,
+            longest=longest,
+            experts="mxfp4_mxfp8",
+        )
     if row.gpu == "h100_sxm":
         return replace(common, rows=256, whole_experts=apart)
     if row.gpu == "h200_sxm":  # the script of vLLM 0.18 turns it on for every row
@@ -288,6 +312,13 @@ def protocol_of(row: Row) -> Protocol:
     if row.day < APRIL:
         return replace(common, share=0.95, whole_experts=True)
     return replace(common, cache_bytes=1, tokens=2 * row.prompt, whole_experts=apart)
+
+
+def max_model_len_of(row: Row) -> int:
+    """`max_model_len` of InferenceX's scripts for gpt-oss-120b."""
+    if row.gpu == "h100_sxm":
+        return 10240
+    return row.prompt + row.output + (20 if row.prompt == row.output else 200)
 
 
 def trace_of(row: Row, protocol: Protocol) -> Trace:
@@ -308,13 +339,18 @@ def trace_of(row: Row, protocol: Protocol) -> Trace:
 # ---- laws ----
 
 
-def passes_of(rows: int, tokens: int, length: int) -> list[StepShape]:
+def passes_of(rows: int, tokens: int, length: int, window: int = 0) -> list[StepShape]:
     """Passes of a server with up to so many rows and new tokens, and requests that grow to
-    `length`: of decodes alone, and of chunks beside decodes.
+    `length`: of decodes alone, and of chunks beside decodes. `window`: of sliding windows.
     """
     counts = sorted({round(rows ** (k / 12)) for k in range(13)})
     lengths = [length // 16, length // 4, length // 2, length]
-    shapes = [StepShape(count, count * cached) for count, cached in product(counts, lengths)]
+    if window:
+        lengths = sorted({window // 4, window // 2, *lengths})
+    shapes = []
+    for count, cached in product(counts, lengths):
+        inside = count * min(cached, window - 1) if window else 0
+        shapes.append(StepShape(count, count * cached, decode_inside=inside))
     few = sorted({0, 1, max(rows // 16, 1), max(rows // 4, 1), rows})
     for new in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         for count, cached in product(few, lengths):
@@ -327,7 +363,11 @@ def passes_of(rows: int, tokens: int, length: int) -> list[StepShape]:
                     continue
                 parts = max(-(-new // length), 1)  # prompts that fit in the pass
                 attended = parts * chunk_attended(before, new // parts)
-                shapes.append(StepShape(count, count * cached, parts, new, attended, before))
+                shape = StepShape(count, count * cached, parts, new, attended, before)
+                if window:
+                    shape.decode_inside = count * min(cached, window - 1)
+                    shape.prefill_inside = parts * chunk_inside(before, new // parts, window)
+                shapes.append(shape)
     return shapes
 
 
@@ -340,6 +380,39 @@ class Server:
     shapes: ModelShapes
 
     @property
+    def layers_of_block(self) -> int:
+        """Layers that a block of the KV cache has tokens of: of a model with windows those of one
+        kind, since both kinds take blocks of one pool.
+        """
+        return self.shapes.layers - self.shapes.window_layers
+
+    @property
+    def caches(self) -> CacheSettings | None:
+        """The groups of KV caches of a model with windows; None: there is one group."""
+        shapes = self.shapes
+        if not shapes.window:
+            return None
+        layers = self.layers_of_block
+        if layers != shapes.window_layers:
+            raise InputError(
+                f"{self.row.model}: {shapes.window_layers} layers with windows and {layers} without"
+            )
+        page = BLOCK_TOKENS * self.token_bytes
+        groups = (
+            CacheGroup(
+                "window", "SlidingWindowSpec", BLOCK_TOKENS, layers, page, window=shapes.window
+            ),
+            CacheGroup("full", "FullAttentionSpec", BLOCK_TOKENS, layers, page),
+        )
+        return CacheSettings(groups, self.protocol.longest or self.row.prompt + self.row.output + 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the KV cache of one layer."""
+        shapes = self.shapes
+        return 2 * shapes.kv_heads_of(self.row.ranks) * shapes.head_dim * shapes.cache_bytes
+
+    @property
     def blocks(self) -> int:
         """Blocks of its KV cache: what weights and the reserve leave."""
         sheet = gpu_of(GPUS[self.row.gpu][0])
@@ -347,8 +420,7 @@ class Server:
         shapes = self.shapes
         budget = sheet.memory_gib * GIB * (self.protocol.share - self.protocol.taken)
         budget -= weight_bytes(shapes) / ranks
-        each = 2 * shapes.layers * shapes.kv_heads_of(ranks) * shapes.head_dim
-        blocks = int(budget / (each * shapes.cache_bytes * BLOCK_TOKENS))
+        blocks = int(budget / (self.layers_of_block * self.token_bytes * BLOCK_TOKENS))
         if blocks < 1:
             raise InputError(f"{self.row.name}: the weights leave no KV cache")
         return blocks
@@ -369,6 +441,7 @@ def server_of(shapes: ModelShapes, row: Row, protocol: Protocol) -> Server:
     own = replace(
         shapes,
         cache_bytes=protocol.cache_bytes,
+        expert_weights=protocol.experts or shapes.expert_weights,
         whole_experts=protocol.whole_experts and row.ranks > 1,
     )
     return Server(row, protocol, own)
@@ -389,8 +462,9 @@ def law_of(
 ) -> OperatorLaw:
     """The law of a server's passes: up to `sizes` rows, new tokens, and tokens of a request."""
     operators = replace(measured_operators(gpu), engine=constants)
-    passes = passes_of(*sizes)
-    return law_of_passes(passes, operators.pass_seconds(shapes, passes, ranks), KNOTS)
+    passes = passes_of(*sizes, shapes.window)
+    seconds = operators.pass_seconds(shapes, passes, ranks)
+    return law_of_passes(passes, seconds, KNOTS, window=shapes.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,8 +493,11 @@ def predict(server: Server, constants: EngineConstants) -> Prediction:
         protocol.ahead,
         front_s=constants.front_s,
         front_row_s=constants.front_row_s,
+        caches=server.caches,
     )
-    flags = VllmPolicy(min(protocol.rows, protocol.tokens), protocol.tokens)
+    flags = VllmPolicy(
+        min(protocol.rows, protocol.tokens), protocol.tokens, prefix_caching=server.caches is None
+    )
     memory = ZetaMemory(engine.capacity_tokens)
     trace = trace_of(row, protocol)
     world = World(unit_step(), memory, 1, most, paged=engine, concurrency=row.concurrency)
@@ -441,6 +518,7 @@ START = EngineConstants(
     reduce_s=5e-6,
     sustained=0.9,
     routed=0.9,
+    routed_mxfp4=0.9,
     reduce_speed=1.0,
     launch_s=1.5e-4,
     host_s=5e-4,
@@ -452,15 +530,26 @@ START = EngineConstants(
 
 def calibrate(data: Path, rows: Sequence[Row]) -> Constants:
     """The constants of each family. Only H100s ran engines that do not plan ahead, so the others
-    have their host.
+    have their host. Models in mxfp4 set the constant of their own kernels, and no other.
     """
-    of = {name: [row for row in rows if family_of(row.gpu) == name] for name in FAMILIES}
-    names = [each.name for each in fields(EngineConstants)]
+    names = [each.name for each in fields(EngineConstants) if each.name != "routed_mxfp4"]
+    others = [row for row in rows if row.model not in IN_MXFP4]
+    of = {name: [row for row in others if family_of(row.gpu) == name] for name in FAMILIES}
     found = {"h100": fit_constants(data, of["h100"], START, names)}
     host = {"host_s": found["h100"].host_s, "host_row_s": found["h100"].host_row_s}
     free = [name for name in names if name not in host]
     for name in FAMILIES[1:]:
         found[name] = fit_constants(data, of[name], replace(START, **host), free)
+    return calibrate_mxfp4(data, rows, found)
+
+
+def calibrate_mxfp4(data: Path, rows: Sequence[Row], constants: Constants) -> Constants:
+    """`constants` with those of kernels for experts in mxfp4."""
+    found = {}
+    for name, known in constants.items():
+        own = [row for row in rows if row.model in IN_MXFP4 and family_of(row.gpu) == name]
+        start = replace(known, routed_mxfp4=START.routed_mxfp4)
+        found[name] = fit_constants(data, own, start, ["routed_mxfp4"])
     return found
 
 

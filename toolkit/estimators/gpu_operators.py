@@ -21,7 +21,9 @@ made by `benchmarks.public.operators`, which also has the errors). The rest of a
 rotary embedding, activation, cache writes) moves the bytes of its activations and costs a constant
 per kernel; this constant and the others of `EngineConstants` were set by whole engines.
 
-Nothing here knows launches by the CPU, windows of attention, latent attention, or adapters.
+In layers with sliding windows, attention reads what is inside them (`StepShape.decode_inside`).
+
+Nothing here knows launches by the CPU, latent attention, or adapters.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ WEIGHT_BYTES = {
     "fp8_block": 1.0,
     "int4": 0.5625,
     "mxfp4": 0.53125,
+    "mxfp4_mxfp8": 0.53125,  # activations of 8 bits
     "nvfp4": 0.5625,
 }
 # Precisions with GEMMs, and with experts, that are taken to be as fast as those of another.
@@ -62,6 +65,7 @@ NORM_TENSORS = 8
 ROTARY_TENSORS = 3
 GATE_TENSORS = 3
 NORM_BYTES = 4  # of a norm's sum of squares
+SHORT_HEAD = 64  # numbers of a head
 QUANTIZED_APART = ("fp8_block", "nvfp4")  # activations by a kernel before each GEMM; else fused
 
 
@@ -82,6 +86,7 @@ class ModelShapes:
         cache_bytes: of a number in the KV cache.
         whole_experts: whether each of several GPUs has whole experts (expert parallelism), not a
             part of each.
+        window, window_layers: tokens of sliding windows, and how many of the layers have them.
     """
 
     layers: int
@@ -102,6 +107,8 @@ class ModelShapes:
     norm_reduces: int = 0
     cache_bytes: int = ACTIVATION_BYTES
     whole_experts: bool = False
+    window: int = 0
+    window_layers: int = 0
 
     def kv_heads_of(self, ranks: int) -> int:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
@@ -175,19 +182,25 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """Coefficients of attention in passes with chunks."""
+    """Coefficients of attention in passes with chunks.
+
+    Attributes:
+        short: with heads of `SHORT_HEAD` numbers or less, so many times the speed is reached.
+    """
 
     start_s: float
     flops_per_s: float
     bytes_per_s: float
+    short: float = 1.0
 
     def seconds(
         self, tokens: Floats, attended: Floats, heads: int, kv_heads: int, head_dim: int
     ) -> Floats:
         """Seconds of one layer, for chunks of `tokens` that attend to `attended` keys."""
-        computing = 4.0 * heads * head_dim * attended / self.flops_per_s
+        speed = self.short if head_dim <= SHORT_HEAD else 1.0
+        computing = 4.0 * heads * head_dim * attended / (speed * self.flops_per_s)
         moved = 2 * (heads + kv_heads) * head_dim * ACTIVATION_BYTES * tokens
-        busy = self.start_s + computing + moved / self.bytes_per_s
+        busy = self.start_s + computing + moved / (speed * self.bytes_per_s)
         return np.asarray(np.where(tokens > 0, busy, 0.0))
 
 
@@ -248,6 +261,8 @@ class EngineConstants:
         sustained: a GEMM reaches so many times the FLOP/s of its kernel measured alone: a GPU that
             computes without pause is limited by its power.
         routed: experts likewise; there, tokens are also spread less evenly.
+        routed_mxfp4: those in mxfp4 likewise; an engine may run others of its kernels for these
+            than were measured.
         reduce_speed: an all-reduce likewise moves so many times the bytes/s.
         launch_s: a pass with chunks takes at least so long a layer, since its kernels are launched
             one by one.
@@ -261,6 +276,7 @@ class EngineConstants:
     reduce_s: float = 0.0
     sustained: float = 1.0
     routed: float = 1.0
+    routed_mxfp4: float = 1.0
     reduce_speed: float = 1.0
     launch_s: float = 0.0
     host_s: float = 0.0
@@ -329,19 +345,23 @@ class GpuOperators:
         """
         tokens = np.array([shape.tokens for shape in shapes], dtype=float)
         rows = np.array([shape.rows for shape in shapes], dtype=float)
-        attention = self._attention_s(model, shapes, ranks)
         width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
         layer = self._gemm_s(model, tokens, width, model.hidden)
         layer = layer + self._gemm_s(
             model, tokens, model.hidden, model.head_dim * model.heads / ranks
         )
-        layer = layer + attention + self._rest_s(model, tokens, ranks)
+        layer = layer + self._rest_s(model, tokens, ranks)
         if ranks > 1:
             layer = layer + 2 * self._reduce_s(ranks, tokens * model.hidden * ACTIVATION_BYTES)
             layer = layer + model.norm_reduces * self._reduce_s(ranks, tokens * NORM_BYTES)
         sparse_layers = model.layers - model.dense_layers if model.experts else 0
         dense = self._mlp_s(model, tokens, model.dense_intermediate or model.intermediate, ranks)
         seconds = model.layers * layer + (model.layers - sparse_layers) * dense
+        full_layers = model.layers - model.window_layers
+        seconds = seconds + full_layers * self._attention_s(model, shapes, ranks)
+        if model.window_layers:
+            inside = [inside_windows(shape, model.window) for shape in shapes]
+            seconds = seconds + model.window_layers * self._attention_s(model, inside, ranks)
         if sparse_layers:
             sparse = self._experts_s(model, tokens, ranks)
             if model.intermediate:
@@ -394,7 +414,8 @@ class GpuOperators:
         name = model.expert_weights or model.weights
         precision = EXPERTS_LIKE.get(name, name)
         measured = _known(self.experts, precision, f"experts in {name} on {self.name}")
-        law = replace(measured, flops_per_s=measured.flops_per_s * self.engine.routed)
+        routed = self.engine.routed_mxfp4 if "mxfp4" in name else self.engine.routed
+        law = replace(measured, flops_per_s=measured.flops_per_s * routed)
         cut = 1 if model.whole_experts else ranks  # GPUs that share an expert
         apart = ranks // cut  # GPUs that share the experts of a layer
         seconds = law.seconds(
@@ -420,6 +441,19 @@ class GpuOperators:
         )
         law = replace(measured, bytes_per_s=measured.bytes_per_s * self.engine.reduce_speed)
         return np.asarray(self.engine.reduce_s + law.seconds(size_bytes))
+
+
+def inside_windows(shape: StepShape, window: int) -> StepShape:
+    """What layers with sliding windows compute of a pass, as if they had none."""
+    before = min(shape.prefill_cached, window * shape.prefills)
+    return StepShape(
+        shape.decodes,
+        shape.decode_inside,
+        shape.prefills,
+        shape.prefill_tokens,
+        shape.prefill_inside,
+        before,
+    )
 
 
 def rest_kernels(model: ModelShapes) -> int:

@@ -100,6 +100,7 @@ def law_of_passes(
     knots: tuple[int, ...] = (0,),
     *,
     beside: bool = True,
+    window: int = 0,
 ) -> OperatorLaw:
     """The law with the least sum of squared relative residuals at passes [n] that take `seconds`
     [n]. Passes with chunks and passes without weigh the same in total.
@@ -109,6 +110,7 @@ def law_of_passes(
 
     Args:
         beside: whether decodes beside chunks have a cost per cached token of their own.
+        window: tokens of the model's sliding windows; 0: there are none.
 
     Raises `InputError` if passes without or with chunks are missing, or one takes no time.
     """
@@ -117,7 +119,7 @@ def law_of_passes(
         raise InputError("operators: passes with chunks and passes without are both needed")
     if seconds.min() <= 0.0:
         raise InputError(f"operators: a pass takes {seconds.min():g} s; it must be > 0")
-    columns = np.array([features(shape, knots) for shape in shapes])
+    columns = np.array([features(shape, knots, window=window) for shape in shapes])
     if max(shape.prefills for shape in shapes) == 1:
         columns[:, CHUNKS] = 0.0
     if not beside:
@@ -129,7 +131,7 @@ def law_of_passes(
     if not beside:
         coefficients[BESIDE] = coefficients[CACHED]
     return OperatorLaw(
-        StepLaw.of(coefficients.tolist(), knots),
+        StepLaw.of(coefficients.tolist(), knots, window=window),
         percent_error(expected[~mixed], seconds[~mixed]),
         percent_error(expected[mixed], seconds[mixed]),
     )
