@@ -7,17 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import llmctl
 from test_sim_prefix import FLAT, LAW, trace_of, world
 from test_sim_replicas import made_up
 
 from toolkit.backends.vllm.conformance.kinds.ranks import passes_of_ranks
+from toolkit.catalogue.resolved import Resolved
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, shipped_fit
 from toolkit.routing.rank_balancer import Coordinator, RankBalancer
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.ranks import DataParallel, Waves, padded, sync_rule
+from toolkit.sim.world import parallel_of
 from toolkit.traces.types import Trace
 
 DATA = Path(__file__).parent / "data"
@@ -177,3 +182,47 @@ def test_passes_of_all_engines_are_those_of_vllm_s_own(number: int) -> None:
     case, theirs = json.loads((DATA / "vllm-0.32.0-ranks.json").read_text())[number]
     assert passes_of_ranks(case) == theirs
     assert sum(one["dummy"] for one in theirs) > 10
+
+
+def measured(*, experts: int, dp: int = 1, version: str = "0.32.0") -> Fit:
+    """The fit of a server of `dp` engines."""
+    path = shipped_fit("llama-3.1-8b-h200")
+    assert path is not None
+    fit = read_file(Fit, path)
+    assert fit.steps is not None
+    resolved = Resolved([], 100, 1, 16, 16, dp=dp, ep=dp > 1)
+    steps = fit.steps.model_copy(
+        update={"experts": experts, "experts_per_token": 2, "resolved": resolved}
+    )
+    engine = fit.engine.model_copy(update={"engine_version": version})
+    return fit.model_copy(update={"steps": steps, "engine": engine})
+
+
+def test_engines_of_a_mixture_of_experts_need_a_law_of_as_many() -> None:
+    alone = parallel_of(measured(experts=8))
+    assert alone is None
+    with pytest.raises(InputError):
+        parallel_of(measured(experts=8), 2)
+    with pytest.raises(InputError):
+        parallel_of(measured(experts=8, dp=2), 4)
+    with pytest.raises(InputError):
+        parallel_of(None, 2)
+    with pytest.raises(InputError):
+        parallel_of(measured(experts=0), 1, servers=2)
+    found = parallel_of(measured(experts=8, dp=2, version="0.29.1"))
+    assert found is not None
+    kept = (found.size, found.lock_step, found.servers, found.sync_passes, found.syncs_first)
+    assert kept == (2, True, 2, 32, False)
+    dense = parallel_of(measured(experts=0), 4, servers=1)
+    assert dense is not None
+    assert (dense.size, dense.lock_step, dense.servers) == (4, False, 1)
+
+
+def test_engines_of_one_server_are_set_for_a_simulation(capsys: pytest.CaptureFixture) -> None:
+    words = "simulate --fit llama-3.1-8b-h200 --policy vllm --prompt 100 --output 20 --json"
+    words += " --concurrency 8 --requests 40 --set data_parallel_size=2"
+    assert llmctl(*words.split()) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["utilisation_worker_1_percent"] > 0
+    for more in ("--workers 2", "--set replica_router=vllm-dp", "--policy fcfs"):
+        assert llmctl(*words.split(), *more.split()) == 2

@@ -34,7 +34,7 @@ from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.ranks import serve_ranks
+from toolkit.sim.ranks import DataParallel, serve_ranks
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
@@ -103,6 +103,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
+    if world.parallel is not None:
+        _refuse_parallel(world.parallel, policy, world)
     if isinstance(policy, VllmPolicy):
         engines = [kind.engine_of(kind.flags or policy) for kind in world.kinds]
         usable = [engine.capacity_tokens for engine in engines]
@@ -136,6 +138,27 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     return SimResult(served, counts, refusals, front_s=world.front.first_s)
 
 
+def _refuse_parallel(parallel: DataParallel, policy: AnyPolicy, world: World) -> None:
+    """`InputError` where the engines of one data-parallel server would not be all that serves."""
+    what = f"data_parallel_size is {parallel.size}"
+    if not isinstance(policy, VllmPolicy):
+        raise InputError(
+            f"{what}, and policy '{policy.name}' gives requests to workers itself",
+            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+        )
+    if world.size > 1:
+        raise InputError(
+            f"{what}, and {world.size} servers are simulated: such a server is simulated alone",
+            "give --workers 1, and no fleet",
+        )
+    if world.routing is not None:
+        raise InputError(
+            f"{what}, and there is a router or a front before it: vLLM's own balancer deals its "
+            "requests",
+            "leave out replica_router, admission and failures of replicas",
+        )
+
+
 def _reuse(trace: Trace, world: World) -> Reuse:
     return Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency, world.ramp_s)
 
@@ -155,12 +178,6 @@ def _served_by_engines(
     engine = kinds[0].engine
     reuse = _reuse(trace, world)
     parallel = world.parallel
-    if parallel is not None and (several or world.routing or world.workers > 1):
-        raise InputError(
-            f"a server of {parallel.size} data-parallel engines is simulated alone, not among "
-            f"{world.size} replicas, and without a router before it",
-            "simulate one server: --workers 1, without replica_router and admission",
-        )
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
     in_line = several or (world.concurrency and world.size > 1)
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if in_line else None)

@@ -11,6 +11,7 @@ The parts, in this order:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -33,7 +34,7 @@ from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
-from toolkit.sim.ranks import DataParallel
+from toolkit.sim.ranks import FIRST_SYNC, RANKS_MAX, DataParallel, sync_rule
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
@@ -288,6 +289,52 @@ def caches_of(fit: Fit) -> CacheSettings | None:
     )
 
 
+def parallel_of(fit: Fit | None, size: int = 0, servers: int = 0) -> DataParallel | None:
+    """How the engines of a vLLM server share its requests; None: it is one engine. `size` 0: as
+    many as were measured; `servers` 0: as many API servers as engines.
+
+    `InputError` where nothing is known of so many engines.
+    """
+    steps = None if fit is None else fit.steps
+    if fit is None or steps is None:
+        if size > 1:
+            raise InputError(
+                f"data_parallel_size is {size}, and there is no law of vLLM's passes to simulate "
+                "it with",
+                "give a fit of engine vllm: --fit FIT",
+            )
+        return None
+    resolved = steps.resolved
+    measured = 1 if resolved is None else resolved.dp
+    size = size or measured
+    if size != measured and (steps.experts or measured > 1):
+        raise InputError(
+            f"data_parallel_size is {size}, and the law of passes was measured with {measured}: "
+            "the engines of a mixture of experts wait for one another, and exchange tokens in "
+            "each pass",
+            f"leave it at {measured}, or give the fit of such a server",
+        )
+    if size == 1:
+        if servers > 1:
+            raise InputError(
+                f"api_servers is {servers}, and there is one engine, of which none is chosen",
+                "leave it out, or give data_parallel_size",
+            )
+        return None
+    found = re.match(r"(\d+)\.(\d+)", fit.engine.engine_version or "")
+    release = (int(found[1]), int(found[2])) if found else FIRST_SYNC
+    sync_passes, syncs_first = sync_rule(release)
+    graphs = steps.pipeline.graph_sizes if steps.pipeline and steps.pipeline.graph_mode else []
+    return DataParallel(
+        size,
+        lock_step=steps.experts > 0,
+        servers=servers or size,
+        sync_passes=sync_passes,
+        syncs_first=syncs_first,
+        graph_tokens=max(graphs, default=0),
+    )
+
+
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
     """The world that the fits of all kinds of workers of a plan or a fleet describe together."""
     worlds = [
@@ -421,6 +468,19 @@ class WorldSettings:
         doc="tokens that a row gets from a pass of vLLM with speculative decoding, on average; 0: "
         "as the recipe's serve.acceptance says",
     )
+    data_parallel_size: int = parameter(
+        0,
+        high=RANKS_MAX,
+        doc="engines of one vLLM server that share its requests behind vLLM's balancer; 0: as "
+        "measured. Those of a mixture of experts wait for one another, so their law must be "
+        "measured with as many",
+    )
+    api_servers: int = parameter(
+        0,
+        high=RANKS_MAX,
+        doc="API servers of such a server, each with a balancer; 0: vLLM's default, as many as "
+        "engines",
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
@@ -549,6 +609,7 @@ def make_world(
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
         routing=settings.routing(of_router),
+        parallel=parallel_of(fit, settings.data_parallel_size, settings.api_servers),
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
         acceptance=settings.acceptance,
     )
