@@ -7,13 +7,16 @@ methods, and coverage counts lines, which compiled code does not allow.
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("LLMCTL_COMPILED", "0")
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["lanes"]
+END = "-----END CERTIFICATE-----"
 STATE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -38,9 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.fsync = lambda descriptor: None
     # servers that tests start record themselves, but not where the servers of the person that runs
     # the tests are recorded
-    os.environ["XDG_STATE_HOME"] = config.stash.setdefault(
-        STATE, tempfile.TemporaryDirectory()
-    ).name
+    state = config.stash.setdefault(STATE, tempfile.TemporaryDirectory()).name
+    os.environ["XDG_STATE_HOME"] = state
+    # each client of HTTP reads the authorities that it trusts, and a hundred of them take 26 ms
+    authority = Path(state, "authority.pem")
+    authority.write_text("".join(certifi.contents().partition(END)[:2]))
+    os.environ["SSL_CERT_FILE"] = str(authority)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

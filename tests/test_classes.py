@@ -239,9 +239,19 @@ def test_states_are_modelled_as_releases_from_0_32_on_schedule_them(
 
 
 @pytest.mark.parametrize(
-    ("version", "refuses"),
-    [("0.30.0", True), ("0.31.0", False), ("0.32.0", False), ("0.33.0", True)],
+    ("method", "version", "refuses"),
+    [
+        ("ngram", "0.30.0", True),
+        ("ngram", "0.31.0", False),
+        ("ngram", "0.33.0", False),
+        ("eagle", "0.30.0", True),
+        ("eagle", "0.32.0", False),
+        ("eagle", "0.33.0", False),
+    ],
 )
-def test_drafts_are_modelled_as_two_releases_schedule_them(version: str, refuses: bool) -> None:
-    found = of_resolved(replace(ONE, drafts=Drafts("ngram", 3)), version)
+def test_drafts_are_modelled_of_the_releases_that_were_compared(
+    method: str, version: str, refuses: bool
+) -> None:
+    drafts = Drafts(method, 3, lookahead=3 if method == "eagle" else 0)
+    found = of_resolved(replace(ONE, drafts=drafts), version)
     assert bool(refused(found)) == refuses

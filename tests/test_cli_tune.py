@@ -1,11 +1,13 @@
 """`llmctl tune`: its output and file, for any number of processes, and its refusals."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import samples
 from commands import llmctl
+from lean import without_capacity
 from said import says
 
 from toolkit.files.io import read_file
@@ -29,7 +31,14 @@ WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(whole: Path) -> Iterator[Path]:
+    """As `whole`, for tests that ask for no capacity."""
+    with without_capacity():
+        yield whole
+
+
+@pytest.fixture
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a recipe that has a poor policy, and its fit."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
@@ -55,7 +64,7 @@ def tune(*words: str) -> int:
 
 @pytest.mark.slow
 def test_the_output_fits_80_columns_and_has_the_results(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune("--policies", "slice,past-future") == 0
     out, err = capsys.readouterr()
@@ -91,19 +100,25 @@ def test_a_search_that_goes_on_says_how_much_is_kept(
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_changes_no_byte_of_the_file(files: Path) -> None:
+def test_the_number_of_processes_changes_no_byte_of_the_file(whole: Path) -> None:
     assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
 
 @pytest.mark.slow
-def test_another_policy_than_the_recipes_is_rendered(files: Path) -> None:
+def test_another_policy_that_keeps_the_limits_is_rendered(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--policies", "slice", "--draws", "0") == 0
-    assert read_file(Tuning, "tuning.json").best.policy == "slice"
+    result = read_file(Tuning, "tuning.json")
+    assert result.best.policy == "slice"
+    assert result.keeps_limits
+    assert all(one.kept for one in result.limits)
+    assert "beside the limits" in capsys.readouterr().out
     assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
     plan = read_file(Plan, "plan.json")
     assert plan.policy.name == "slice"
-    assert plan.policy.parameters == read_file(Tuning, "tuning.json").best.parameters
+    assert plan.policy.parameters == result.best.parameters
     assert plan.explained["slice_tokens"].source.startswith("trial ")
 
 
@@ -148,7 +163,7 @@ TIGHT = RECIPE.replace("batch_size: 1}", "batch_size: 8}").replace(
 
 @pytest.mark.slow
 def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(TIGHT)
     assert tune("--draws", "0") == 5
@@ -215,19 +230,8 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_tuning_that_keeps_its_limits_says_so(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--draws", "0", "--policies", "slice") == 0
-    result = read_file(Tuning, "tuning.json")
-    assert result.keeps_limits
-    assert all(one.kept for one in result.limits)
-    assert "beside the limits" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune("--draws", "0", "--trials", "1") == 5
     result = read_file(Tuning, "tuning.json")
@@ -253,12 +257,6 @@ def test_the_fewest_workers_are_printed_and_written(
     assert f"workers needed: {result.sizing.workers}, with " in out
     assert "workers that were tried" in out
     assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.slow
-def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune("--json", "--draws", "0") == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(Path("tuning.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -357,7 +355,7 @@ def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(
 
 @pytest.mark.slow
 def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
     assert tune("--load", "0.5", "--draws", "0", "--trials", "1") == 0

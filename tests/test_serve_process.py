@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def test_a_killed_worker_fails_no_request(server: Server, client: openai.OpenAI)
         'llmctl_worker_restarts_total{model_name="toy"} 2.0'
         not in httpx.get(f"{server.url}/metrics").text
     ):
-        pass
+        time.sleep(0.02)  # the workers need the processor to load
     assert not {victim.pid for victim in victims} & {worker.pid for worker in server.workers()}
 
 
@@ -245,6 +246,7 @@ def test_a_hung_worker_is_replaced_and_fails_no_request(tmp_path: Path):
             hung.suspend()
             while httpx.get(f"{server.url}/ready").status_code == 200:
                 assert httpx.get(f"{server.url}/health").status_code == 200
+                time.sleep(0.02)
             assert text + "".join(piece.choices[0].text for piece in stream) == expected
             assert httpx.get(f"{server.url}/ready").status_code == 200
             assert [worker.pid for worker in server.workers()] != [hung.pid]

@@ -512,8 +512,7 @@ def with_restart(server: LiveServer, page) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1600])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1600)])
 def test_the_page_fits_and_is_readable(browser, scheme, width):
     server = LiveServer()
     with server.running():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import samples
+from lean import without_capacity
 from said import says
 
 from toolkit.errors import InputError
@@ -38,7 +39,9 @@ from toolkit.tuning.tune import Inputs, tune
 from toolkit.tuning.workload import in_process, make_workload, own_settings, whole_setup
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4, "policies": ["own"]}
+# just what the recipe's own settings keep up with
+RATE = {"request_rate_rps": 36.386}
+TUNE = {"trials": 12, "window_s": 4, "draws": 4, "policies": ["own"]} | RATE
 
 
 def trace(n: int = 2000, seed: int = 0) -> Trace:
@@ -50,6 +53,7 @@ def trace(n: int = 2000, seed: int = 0) -> Trace:
     return Trace(arrival, prompts, outputs, np.zeros(n, np.int64), source="test")
 
 
+@without_capacity()
 def run(
     runner: Runner | None = None, sla: dict[str, float] | None = None, **changes: object
 ) -> Tuning:
@@ -306,9 +310,7 @@ def test_load_is_relative_to_the_capacity_of_the_untuned_policy():
 
 @pytest.mark.slow
 def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> None:
-    recipe = samples.recipe(
-        engine={"name": "transformers"}, tune=TUNE | {"load": None, "request_rate_rps": 5.0}
-    )
+    recipe = samples.recipe(engine={"name": "transformers"}, tune=TUNE | {"request_rate_rps": 5.0})
     fit = samples.fit(capacity_tokens=64)
     count = 2000
     long = Trace(
@@ -319,7 +321,8 @@ def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> N
         source="long",
     )
     inputs = Inputs(recipe, fit, make_workload(recipe, fit, long))
-    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    with without_capacity():
+        result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
     assert not any(trial.feasible for trial in result.trials)
     assert not result.keeps_limits
     kept = {limit.name: limit.kept for limit in result.limits}

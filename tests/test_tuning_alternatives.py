@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import samples
+from lean import without_capacity
 from said import says
 from test_tuning import HEAD, trace
 
@@ -50,6 +51,7 @@ def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_a_sibling_that_keeps_the_limits_is_named_before_fewer_requests_and_more_workers() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)))
     assert not found.feasible
@@ -97,6 +99,7 @@ def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() 
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_a_sibling_is_named_before_more_workers() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)), auto=True)
     assert result.sizing is not None
@@ -110,6 +113,7 @@ def test_a_sibling_is_named_before_more_workers() -> None:
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
     given = inputs({"ttft_p99_s": 0.5}, (sibling(),))
     _, found = tuned(given)
@@ -129,6 +133,7 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rate", "workers"), [(5.0, 1), (300.0, 2)])
+@without_capacity()
 def test_auto_gives_a_server_replicas(rate: float, workers: int) -> None:
     spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": {"name": "vllm"}}
     tune_spec = TUNE | {"request_rate_rps": rate, "routers": ["own"]}
@@ -141,6 +146,7 @@ def test_auto_gives_a_server_replicas(rate: float, workers: int) -> None:
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_half_of_the_trials_are_for_the_best_served_policy_and_half_for_each_in_turn() -> None:
     result, _ = tuned(inputs({"ttft_p99_s": 2.0}, tune=TUNE | {"trials": 32, "policies": ["all"]}))
     trials = {one.policy: one.trials for one in result.policies}

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
+from lean import without_capacity
 from said import says
 from test_estimators_steps_fit import LAW, measured
 from test_sim_paged_commands import HEAD, trace
@@ -65,6 +66,7 @@ def test_the_numbers_with_laws_are_searched() -> None:
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_cheap_drafts_are_recommended_and_the_verdict_says_where_they_pay() -> None:
     fit = fit_with((0, 3))
     recipe = recipe_with()

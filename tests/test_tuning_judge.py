@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import samples
+from lean import without_capacity
 from test_tuning import HEAD, trace
 
 from toolkit.files.tuning import BEHIND, Outcome, Tuning
@@ -192,6 +193,7 @@ def run(
 
 
 @pytest.fixture(scope="module")
+@without_capacity()
 def tuned() -> Tuning:
     return run(20.0)
 
@@ -237,7 +239,8 @@ def test_the_defaults_are_kept_where_the_best_is_worse_on_the_whole_trace() -> N
 
 @pytest.mark.slow
 def test_where_the_queue_grows_the_server_is_called_overloaded(tuned: Tuning) -> None:
-    over = run(200.0, count=5000, trials=1)
+    with without_capacity():
+        over = run(200.0, count=5000, trials=1)
     behind = {limit.name: limit for limit in over.limits}[BEHIND]
     assert (behind.bound, behind.limit) == ("at most", MOST_BEHIND_PERCENT)
     assert behind.predicted is not None

@@ -1,11 +1,12 @@
 """Several replicas of a server: `tune` searches the router before them, and the plan names it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import samples
+from lean import without_capacity
 from test_tuning import HEAD
 
 from toolkit.cli.tune import show
@@ -24,7 +25,7 @@ from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_len
 from toolkit.traces.types import Trace
 from toolkit.tuning.costs import served_rps
 from toolkit.tuning.evaluate import Evaluation, Task, make_world
-from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.executor import InProcessRunner, Runner
 from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
@@ -53,10 +54,17 @@ def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: objec
     return Inputs(recipe, fit, make_workload(recipe, fit, traffic(shared)))
 
 
+@without_capacity()
+def found_by(
+    given: Inputs, runner: Runner | None = None, by: Callable[..., Tuning] = tune
+) -> Tuning:
+    return by(given, runner or InProcessRunner(), HEAD, lambda best: None)
+
+
 @pytest.fixture(scope="module")
 def routed() -> Tuning:
     given = inputs(tune=TUNE | {"routers": ["prefix", "by-law"]})
-    return tune(given, InProcessRunner(), HEAD, lambda best: None)
+    return found_by(given)
 
 
 def test_each_router_is_a_space_with_its_own_parameters_and_the_recipe_s_targets() -> None:
@@ -154,7 +162,7 @@ def test_the_search_finds_the_router_that_knows_what_is_cached(
 def test_where_nothing_is_shared_and_load_is_low_there_is_nothing_to_gain() -> None:
     low = TUNE | {"routers": ["prefix"], "request_rate_rps": 2.0, "trials": 3}
     given = inputs(shared=False, tune=low)
-    result = tune(given, InProcessRunner(), HEAD, lambda best: None)
+    result = found_by(given)
     assert result.best.replica_router == RouterSpec()
     assert any(line.startswith("nothing to gain from a router") for line in verdict(result))
 
@@ -205,7 +213,7 @@ def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> No
     spec = TUNE | {"routers": ["prefix", "by-law", "least-tokens"], "trials": 6}
     spec["request_rate_rps"] = 160.0
     given = inputs({"ttft_p90_s": 0.25}, workers=1, tune=spec)
-    result = tune_to_size(given, InProcessRunner(), HEAD, lambda best: None)
+    result = found_by(given, by=tune_to_size)
     sizing = result.sizing
     assert sizing is not None
     kept = {row.workers for row in sizing.rows if row.feasible and row.settings == "recipe"}
@@ -221,7 +229,7 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     given = inputs(tune=TUNE | {"routers": ["prefix"], "trials": 2})
     hardware = given.recipe.hardware.model_copy(update={"usd_per_hour": 2.0})
     priced = replace(given, recipe=given.recipe.model_copy(update={"hardware": hardware}))
-    result = tune(priced, InProcessRunner(), HEAD, lambda best: None)
+    result = found_by(priced)
     cost = result.cost
     metrics = result.recommended.metrics
     assert cost is not None
@@ -242,13 +250,13 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     assert prices[0] is not None
     assert prices[1] < prices[0]
     assert any(line.startswith("cost: 6 USD an hour") for line in verdict(result))
-    assert tune(given, InProcessRunner(), HEAD, lambda best: None).cost is None
+    assert found_by(given).cost is None
 
 
 def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_them() -> None:
     sla = {"ttft_p90_s": 0.05}
     bounded = TUNE | {"max_refused_percent": 5.0, "routers": ["own"], "trials": 1}
-    found = tune(inputs(sla, tune=bounded), InProcessRunner(), HEAD, lambda best: None)
+    found = found_by(inputs(sla, tune=bounded))
     refused = found.best.metrics["refused_percent"]
     limit = next(limit for limit in found.limits if limit.name == "refused_percent")
     assert refused > 5.0
@@ -268,7 +276,7 @@ def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_la
 
     spec = {"trials": 1, "draws": 2, "routers": ["own"], "request_rate_rps": 45.0}
     given = inputs({"ttft_p90_s": 0.1}, workers=2, tune=TUNE | spec)
-    found = tune(given, Watching(), HEAD, lambda best: None)
+    found = found_by(given, Watching())
     engines = [task.setup.world.engine() for task in seen]
     fitted = make_world(given.recipe, given.fit).engine()
     assert len({engine.steps for engine in engines}) == 2

@@ -4,6 +4,7 @@ import pytest
 import samples
 from hypothesis import given
 from hypothesis import strategies as st
+from lean import without_capacity
 from said import says
 from test_tuning import HEAD, trace
 
@@ -17,6 +18,7 @@ from toolkit.tuning.workload import make_workload
 TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
 
 
+@without_capacity()
 def size(sla: dict[str, float], runner: Runner | None = None) -> Tuning:
     recipe = samples.recipe(tune=TUNE, sla=sla)
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))

@@ -58,7 +58,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
 # The first release of vLLM with the rules that are modelled, and the first with others again (None:
 # none is known), by `llmctl vllm-check` (docs/reference/vllm-versions.md). What is not here has had
 # the same rules since 0.28.
-RELEASES: dict[str, tuple[str, str | None]] = {"states": ("0.32", None), "drafts": ("0.31", "0.33")}
+RELEASES: dict[str, tuple[str, str | None]] = {"states": ("0.32", None), "drafts": ("0.31", None)}
 MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
@@ -237,7 +237,9 @@ def _of_drafts(drafts: Drafts | None) -> list[ClassFound]:
         " with a number that follows the batch": bool(drafts.schedule),
         " in parallel": drafts.padded,
         f" with {drafts.lookahead} slots": drafts.lookahead != slots,
-        " with hashes of blocks that cover a token more": drafts.hash_lookahead > 0,
+        f" with hashes that cover {drafts.hash_lookahead} tokens behind a block": (
+            drafts.hash_lookahead > int(slots > 0)
+        ),
     }
     return [ClassFound("drafts", f"{which}{how}") for how, is_so in others.items() if is_so]
 

@@ -34,6 +34,7 @@ from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
+from toolkit.sim.ranks import serve_ranks
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
@@ -116,7 +117,8 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     check()
     gaps = TokenGaps() if world.token_gaps else None
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
+    places = world.size * (1 if world.parallel is None else world.parallel.size)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, places, token_gaps=gaps)
     if isinstance(policy, VllmPolicy):
         return _served_by_engines(requests, policy, world, ledger, trace)
     assert not isinstance(policy, BuiltIn)
@@ -152,11 +154,25 @@ def _served_by_engines(
         kinds.append(ServedKind(kind.engine_of(flags), flags, kind.workers, book, front))
     engine = kinds[0].engine
     reuse = _reuse(trace, world)
+    parallel = world.parallel
+    if parallel is not None and (several or world.routing or world.workers > 1):
+        raise InputError(
+            f"a server of {parallel.size} data-parallel engines is simulated alone, not among "
+            f"{world.size} replicas, and without a router before it",
+            "simulate one server: --workers 1, without replica_router and admission",
+        )
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
     in_line = several or (world.concurrency and world.size > 1)
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if in_line else None)
-    if routing is None:
-        refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
+    if parallel is not None or routing is None:
+        drain = world.drain
+        if parallel is None:
+            refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=drain)
+        else:
+            with collector_off():  # what cycles there are live as long as the caches
+                refusals = serve_ranks(
+                    requests, policy, engine, parallel, ledger, reuse, front=front, drain=drain
+                )
         usual = kinds[0].usual_front
         served = usual.seen(ledger.served())
         counts = counters(ledger, len(refusals), engine.capacity_tokens)

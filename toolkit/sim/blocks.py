@@ -471,13 +471,15 @@ def contents(
     outputs: Sequence[int],
     shared: SharedBlocks | None,
     previous: Sequence[int] | None,
+    lookahead: int = 0,
 ) -> tuple[list[Node], list[bool]]:
     """The last node of each request's content (prompt, then output), and whether other prompts have
     tokens of its output.
 
     Prompts are equal as far as their first blocks in `shared` are, with a partial block as far as
     it goes. A prompt with a `previous` row begins with the prompt and the output of that earlier
-    row. Of two such beginnings the longer counts. All else is its own.
+    row. Of two such beginnings the longer counts. All else is its own. A block is the same only if
+    the `lookahead` tokens behind it are.
     """
     leaves: list[Node] = []
     continued = [False] * len(prompts)
@@ -501,6 +503,7 @@ def contents(
                 begins = common
                 owner = before
         parent: Node | None = None
+        begins = max(begins - lookahead, 0)
         if begins:
             parent = leaves[owner].until(begins)
             if begins > prompts[owner]:

@@ -16,10 +16,13 @@ The rules of vLLM 0.32 (`v1/core/sched/scheduler.py`) beside those of `toolkit.s
 - A method that drafts with the model's states (EAGLE, MTP) has slots for its drafts in the cache,
   and drops the last block that a prompt finds, to compute these states anew.
 
+vLLM 0.33 keeps blocks of outputs earlier (`keeps_known`), and its hashes cover the token behind a
+block where drafts come from the model's states (`hash_lookahead`).
+
 Rows advance by different numbers of tokens, so nothing is counted for all of them at once: a pass
 costs time for each row.
 
-Source: vLLM 0.32; compared with its own classes pass by pass (`benchmarks.engines.vllm_drafts`).
+Source: vLLM 0.32; compared with its own classes pass by pass (`llmctl vllm-check`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from toolkit.catalogue.classes import DRAFTING
 from toolkit.compiled import Reduced, reduced
@@ -46,6 +50,7 @@ from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 DRAWS: Final = 1_000_003  # a prime: requests begin at places of their own in the table of draws
 APART: Final = 7_919  # places between two requests
 ROUNDS: Final = 100  # of the bisection
+KEEPS_KNOWN: Final = Version("0.33.0.dev0")  # of vLLM
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,6 +121,16 @@ class DrawnDrafts:
     def accepted(self, number: int, turn: int) -> int:
         """How many of a request's drafts are accepted in its pass number `turn` with drafts."""
         return self._table[(number * APART + turn) % DRAWS]
+
+
+def keeps_known_outputs(version: str) -> bool:
+    """Whether a release of vLLM, such as '0.33.0', keeps blocks of outputs as soon as their tokens
+    are known; '': not known.
+    """
+    try:
+        return Version(version) >= KEEPS_KNOWN
+    except InvalidVersion:
+        return False
 
 
 @lru_cache(maxsize=16)
@@ -236,6 +251,12 @@ class DraftScheduler(PassScheduler):
     Args: as `PagedScheduler`, and
         drafts: how many, and how many are accepted.
         longest: tokens that a request may have, vLLM's `max_model_len`; 0: as the cache has.
+        keeps_known: full blocks of outputs are kept for other requests as soon as their tokens are
+            known, as since vLLM 0.33; before, without a queue of passes, only when the row gets
+            room for its next pass, so that its last blocks are not kept.
+        hash_lookahead: tokens behind a block that its hash covers, of methods that draft with the
+            model's states since vLLM 0.33: such a block can be found once they are known, and the
+            last block that a prompt finds is not dropped.
     """
 
     def __init__(
@@ -249,6 +270,8 @@ class DraftScheduler(PassScheduler):
         shares: bool = False,
         reserves: bool = True,
         longest: int = 0,
+        keeps_known: bool = False,
+        hash_lookahead: int = 0,
     ) -> None:
         caches = flags.prefix_caching
         super().__init__(
@@ -262,6 +285,8 @@ class DraftScheduler(PassScheduler):
         self._caches: bool = caches
         self._shares = shares
         self._ahead = ahead
+        self._keeps_known = keeps_known
+        self._hash_lookahead = hash_lookahead
         self._reserves_input = reserves
         self._threshold: int = flags.long_prefill_token_threshold
         self._longest = longest or blocks * block_tokens
@@ -270,7 +295,7 @@ class DraftScheduler(PassScheduler):
         self._drafts = drafts
         self._count: int = drafts.tokens
         self._lookahead = self._count if drafts.uses_states else 0
-        self._drops = caches and drafts.uses_states
+        self._drops = caches and drafts.uses_states and not hash_lookahead
         self._order: list[DraftRow] = []  # the running rows
         self._queue: deque[DraftRow] = deque()  # the waiting ones
         self._plan: list[DraftPart] | None = None
@@ -430,7 +455,7 @@ class DraftScheduler(PassScheduler):
         if needed > 0:
             pool.take(needed)
             one.blocks += needed
-        self._register(one, min(computed + new, one.known))
+        self._register(one, computed + new)
         return True
 
     def _admit(self, plan: list[DraftPart], budget: int, ran_chunk: bool) -> None:
@@ -472,7 +497,7 @@ class DraftScheduler(PassScheduler):
             pool.admit(row, found)
             one.blocks = pool.needed(tokens)
             pool.take(one.blocks - found // self._size)
-            self._register(one, min(found + new, one.known))
+            self._register(one, found + new)
             queue.popleft()
             self.waiting.popleft()
             order.append(one)
@@ -515,12 +540,13 @@ class DraftScheduler(PassScheduler):
                 one.computed -= rejected
                 if one.expected > 0:
                     one.expected -= rejected
+            if not one.left:
+                one.computed -= gives - kept
+            keeps = self._keeps_known or one.expected > 0
             if one.expected > 0:
-                if not one.left:
-                    one.computed -= gives - kept
                 one.expected -= gives
-                if one.running:
-                    self._register(one, one.computed - one.in_flight)
+            if keeps and one.running:
+                self._register(one, one.computed - one.in_flight)
         if not one.left:
             row = one.row
             if one.running:
@@ -537,9 +563,10 @@ class DraftScheduler(PassScheduler):
             one.asked += 1
 
     def _register(self, one: DraftRow, tokens: int) -> None:
-        """The first `tokens` tokens of a running row are known and in its cache."""
-        if self._caches and tokens // self._size > one.row.registered:
-            self.pool.register(one.row, tokens)
+        """The first `tokens` tokens of a running row are in its cache."""
+        found = min(tokens, one.known - self._hash_lookahead)
+        if self._caches and found // self._size > one.row.registered:
+            self.pool.register(one.row, found)
 
     def _free(self, one: DraftRow) -> None:
         self.pool.give(one.row, one.blocks * self._size, 0)

@@ -88,7 +88,8 @@ class PagedEngine:
     `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
     caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
-    are accepted. `others` are the same engine with other numbers of drafts.
+    are accepted; `keeps_known` and `hash_lookahead` as of `DraftScheduler`. `others` are the same
+    engine with other numbers of drafts.
     `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
@@ -104,6 +105,8 @@ class PagedEngine:
     draft_method: str = ""
     draft_tokens: int = 0
     drafts: DrawnDrafts | None = None
+    keeps_known: bool = False
+    hash_lookahead: int = 0
     others: tuple[PagedEngine, ...] = ()
     link: SchedulerLink | None = None
 
@@ -116,6 +119,7 @@ class PagedEngine:
     ) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
         blocks = capacity_tokens // fit.block_tokens
+        drafts = fit.resolved.drafts if fit.resolved is not None else None
         if caches is not None:
             blocks = round(fit.blocks * capacity_tokens / caches.capacity_tokens(fit.blocks))
         return cls(
@@ -129,6 +133,7 @@ class PagedEngine:
             caches=caches,
             draft_method=fit.draft_method,
             draft_tokens=fit.draft_tokens,
+            hash_lookahead=drafts.hash_lookahead if drafts is not None else 0,
         )
 
     def with_drafts(self, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> PagedEngine:
@@ -210,7 +215,16 @@ class PagedEngine:
                     "modelled with speculative decoding",
                     "leave it at 1, or simulate with --scheduler installed",
                 )
-            return DraftScheduler(flags, blocks, size, self.drafts, ahead=self.ahead, shares=shares)
+            return DraftScheduler(
+                flags,
+                blocks,
+                size,
+                self.drafts,
+                ahead=self.ahead,
+                shares=shares,
+                keeps_known=self.keeps_known,
+                hash_lookahead=self.hash_lookahead,
+            )
         return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
 
     def front(self, rows: float) -> FrontDelay:
@@ -270,9 +284,15 @@ class Reuse:
         return [np.flatnonzero(place % engines == engine).tolist() for engine in range(engines)]
 
     def contents(
-        self, numbers: Sequence[int], requests: Sequence[Request], outputs: Sequence[int]
+        self,
+        numbers: Sequence[int],
+        requests: Sequence[Request],
+        outputs: Sequence[int],
+        lookahead: int,
     ) -> tuple[list[Node], list[bool]]:
-        """Content and `watched` of the requests `numbers`; see `PagedRequest`."""
+        """Content and `watched` of the requests `numbers`; see `PagedRequest`. `lookahead`: tokens
+        behind a block that its hash covers.
+        """
         rows = np.array(numbers, dtype=np.int64)
         sessions = None if self.sessions is None else self.sessions.take(rows)
         leaves, continued = contents(
@@ -280,6 +300,7 @@ class Reuse:
             [outputs[number] for number in numbers],
             None if self.shared is None else self.shared.take(rows),
             None if sessions is None else sessions.previous.tolist(),
+            lookahead,
         )
         return leaves, [False] * len(leaves) if self.closed else continued
 
@@ -675,7 +696,10 @@ def serve(
     ledger.shares = bool(reuse)
     shares = bool(reuse) and flags.prefix_caching
     for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
-        leaves, watched = reuse.contents(numbers, requests, outputs) if shares else ([], [])
+        leaves: list[Node] = []
+        watched: list[bool] = []
+        if shares:
+            leaves, watched = reuse.contents(numbers, requests, outputs, engine.hash_lookahead)
         rows = {
             number: PagedRequest(
                 number,

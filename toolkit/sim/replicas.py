@@ -176,11 +176,14 @@ class RoutedRun:
             PagedRun(index, kind.engine, kind.flags, kind.ledger, shares=shares, tells=True)
             for index, kind in enumerate(kinds[number] for number in self._numbers)
         ]
-        self._leaves, self._watched = (
-            reuse.contents(range(len(requests)), requests, ledger.output_tokens)
-            if any(self._shares)
-            else ([], [])
-        )
+        self._leaves: list[Node] = []
+        self._watched: list[bool] = []
+        if any(self._shares):
+            # of unlike engines the longest: the others then find at most a block less
+            lookahead = max(kind.engine.hash_lookahead for kind in kinds)
+            self._leaves, self._watched = reuse.contents(
+                range(len(requests)), requests, ledger.output_tokens, lookahead
+            )
         self._copies: list[dict[Node, Node]] = [{} for _ in self._replicas]
         size = reuse.shared.block_tokens if reuse.shared else kinds[0].engine.block_tokens
         self._merged = max(routing.block_tokens // size, 1)  # blocks that the router sees as one

@@ -29,9 +29,11 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
+from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.ranks import DataParallel
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
@@ -127,6 +129,7 @@ class World:
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
+    parallel: DataParallel | None = None  # `paged` is one engine of such a server; None: it is all
     # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
     # flags of the simulated policy.
     flags: VllmPolicy | None = None
@@ -265,8 +268,12 @@ def paged_of(fit: Fit) -> PagedEngine | None:
         return None
     caches = caches_of(fit)
     engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
-    others = tuple(PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
-    return replace(engine, others=others)
+    keeps_known = keeps_known_outputs(fit.engine.engine_version)
+    others = tuple(
+        replace(PagedEngine.of(one, one.blocks * one.block_tokens, caches), keeps_known=keeps_known)
+        for one in fit.drafts
+    )
+    return replace(engine, keeps_known=keeps_known, others=others)
 
 
 def caches_of(fit: Fit) -> CacheSettings | None:

@@ -336,7 +336,9 @@ class VllmServer:
         """The last line that names an error, else the last line."""
         lines = [line for line in self._tail if line.strip()]
         vague = "Engine core initialization failed"
-        named = [line for line in lines if "Error" in line and vague not in line]
+        named = [
+            line for line in lines if "Error" in line and not ("raise " in line or vague in line)
+        ]
         return (named or lines or ["no output"])[-1].strip()[-300:]
 
 

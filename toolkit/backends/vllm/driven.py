@@ -118,6 +118,10 @@ class DrivenScheduler:
         """A request comes, with its prompt and, hidden from the scheduler, its output; tokens must
         be unique within the output.
         """
+        self.scheduler.add_request(self.request(number, prompt, outputs, limit))
+
+    def request(self, number: int, prompt: list[int], outputs: list[int], limit: int) -> Any:
+        """vLLM's own request, which the scheduler does not know yet."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -131,13 +135,16 @@ class DrivenScheduler:
         request = Request(name, prompt, sampling, None, arrival_time=came, block_hasher=hasher)
         self.requests[name] = request
         self._outputs[name] = outputs
-        self.scheduler.add_request(request)
+        return request
 
     def plan(self) -> PlannedPass:
         """Plan a pass; without rows there is nothing to compute, and it is not made."""
-        scheduler = self.scheduler
         self.preempted = []
-        output = scheduler.schedule()
+        return self.planned(self.scheduler.schedule())
+
+    def planned(self, output: Any) -> PlannedPass:
+        """The pass that the scheduler has just planned."""
+        scheduler = self.scheduler
         stats = scheduler.kv_cache_manager.make_prefix_cache_stats()
         drafts = output.scheduled_spec_decode_tokens
         new = {one.req_id for one in output.scheduled_new_reqs}
@@ -169,11 +176,36 @@ class DrivenScheduler:
         where it has none, and drafts that are proposed next, as many as can be where it has none.
         The requests that ended with it.
         """
-        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds
 
         output, gives = self.under_way.popleft()
         names = list(output.num_scheduled_tokens)
         before = set(self.scheduler.requests)
+        self.scheduler.update_from_output(output, self.computed(output, gives, accepted))
+        drafts = self.settings.drafts
+        if drafts is not None and not self.settings.ahead:
+            most = getattr(output, "num_spec_tokens_to_schedule", drafts.tokens)
+            count = min(drafts.tokens, most)
+            sampled = [name for name in names if name in gives]
+            counts = [min((offered or {}).get(int(name), count), count) for name in sampled]
+            drafted_next = DraftTokenIds(sampled, [[FILLER] * each for each in counts])
+            self.scheduler.update_draft_token_ids(drafted_next)
+        return self.forget(before)
+
+    def forget(self, before: set[str]) -> list[int]:
+        """Forget the requests that ended since `before` were there; their numbers."""
+        ended = before - set(self.scheduler.requests)
+        for name in ended:
+            del self.requests[name]
+            del self._outputs[name]
+        return sorted(map(int, ended))
+
+    def computed(self, output: Any, gives: Mapping[str, bool], accepted: Mapping[int, int]) -> Any:
+        """What a model gives for a pass, as vLLM's `ModelRunnerOutput`."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        names = list(output.num_scheduled_tokens)
+        before = self.scheduler.requests
         tokens: list[list[int]] = []
         for name in names:
             tokens.append([])
@@ -186,7 +218,7 @@ class DrivenScheduler:
                     first = self.requests[name].num_output_tokens
                     tokens[-1] = self._outputs[name][first : first + count]
                 tokens[-1] += [FILLER] * (count - len(tokens[-1]))
-        result = ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: k for k, name in enumerate(names)},
             sampled_token_ids=tokens,
@@ -194,20 +226,6 @@ class DrivenScheduler:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        self.scheduler.update_from_output(output, result)
-        drafts = self.settings.drafts
-        if drafts is not None and not self.settings.ahead:
-            most = getattr(output, "num_spec_tokens_to_schedule", drafts.tokens)
-            count = min(drafts.tokens, most)
-            sampled = [name for name in names if name in gives]
-            counts = [min((offered or {}).get(int(name), count), count) for name in sampled]
-            drafted_next = DraftTokenIds(sampled, [[FILLER] * each for each in counts])
-            self.scheduler.update_draft_token_ids(drafted_next)
-        ended = before - set(self.scheduler.requests)
-        for name in ended:
-            del self.requests[name]
-            del self._outputs[name]
-        return sorted(map(int, ended))
 
     def held(self) -> dict[str, list[int]]:
         """The blocks that each request in the last plan holds, of each group of caches."""

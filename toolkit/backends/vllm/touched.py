@@ -100,6 +100,8 @@ SCHEDULER = f"{CORE}.sched.scheduler:Scheduler"
 ASYNC = f"{CORE}.sched.async_scheduler:AsyncScheduler"
 CACHES = "vllm.v1.kv_cache_interface"
 UTILS = f"{CORE}.kv_cache_utils"
+ENGINES = "vllm.v1.engine"
+BALANCER = f"{ENGINES}.core_client:DPLBAsyncMPClient"
 ALL: tuple[Need, ...] = ("start", "simulation", "inside")
 LOGGED: tuple[Need, ...] = ("start", "inside")
 
@@ -115,6 +117,8 @@ def _imports() -> Iterator[Touched]:
     for name in ("KVCacheConfig", "KVCacheGroupSpec", "SlidingWindowSpec", "MambaSpec"):
         yield Touched("import", f"{CACHES}:{name}", ("simulation",))
     yield Touched("import", f"{CACHES}:ChunkedLocalAttentionSpec", ("simulation",))
+    yield Touched("import", f"{ENGINES}.core:DPEngineCoreProc", ("simulation",))
+    yield Touched("import", BALANCER, ("simulation",))
     for name in ("ModelRunnerOutput", "DraftTokenIds"):
         yield Touched("import", f"vllm.v1.outputs:{name}", ("simulation",))
     yield Touched("import", "vllm.v1.structured_output:StructuredOutputManager", ("simulation",))
@@ -156,6 +160,8 @@ def _methods() -> Iterator[Touched]:
             ("simulation",),
         ),
         ("vllm.engine.arg_utils:EngineArgs.create_engine_config", (), ("simulation",)),
+        (f"{ENGINES}.core:DPEngineCoreProc.run_busy_loop", (), ("simulation",)),
+        (f"{BALANCER}.get_core_engine_for_request", ("request",), ("simulation",)),
         (
             f"{SCHEDULER}.__init__",
             ("vllm_config", "kv_cache_config", "structured_output_manager", "block_size"),

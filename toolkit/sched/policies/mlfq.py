@@ -21,7 +21,14 @@ from functools import lru_cache
 
 from toolkit.sched.policies.base import Ranking
 from toolkit.sched.policies.parameters import parameter, policy
-from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, RankedRow, ranked
+from toolkit.sched.policies.preemptive import (
+    STARVES,
+    Horizon,
+    PreemptivePolicy,
+    Rank,
+    RankedRow,
+    ranked,
+)
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
 
@@ -57,6 +64,10 @@ class FeedbackQueues:
         """The rank of a job: its queue. Each priority has its own queues."""
         queue = self.find(job.prompt_tokens, generated, job.promoted_at)[0]
         return float(job.priority * len(self.quanta_s) + queue)
+
+    def leaves_at(self, job: Job, generated: int, promoted_at: int) -> int:
+        """The generated tokens at which a job leaves the queue that it is in."""
+        return self.find(job.prompt_tokens, generated, promoted_at)[1]
 
     def quantum_s(self, rank: float) -> float:
         """The quantum, in seconds, of the queue of a rank; a starving job will be promoted."""
@@ -200,13 +211,5 @@ class MlfqPolicy(PreemptivePolicy):
             before_s += quantum_s
         return next_runs
 
-    def horizon(self, worker: Worker, running: Sequence[RankedRow], steps: int) -> int:
-        """Steps until the first of `running` has used up its quantum."""
-        queues = self._queues(worker.latency)
-        for row in running:
-            generated = row.generated + row.needs - 1 - row.tokens
-            starved = row.waits_s >= self.starvation_s  # so it is promoted when it runs
-            promoted_at = row.generated if starved else row.job.promoted_at
-            leaves = queues.find(row.job.prompt_tokens, generated, promoted_at)[1]
-            steps = min(steps, leaves - generated)
-        return steps
+    def horizon(self, law: SliceLaw) -> Horizon:
+        return self._queues(law).leaves_at

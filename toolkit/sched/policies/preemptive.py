@@ -15,7 +15,8 @@ move in one of two ways:
 A round ends when a row ends, when ranks change (the policy's `horizon`), when memory is full, when
 the caches arrive that higher-ranked jobs wait for, every `interval_steps` while any job waits, and
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
-paused or swapped out, the round continues until a row ends.
+paused or swapped out, the round continues until a row ends. Most rounds change nothing: the running
+jobs go on. These are found without ranks (`_unchanged`).
 
 `PreemptivePolicy` is the base: a subclass ranks jobs, as `mlfq` and `srpt` do.
 """
@@ -23,7 +24,7 @@ paused or swapped out, the round continues until a row ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -44,6 +45,9 @@ from toolkit.sched.view import View
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
 Rank = tuple[float, float, int]
+# Maps a job, its generated tokens, and what it had generated when it was last promoted (-1: never)
+# to the generated tokens at which its rank changes, if it runs on.
+Horizon = Callable[[Job, int, int], int]
 STARVES = float("-inf")  # the rank of a starving job
 RUNS = -1.0  # `RankedRow.waits_s` of a running job
 
@@ -260,12 +264,15 @@ class PreemptivePolicy(RoundPolicy):
         """
         return [(0.0, row.rank) for row in rows]
 
-    def horizon(self, worker: Worker, running: Sequence[RankedRow], steps: int) -> int:
-        """The steps, at most `steps`, after which ranks change by what `running` do."""
-        return steps
+    def horizon(self, law: SliceLaw) -> Horizon | None:
+        """When the ranks of running jobs change; None: no round ends for that."""
+        return None
 
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
         """Rank all jobs, choose those that run, and place the caches of the others."""
+        steps = self._unchanged(worker)
+        if steps:
+            return self.make_round(worker, [], steps)
         cached = self._with_caches(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         others = _not_in(chosen.run, cached)
@@ -307,6 +314,32 @@ class PreemptivePolicy(RoundPolicy):
         if len(running) >= self._rows_of(worker):
             return False
         return footprint_of(worker).fits(waiting[-1].length, worker.capacity_tokens)
+
+    def _unchanged(self, worker: Worker) -> int:
+        """Steps of a round in which just the running jobs go on; 0 if their ranks must decide.
+
+        The ranks do not matter if all running jobs fit, no other job has a cache, and no waiting
+        job could get one.
+        """
+        running = worker.running
+        if running.prefilling or worker.paused.jobs or worker.swapped.jobs:
+            return 0
+        footprint = footprint_of(worker)
+        rows = footprint.rows
+        capacity = worker.capacity_tokens
+        if not rows or rows > self._rows_of(worker) or (rows > 1 and footprint.needs > capacity):
+            return 0
+        steps = max(footprint.room(capacity), 1)
+        waiting = ranked(worker)
+        if waiting:
+            free = capacity - footprint.taken + worker.host_tokens - self._spare(worker, 1)
+            return 0 if waiting.shortest + 1 + worker.emits <= free else steps
+        horizon = self.horizon(worker.latency)
+        if horizon is not None:
+            for job in running.jobs:
+                generated = job.generated + running.steps - job.joined
+                steps = min(steps, horizon(job, generated, job.promoted_at) - generated)
+        return steps
 
     def _rows_of(self, worker: Worker) -> int:
         """The most rows on this worker."""
@@ -525,7 +558,13 @@ class PreemptivePolicy(RoundPolicy):
             return steps  # no job can enter before a row ends, whatever the ranks
         if idle or left > 0:
             steps = min(steps, self.interval_steps)
-        steps = self.horizon(worker, run, steps)
+        horizon = self.horizon(law)
+        if horizon is not None:
+            for row in run:
+                generated = row.generated + row.needs - 1 - row.tokens
+                starved = row.waits_s >= self.patience_s  # so it is promoted when it runs
+                promoted_at = row.generated if starved else row.job.promoted_at
+                steps = min(steps, horizon(row.job, generated, promoted_at) - generated)
         starving_s = self._starving_in_s(worker, idle, entering, now_s)
         if starving_s == math.inf and not placed.awaited:
             return steps

@@ -12,11 +12,11 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
 
 
-def kind_of(method: str, order: int, *, before: str = "") -> ModelKind:
-    """The kind of models with drafts by a method of vLLM; `before` as of `ModelKind`."""
+def kind_of(method: str, order: int) -> ModelKind:
+    """The kind of models with drafts by a method of vLLM."""
     made = partial(make, method)
     name = f"drafts by {method}"
-    return ModelKind(name, ("drafts",), made, differs, before=before, order=order)
+    return ModelKind(name, ("drafts",), made, differs, order=order)
 
 
 def make(method: str, seed: int, ahead: bool) -> Case:
@@ -70,6 +70,8 @@ def passes_of_case(case: Case) -> list[Pass]:
         shares="ids" in case,
         reserves=case["reserve_full_isl"],
         longest=case["max_model_len"],
+        keeps_known=case.get("keeps_known", False),
+        hash_lookahead=case.get("hash_lookahead", 0),
     )
     return passes_of(scheduler, case)
 

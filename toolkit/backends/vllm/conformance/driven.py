@@ -114,17 +114,20 @@ class Driven(DrivenScheduler):
     def _blocks_of_prompts(self) -> list[int]:
         """The full blocks of prompts that the running requests hold: by vLLM's block manager; as
         our scheduler inside vLLM counts them with the requests; and those that it counts with none.
+        Last, how many requests it has admitted that vLLM has still to place, its cache being full.
         """
         scheduler = self.scheduler
         held = set()
         counted = 0
+        unplaced = 0
         size = self.case["block_tokens"]
         for job in scheduler.steps.scheduler.workers[0].running.jobs:
             request = self.requests[job.request_id]
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)
+            unplaced += not blocks
             held.update(blocks[: request.num_prompt_tokens // size])
             counted += (job.prompt_tokens - size // 2) // size
-        return [len(held), counted, scheduler._counted.uncounted]
+        return [len(held), counted, scheduler._counted.uncounted, unplaced]
 
 
 def _next(plan: list[int], turns: dict[int, int], number: int) -> int:

@@ -20,7 +20,9 @@ from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
 from toolkit.backends.vllm.conformance.workloads import Case
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
+from toolkit.catalogue.classes import DRAFTING
 from toolkit.errors import EngineError
+from toolkit.sim.drafts import keeps_known_outputs
 
 CHILD = "toolkit.backends.vllm.conformance.child"
 WORKLOADS = 100  # of each kind with each of the two schedulers
@@ -67,7 +69,7 @@ def compare(
     chosen = [
         kind
         for kind in kinds()
-        if kind.needs not in lacks and _is_of(kind, installed) and (not only or kind.name in only)
+        if kind.needs not in lacks and installed.has(kind.since) and (not only or kind.name in only)
     ]
     cases = [
         (kind, ahead, number, within(kind.make(number, ahead), installed))
@@ -102,24 +104,24 @@ def compare(
 
 
 def within(case: Case, installed: Installed) -> Case:
-    """The workload without what came after a release: it keeps every end of windows and states
-    where it has no `retention`, and no checkpoints inside a prefill.
+    """The workload as a release serves it: it keeps every end of windows and states where it has no
+    `retention`, makes no checkpoints inside a prefill before it has them, and keeps blocks of
+    outputs with drafts by its own rule.
     """
     changed = dict(case)
     if not installed.has(RETENTION):
         changed["retention"] = None
+    if "drafts" in case:
+        later = keeps_known_outputs(installed.version)
+        uses_states = DRAFTING[case["drafts"]["method"]]
+        changed["keeps_known"] = later
+        changed["hash_lookahead"] = int(later and uses_states)
     if "groups" in case and not installed.has(CHECKPOINTS):
         changed["groups"] = [
             {name: value for name, value in group.items() if name != "checkpoint"}
             for group in case["groups"]
         ]
     return changed
-
-
-def _is_of(kind: ModelKind, installed: Installed) -> bool:
-    """Whether the installed release has this kind, by the rules that are compared."""
-    replaced = bool(kind.before) and installed.has(kind.before)
-    return installed.has(kind.since) and not replaced
 
 
 def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:

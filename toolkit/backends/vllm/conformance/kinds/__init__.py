@@ -28,7 +28,6 @@ class ModelKind:
         needs: what of vLLM it touches.
         cited: verdicts about models of these classes cite it; not one of a setting of its own.
         since: the first release that has it; '': all have.
-        before: the first release with other rules: its models are refused by name; '': none.
         order: where it is in the list.
     """
 
@@ -38,7 +37,6 @@ class ModelKind:
     differs: Callable[[Case, list[Pass]], int | None]
     needs: Need = "simulation"
     since: str = ""
-    before: str = ""
     cited: bool = True
     order: int = 100
 

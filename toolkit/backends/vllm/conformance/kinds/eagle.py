@@ -4,5 +4,4 @@ from __future__ import annotations
 
 from toolkit.backends.vllm.conformance.drafted import kind_of
 
-# from 0.33 on, the hash of a block covers the token behind it
-KIND = kind_of("eagle", 21, before="0.33")
+KIND = kind_of("eagle", 21)

@@ -134,7 +134,8 @@ def rows_of(case: Case) -> list[PagedRequest]:
     )
     prompts = [one[1] for one in requests]
     outputs = [one[2] for one in requests]
-    leaves, continued = contents(prompts, outputs, shared, case["previous"])
+    lookahead = case.get("hash_lookahead", 0)
+    leaves, continued = contents(prompts, outputs, shared, case["previous"], lookahead)
     return [
         PagedRequest(
             number,

@@ -1,5 +1,6 @@
 """A policy of llmctl inside vLLM's scheduler: every request ends, and until vLLM preempts, our
-scheduler counts the blocks of prompts that vLLM's block manager holds, in every pass.
+scheduler counts the blocks of prompts that vLLM's block manager holds, in every pass. Where it has
+admitted a request that vLLM has still to place, because the cache is full, it counts no fewer.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     for number, one in enumerate(theirs):
         if "stuck" in one:
             return number
-        held, counted, uncounted = one["blocks"]
+        held, counted, uncounted, unplaced = one["blocks"]
         whole = whole and not one["preempted"]
-        if whole and held != counted + uncounted:
+        exact = held == counted + uncounted
+        enough = unplaced > 0 and held < counted + uncounted
+        if whole and not exact and not enough:
             return number
         for row, computed, new in one["rows"]:
             ends[row] = max(ends.get(row, 0), computed + new)
