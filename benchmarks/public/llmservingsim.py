@@ -23,7 +23,7 @@ import csv
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import yaml
 
 from benchmarks.common.command import make_parser
 from toolkit.errors import InputError
+from toolkit.estimators.forms import Floats
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.operators import (
@@ -47,6 +48,7 @@ from toolkit.metrics import Served, latencies
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.ranks import DataParallel, padded, sync_rule
 from toolkit.sim.world import World
 from toolkit.traces.types import SharedBlocks, Trace
 
@@ -54,7 +56,10 @@ KNOTS = (0, 64, 128, 256, 512, 1024)  # new tokens, where the cost of one more m
 BLOCK_TOKENS = 16  # vLLM's default on CUDA
 BYTES = 2  # of a number in bf16
 REDUCES = 2  # of a layer under tensor parallelism: after attention, after the MLP
-RANKS_MAX = 2  # of tensor parallelism
+RANKS_MAX = 2  # of tensor, data and expert parallelism
+EXPERTS = "moe"  # the operator that has a table of its own
+GRAPH_TOKENS = 512  # the most of a pass with CUDA graphs, or twice max_num_seqs
+RELEASE = (0, 19)  # of vLLM, in all runs
 US = 1e-6
 HEAD = """\
 | run | | measured | predicted | two costs, equal | one, equal | two, unequal | one, unequal \
@@ -96,6 +101,11 @@ class Case:
         return int(self.meta["engine_kwargs"]["tensor_parallel_size"])
 
     @property
+    def engines(self) -> int:
+        """Data-parallel engines, which together have the experts of a layer."""
+        return int(self.meta["engine_kwargs"]["data_parallel_size"])
+
+    @property
     def ahead(self) -> bool:
         """Whether the engine plans ahead."""
         settings = self.meta.get("resolved_config", {}).get("scheduler_config", {})
@@ -130,15 +140,17 @@ def read_case(data: Path, folder: Path) -> Case:
     gpu, model = folder.parts[-3:-1]
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     given = meta["engine_kwargs"]
-    if given["data_parallel_size"] > 1 or given["enable_expert_parallel"]:
+    ranks = given["tensor_parallel_size"]
+    engines = given["data_parallel_size"]
+    apart = given["enable_expert_parallel"]
+    if max(ranks, engines) > RANKS_MAX:
+        raise InputError(f"{gpu} {model}: what {max(ranks, engines)} GPUs exchange is not modelled")
+    if (engines > 1) != apart or (apart and ranks > 1):
         raise InputError(
-            f"{gpu} {model}: engines that wait for one another (data_parallel_size "
-            f"{given['data_parallel_size']}, enable_expert_parallel "
-            f"{given['enable_expert_parallel']}) are not modelled"
+            f"{gpu} {model}: tensor_parallel_size {ranks}, data_parallel_size {engines}, "
+            f"enable_expert_parallel {apart}; modelled are tensor parallelism alone, and data "
+            "parallelism with expert parallelism"
         )
-    if given["tensor_parallel_size"] > RANKS_MAX:
-        ranks = given["tensor_parallel_size"]
-        raise InputError(f"{gpu} {model}: the all-reduce of {ranks} GPUs is not modelled")
     lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
     requests = [json.loads(line) for line in lines]
     column = {name: np.array([request[name] for request in requests]) for name in requests[0]}
@@ -186,8 +198,8 @@ def read_rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def read_operators(data: Path, case: Case) -> list[Operator]:
-    """The operators of the case's model on its GPU, except attention. How often each runs is in the
-    profile's description of the architecture.
+    """The operators of the case's model on its GPU, except attention and experts. How often each
+    runs is in the profile's description of the architecture.
     """
     tables = tables_of(data, case)
     architecture = profiled(tables)["architecture"]
@@ -199,6 +211,7 @@ def read_operators(data: Path, case: Case) -> list[Operator]:
         for name in names:
             times[name] += 1 if part in ("prologue", "head") else layers
     del times["attention"]
+    times.pop(EXPERTS, None)
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
     by_rows = set()
     for row in read_rows(tables / "dense.csv"):
@@ -250,12 +263,102 @@ def all_reduce(data: Path, case: Case) -> Operator:
     that the run's config.json gives to LLMServingSim's own simulation, two latencies and the bytes
     over the bandwidth.
     """
+    latency_s, bytes_per_s = link_of(data, case)
+    token_s = BYTES * model_of(data, case)["hidden_size"] / bytes_per_s
+    sizes = 1, case.flags.max_num_batched_tokens
+    seconds = tuple(2.0 * latency_s + token_s * tokens for tokens in sizes)
+    return Operator("all-reduce", "tokens", REDUCES * layers_of(data, case), sizes, seconds)
+
+
+def link_of(data: Path, case: Case) -> tuple[float, float]:
+    """Seconds and bytes/s of the link between two GPUs, that of LLMServingSim's own simulation."""
     path = data / "bench" / "examples" / case.gpu / case.model / "config.json"
     link = json.loads(path.read_text(encoding="utf-8"))
-    token_s = BYTES * model_of(data, case)["hidden_size"] / (1e9 * link["link_bw"])
-    sizes = 1, case.flags.max_num_batched_tokens
-    seconds = tuple(2e-9 * link["link_latency"] + token_s * tokens for tokens in sizes)
-    return Operator("all-reduce", "tokens", REDUCES * layers_of(data, case), sizes, seconds)
+    return 1e-9 * link["link_latency"], 1e9 * link["link_bw"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model, half of each layer's on each of two GPUs, and what these exchange.
+
+    A GPU gathers the tokens of both engines with the router's logits, computes its experts for
+    them, and scatters the sums: as vLLM's `allgather_reducescatter`, over a ring. Gathering moves
+    the tokens of one engine, and scattering as many.
+
+    Attributes:
+        times: [k, n] seconds of a layer with `touched` [k] experts chosen by `tokens` [n]; of few
+            tokens with many experts, which were not measured, those of the fewest that were.
+        experts, per_token: of a layer, and chosen by a token.
+        exchange_s, exchange_token_s: of both exchanges, constant and per token of one engine.
+    """
+
+    layers: int
+    touched: tuple[int, ...]
+    tokens: tuple[int, ...]
+    times: Floats
+    experts: int
+    per_token: int
+    exchange_s: float
+    exchange_token_s: float
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds of a pass in which both engines together have so many tokens."""
+        own = self.experts // 2
+        touched = own * (1.0 - (1.0 - self.per_token / self.experts) ** tokens)
+        each = tokens / 2  # tokens that would choose as many experts, all of them here
+        by_touched = [float(np.interp(each, self.tokens, row)) for row in self.times]
+        layer = float(np.interp(touched, self.touched, by_touched))
+        return self.layers * (layer + self.exchange_s + self.exchange_token_s * each)
+
+
+def read_experts(data: Path, case: Case) -> Experts | None:
+    """The experts of the case's model; None: it runs on one engine, and has none."""
+    if case.engines == 1:
+        return None
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for row in read_rows(tables_of(data, case) / "moe.csv"):
+        found[int(row["activated_experts"])][int(row["tokens"])] = US * float(row["time_us"])
+    touched = sorted(found)
+    tokens = sorted({size for times in found.values() for size in times})
+    times = [
+        np.interp(tokens, sorted(found[k]), [found[k][n] for n in sorted(found[k])])
+        for k in touched
+    ]
+    config = model_of(data, case)
+    latency_s, bytes_per_s = link_of(data, case)
+    moved = BYTES * (2 * config["hidden_size"] + config["num_experts"])
+    return Experts(
+        layers_of(data, case),
+        tuple(touched),
+        tuple(tokens),
+        np.array(times),
+        config["num_experts"],
+        config["num_experts_per_tok"],
+        2.0 * latency_s,
+        moved / bytes_per_s,
+    )
+
+
+def together(case: Case, law: StepLaw, experts: Experts) -> DataParallel:
+    """The case's engines in lock step: a pass takes the operators of the slower engine, by `law`,
+    and the experts of both. With CUDA graphs both compute as many tokens.
+    """
+    most_graph = min(GRAPH_TOKENS, 2 * case.flags.max_num_seqs)
+
+    def pass_s(shapes: Sequence[StepShape]) -> float:
+        most = max(shape.tokens for shape in shapes)
+        run = [padded(shape, most) for shape in shapes] if most <= most_graph else shapes
+        slowest_s = max(law.forward_s(shape) for shape in run)
+        return slowest_s + experts.seconds(sum(shape.tokens for shape in run))
+
+    sync_passes, syncs_first = sync_rule(RELEASE)
+    return DataParallel(
+        case.engines,
+        sync_passes=sync_passes,
+        syncs_first=syncs_first,
+        graph_tokens=most_graph,
+        pass_s=pass_s,
+    )
 
 
 def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
@@ -305,11 +408,13 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     return Attention(layers_of(data, case), tuple(shapes), tuple(seconds))
 
 
-def predict(case: Case, law: StepLaw, *, ahead: bool) -> SimResult:
+def predict(case: Case, law: StepLaw, *, ahead: bool, experts: Experts | None = None) -> SimResult:
     """Serve the case's requests."""
     engine = PagedEngine(law, case.blocks, BLOCK_TOKENS, ahead)
     memory = ZetaMemory(engine.capacity_tokens, zeta=1.0)
-    return simulate(case.trace, case.flags, World(unit_step(), memory, 1, 1, paged=engine))
+    parallel = None if experts is None else together(case, law, experts)
+    world = World(unit_step(), memory, 1, 1, paged=engine, parallel=parallel)
+    return simulate(case.trace, case.flags, world)
 
 
 def metrics(served: Served) -> dict[str, float]:
@@ -392,6 +497,7 @@ def add_run(found: Tables, data: Path, folder: Path) -> None:
         operators[case.name] = [*profiled_only, all_reduce(data, case)]
         operators[f"{case.name}, no all-reduce"] = profiled_only
     for name, each in operators.items():
+        experts = read_experts(data, case)
         laws: dict[tuple[str, str], OperatorLaw] = {}
         for lengths in ("equal", "unequal"):
             attention = read_attention(data, case, unequal=lengths == "unequal")
@@ -400,11 +506,13 @@ def add_run(found: Tables, data: Path, folder: Path) -> None:
                 fitted = law_of_passes(attention.shapes, seconds, KNOTS, beside=costs == "two")
                 laws[lengths, costs] = fitted
                 found.laws.append(law_row(f"{name}, {lengths}", costs, fitted))
-        results = [predict(case, fitted.law, ahead=case.ahead) for fitted in laws.values()]
+        results = [
+            predict(case, fitted.law, ahead=case.ahead, experts=experts) for fitted in laws.values()
+        ]
         law = laws["unequal", "two"].law
-        results.append(predict(case, law, ahead=not case.ahead))
+        results.append(predict(case, law, ahead=not case.ahead, experts=experts))
         alone = replace(case, trace=replace(case.trace, shared=None))
-        results.append(predict(alone, law, ahead=case.ahead))
+        results.append(predict(alone, law, ahead=case.ahead, experts=experts))
         found.lines.append(facts(name, case, results[0]))
         found.errors.extend(errors_of(name, case, results))
 

@@ -265,7 +265,7 @@ def fit_chunk(data: Path, gpu: str) -> Fitted:
     guesses = [8e-6, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
     fitted = fit_prompts(data, gpu, 128, ChunkAttention, guesses)
     assert fitted is not None
-    law = fitted.value
+    law: ChunkAttention = fitted.value
 
     def make(short: float) -> ChunkAttention:
         return replace(law, short=short)

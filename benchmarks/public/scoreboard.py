@@ -71,13 +71,14 @@ def kaist_lines(data: Path, folder: Path) -> list[str]:
     operators = llmservingsim.read_operators(data, case)
     if case.ranks > 1:
         operators.append(llmservingsim.all_reduce(data, case))
+    experts = llmservingsim.read_experts(data, case)
     measured = llmservingsim.metrics(case.measured)
     lines = []
     for unequal in (False, True):
         attention = llmservingsim.read_attention(data, case, unequal=unequal)
         seconds = pass_times(operators, attention)
         law = law_of_passes(attention.shapes, seconds, llmservingsim.KNOTS).law
-        result = llmservingsim.predict(case, law, ahead=case.ahead)
+        result = llmservingsim.predict(case, law, ahead=case.ahead, experts=experts)
         predicted = llmservingsim.metrics(result.served)
         errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in SHOWN]
         lengths = "unequal" if unequal else "equal"
