@@ -162,7 +162,7 @@ class Keeper:
         if self._watch is not None:
             changed_s = self._watch.since_s - seen.since_s
             step = self._watched(now_s, seen, current, world, self._watch)
-            if step.kind != "watch" or begin_s < changed_s:
+            if step.kind != "watch" or begin_s <= changed_s + rules.block_s:
                 return step
             self._watch = None  # the traffic has changed since
         if seen.slowdown > rules.incident_factor or seen.failed:
@@ -378,10 +378,11 @@ def steady_since(traffic: Trace, now_s: float, block_s: float, least: int) -> fl
     enough = int(np.searchsorted(np.cumsum(columns[0]), least)) + 1
     newest = min(max(enough, BLOCKS_MIN), whole)
     count = newest
-    while count + newest <= whole:
-        if any(_differ(each[:count], each[count : count + newest]) for each in columns):
+    while count < whole:
+        more = min(newest, whole - count)
+        if more > 1 and any(_differ(each[:count], each[count : count + more]) for each in columns):
             break
-        count += newest
+        count += more
     return now_s - count * block_s
 
 
