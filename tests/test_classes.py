@@ -193,7 +193,10 @@ def test_flags_that_change_nothing_are_not_found() -> None:
         ({"balanced_experts": True}, "moving experts"),
         ({"dual_batch": True}, "dual batch"),
         ({"max_num_active_seqs": 4}, "active rows"),
-        ({"long_prefill_token_threshold": 64}, "long prefill threshold"),
+        (
+            {"long_prefill_token_threshold": 64, "long_prefill_token_threshold_adaptive": True},
+            "long prefill threshold",
+        ),
     ],
 )
 def test_a_server_is_refused_from_what_vllm_resolved(change: dict[str, Any], name: str) -> None:
@@ -206,6 +209,13 @@ def test_windows_of_two_sizes_are_refused() -> None:
     found = of_resolved(replace(ONE, groups=[FULL, WINDOW, replace(WINDOW, window=64)]))
     assert names(found) == {"windows", "several windows"}
     assert refusal(found)
+
+
+def test_a_threshold_for_long_prefills_is_modelled_for_one_group_of_full_caches() -> None:
+    cut = replace(ONE, long_prefill_token_threshold=64)
+    assert of_resolved(cut) == []
+    assert "long prefill threshold" in names(of_resolved(replace(cut, groups=[FULL, WINDOW])))
+    assert "long prefill threshold" in names(of_resolved(replace(cut, groups=[WINDOW])))
 
 
 def test_a_plain_server_is_not_refused() -> None:

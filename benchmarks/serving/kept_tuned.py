@@ -27,8 +27,10 @@ from benchmarks.common.command import make_parser
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, read_file
 from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.live.ahead import Unfinished
 from toolkit.live.keep import Keeper, KeepRules, Seen, slowed
 from toolkit.live.space import ROWS, THRESHOLD, TOKENS, Settings, policy_of
+from toolkit.live.traffic import Lengths
 from toolkit.metrics import Served, meets_sla
 from toolkit.sim.api import requests_of, simulate
 from toolkit.sim.blocks import PagedRequest
@@ -37,8 +39,9 @@ from toolkit.sim.paged_engine import PagedRun
 from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
 
-BLOCKS = 12  # of the traffic that the keeper sees
+BLOCK_S = 5.0
 LAW_OFF = 0.1
+MOST_TOKENS = 4096  # of an output, as clients say: the engine does not know the lengths
 START: Settings = {ROWS: 128, TOKENS: 2048, THRESHOLD: 0}
 BOUNDS = {ROWS: (8, 512), TOKENS: (512, 8192), THRESHOLD: (0, 2048)}
 GRID = {ROWS: (64, 128, 256, 512), TOKENS: (512, 1024, 2048, 4096), THRESHOLD: (0, 512)}
@@ -68,7 +71,7 @@ def joined(parts: Sequence[Trace], seconds: float) -> Trace:
     arrival = [one.arrival_s + k * seconds for k, one in enumerate(parts)]
     prompts = np.concatenate([one.prompt_tokens for one in parts])
     outputs = np.concatenate([one.output_tokens for one in parts])
-    limits = np.concatenate([one.max_tokens for one in parts])
+    limits = np.full(len(prompts), MOST_TOKENS)
     return Trace(np.concatenate(arrival), prompts, outputs, limits)
 
 
@@ -105,6 +108,22 @@ class Server:
                 self._arrived += 1
             else:
                 self._run.work(drain=True, follow=False, until_s=came_s)
+
+    def unfinished(self, lengths: Lengths) -> list[Unfinished]:
+        """The requests that it has, as its log of passes tells them."""
+        scheduler = self._run._scheduler
+        found = []
+        for row in [*scheduler.running, *scheduler.waiting, *self._run._arrived]:
+            tokens = row.prompt
+            cached = row.computed
+            if row.end:
+                tokens += row.left - (row.end - scheduler._steps)
+                cached = tokens - 1
+            generated = tokens - self._requests[row.number].prompt_tokens
+            limit = self._requests[row.number].max_new_tokens
+            left = lengths.expected(generated, limit) - generated
+            found.append(Unfinished(tokens, cached, left))
+        return found
 
     def served(self, first: int, last: int, now_s: float) -> Served:
         """Requests `first` to `last` - 1, as far as they have ended."""
@@ -143,14 +162,14 @@ def run(
     order = [list(LOADS)[k] for k in rng.permutation(len(LOADS))]
     parts = [part(kind, seconds, float(rng.uniform(*LOADS[kind])), rng) for kind in order]
     trace = joined(parts, seconds)
-    believed = slowed(world_from_fit(fit, workers=1, max_new_tokens=4096), SLOWER)
+    believed = slowed(world_from_fit(fit, workers=1, max_new_tokens=MOST_TOKENS), SLOWER)
     world = slowed(believed, float(rng.uniform(1.0 - LAW_OFF, 1.0 + LAW_OFF)))
     server = Server(trace, world, START)
     rules = KeepRules(
         BOUNDS,
-        block_s=horizon_s / BLOCKS,
+        block_s=BLOCK_S,
         law_percent=100.0 * LAW_OFF,
-        watch_s=horizon_s / 2,
+        watch_s=90.0,
         requests_min=30,
     )
     keeper = Keeper(rules, {}, SLA)
@@ -164,15 +183,18 @@ def run(
         recent = trace.take(slice(first, last))
         recent = replace(recent, arrival_s=recent.arrival_s - since_s)
         served = server.served(first, last, now_s)
-        step = keeper.step(
-            now_s, Seen(since_s, recent, shifted(served, since_s)), current, believed
-        )
+        lengths = Lengths(recent.output_tokens[served.ok])
+        usual = lengths.expected(0, MOST_TOKENS)  # of those that have not ended
+        recent = replace(recent, output_tokens=np.where(served.ok, recent.output_tokens, usual))
+        seen = Seen(since_s, recent, shifted(served, since_s), server.unfinished(lengths))
+        step = keeper.step(now_s, seen, current, believed)
         kinds.append(step.kind)
         if step.settings:
             server.change(step.settings, now_s)
             current |= step.settings
-        if show:
-            print(f"  {now_s:6.0f} s {order[int(now_s // seconds)]:9} {step.line}")
+        if show and step.kind not in ("keep", "wait"):
+            lately = float(goods(served)[-30:].mean())
+            print(f"  {now_s:6.0f} s {order[int(now_s // seconds)]:9} {lately:.2f} {step.line}")
         now_s += every_s
     server.advance(math.inf)
     whole = server.served(0, len(trace), math.inf)
@@ -207,8 +229,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--recipe", default="llama-3.1-8b-h200-measured")
     parser.add_argument("--part", type=float, default=900.0)
-    parser.add_argument("--every", type=float, default=60.0)
-    parser.add_argument("--horizon", type=float, default=180.0)
+    parser.add_argument("--every", type=float, default=15.0)
+    parser.add_argument("--horizon", type=float, default=900.0)
     parser.add_argument("--show", action="store_true", help="print every step")
     given = parser.parse_args()
     recipe = load_recipe(recipe_path(given.recipe))

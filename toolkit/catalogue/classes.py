@@ -51,7 +51,8 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "lora": "adapters add work to each pass and take memory",
     "priority": "the waiting queue is in order of priority",
     "active rows": "fewer rows run at once than max_num_seqs",
-    "long prefill threshold": "chunks are cut while other requests are there",
+    "long prefill threshold": "a parameter of policy vllm, for one group of full caches; among "
+    "engine.vllm.args it is not seen",
     "other release": "this release schedules them by other rules than those that are modelled",
     "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
 }
@@ -306,8 +307,11 @@ def _of_server(resolved: Resolved) -> list[ClassFound]:
     rows = resolved.max_num_active_seqs
     if rows is not None:
         found.append(ClassFound("active rows", f"max_num_active_seqs {rows}"))
-    if threshold := resolved.long_prefill_token_threshold:
-        what = f"long_prefill_token_threshold {threshold}"
+    threshold = resolved.long_prefill_token_threshold
+    adaptive = resolved.long_prefill_token_threshold_adaptive
+    plain = len(resolved.groups) == 1 and resolved.groups[0].kind in ("full", "mla")
+    if threshold and (adaptive or not plain):  # else a parameter of policy vllm
+        what = f"long_prefill_token_threshold {threshold}{' or more' if adaptive else ''}"
         found.append(ClassFound("long prefill threshold", what))
     if resolved.policy != "fcfs":
         found.append(ClassFound("priority", f"scheduling policy '{resolved.policy}'"))

@@ -1,14 +1,19 @@
-"""A server that keeps itself tuned: one sure change at a time, watched, and taken back.
+"""A server that keeps itself tuned: sure changes alone, watched, and taken back.
 
 `Keeper` decides, without a clock and without I/O. Each time it is told of the traffic of the last
-minutes, it simulates this traffic with the current settings and with others, of which one setting
-differs. It changes that one only if
+minutes and of the requests that the server has, it looks ahead (`toolkit.live.ahead`): it simulates
+that these requests and then traffic like the newest are served, with the current settings and with
+others. It changes settings only if
 
 - the gain of the blocks of the traffic, in pairs, is sure: its 95 % interval lies above
-  `sure_percent`, and the gain above `least_percent`, over all blocks or over the newest ones;
-- the gain remains where passes take as much longer or shorter as the law may be off;
+  `sure_percent`, and the gain above `least_percent`, by the law or where passes take as much longer
+  as the law may be off;
+- by neither of them, nor where passes are as much shorter, anything is lost;
 - the operator's bounds allow it, and nothing is being watched;
 - there is no incident: passes are as long as the law says, and requests do not fail.
+
+One setting is changed, and others with it where each adds as much again. Traffic like the newest is
+the longest stretch of it, back from now, that is steady (`steady_since`).
 
 Then it watches. What the server serves is compared with what the settings from before would have
 served of the same traffic, as simulated. If it is worse, they come back, and that change is not
@@ -18,13 +23,14 @@ tried again for a while.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.live.ahead import Unfinished, ahead
 from toolkit.live.search import interval
 from toolkit.live.space import (
     ROWS,
@@ -37,7 +43,6 @@ from toolkit.live.space import (
 )
 from toolkit.metrics import Served, meets_sla
 from toolkit.sched.policies.parameters import Value
-from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -46,8 +51,9 @@ Kind = Literal["wait", "incident", "keep", "change", "watch", "good", "back"]
 FACTORS = (0.25, 0.5, 0.71, 1.41, 2.0, 4.0)  # of a number that is tried instead
 THRESHOLDS = (0, 32, 64, 128, 256, 512, 1024, 2048)
 WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
-BLOCKS_MIN = 5
-NEWEST = 6  # blocks that are looked at alone, too: traffic may have changed
+BLOCKS_MIN = 6
+TOGETHER = 3  # settings that may change at once
+STEADY = 3.0  # standard errors that two stretches of steady traffic differ by at most
 TIE_BREAK = 0.02  # of a block's score: what a mean E2E of 0 is worth
 
 
@@ -58,8 +64,9 @@ class KeepRules:
     Attributes:
         bounds: of the settings that may change, by name; others stay.
         block_s: traffic is compared in blocks of so many seconds.
+        ahead_s: how far it looks ahead at least; shorter traffic is repeated.
         least_percent, sure_percent: the least gain, and the least end of its interval.
-        law_percent: how far off the law may be; a gain must remain there.
+        law_percent: how far off the law may be; a change must not be worse there.
         watch_s: how long a change is watched.
         worse_percent: so much less than the settings before would have served: back to these.
         again_s: for so long a change that was taken back is not tried again.
@@ -68,7 +75,8 @@ class KeepRules:
     """
 
     bounds: Mapping[str, tuple[float, float]]
-    block_s: float = 30.0
+    block_s: float = 10.0
+    ahead_s: float = 180.0
     least_percent: float = 5.0
     sure_percent: float = 1.0
     law_percent: float = 10.0
@@ -86,6 +94,7 @@ class Seen:
     Attributes:
         traffic: the requests of the last minutes; times count from `since_s`.
         served: the same requests as they were served; not `ok`: they have not ended, or failed.
+        unfinished: those that it has, of any time: first those that run.
         slowdown: the time of passes over the law's, in the last block.
         failed: whether requests failed in the last block.
     """
@@ -93,6 +102,7 @@ class Seen:
     since_s: float
     traffic: Trace
     served: Served
+    unfinished: Sequence[Unfinished] = ()
     slowdown: float = 1.0
     failed: bool = False
 
@@ -108,38 +118,27 @@ class Step:
 
 @dataclass(slots=True)
 class _Watch:
-    """A change that is watched since `since_s`: the values before it, and after."""
+    """A change that is watched since `since_s`: the values before it, the requests that the server
+    had then, and the change.
+    """
 
     since_s: float
     before: Settings
-    after: Settings
-    expected: float
+    unfinished: Sequence[Unfinished]
+    change: Settings
 
 
 @dataclass(frozen=True, slots=True)
-class _Alternative:
-    """Another value of a setting, and its gain over so many of the newest blocks."""
+class _Gain:
+    """What other settings add, in percent, with its 95 % interval."""
 
-    name: str
-    value: Value
-    blocks: int
+    change: Settings
     percent: float
     low_percent: float
     high_percent: float
 
-    @classmethod
-    def of(
-        cls, name: str, value: Value, blocks: int, scores: Floats, usual: Floats
-    ) -> list[_Alternative]:
-        """One alternative; none for too few blocks."""
-        before = usual[-blocks:]
-        after = scores[-blocks:]
-        differences = 100.0 * (after - before) / max(float(before.mean()), 1e-9)
-        found = interval(differences.tolist())
-        if found is None:
-            return []
-        bounds = found.low_percent, found.high_percent
-        return [cls(name, value, blocks, gain_percent(after, before), *bounds)]
+    def is_sure(self, rules: KeepRules) -> bool:
+        return self.percent >= rules.least_percent and self.low_percent >= rules.sure_percent
 
 
 class Keeper:
@@ -157,51 +156,102 @@ class Keeper:
     def step(self, now_s: float, seen: Seen, current: Settings, world: World) -> Step:
         """Decide at `now_s`, with the law of `world`."""
         rules = self._rules
+        begin_s = steady_since(
+            seen.traffic, now_s - seen.since_s, rules.block_s, rules.requests_min
+        )
         if self._watch is not None:
-            return self._watched(now_s, seen, current, world, self._watch)
+            changed_s = self._watch.since_s - seen.since_s
+            step = self._watched(now_s, seen, current, world, self._watch)
+            if step.kind != "watch" or begin_s <= changed_s + rules.block_s:
+                return step
+            self._watch = None  # the traffic has changed since
         if seen.slowdown > rules.incident_factor or seen.failed:
             why = "requests fail" if seen.failed else f"passes take {seen.slowdown:.2f} of the law"
             return Step("incident", f"nothing is changed in an incident: {why}")
-        if len(seen.traffic) < rules.requests_min:
-            return Step("wait", f"{len(seen.traffic)} requests are too few to decide")
-        usual = self._blocks(seen.traffic, current, world)
-        if len(usual) < BLOCKS_MIN:
-            return Step("wait", f"{len(usual)} blocks of traffic are too few to decide")
-        found: list[_Alternative] = []
-        for name, value in self._alternatives(current, world):
-            if self._not_until.get((name, value), -math.inf) > now_s:
+        traffic = _from(seen.traffic, begin_s)
+        if len(traffic) < rules.requests_min:
+            return Step("wait", f"{len(traffic)} requests are too few to decide")
+        span_s = now_s - seen.since_s - begin_s
+        if span_s < BLOCKS_MIN * rules.block_s:
+            return Step("wait", f"{span_s:.0f} s of traffic are too few to decide")
+        look = _Ahead(self._planned, self._sla, seen.unfinished, traffic, span_s, rules)
+        found: list[tuple[float, _Gain]] = []
+        most = 0.0
+        off = rules.law_percent / 100.0
+        for factor in (1.0 + off, 1.0):  # as slow as the law may be, and as it is
+            usual = look.blocks(current, slowed(world, factor))
+            more = gain_percent(np.array([float(len(traffic))]), usual)
+            most = max(most, more)
+            if more < rules.least_percent:
                 continue
-            scores = self._blocks(seen.traffic, current | {name: value}, world)
-            for blocks in (len(usual), NEWEST):
-                found += _Alternative.of(name, value, blocks, scores, usual)
+            best = self._best(now_s, look, current, usual, slowed(world, factor))
+            if best is not None:
+                found.append((factor, best))
+                if best.is_sure(rules):
+                    break
+        if most < rules.least_percent:
+            return Step("keep", f"no settings can add more than {most:.1f} %: kept")
         if not found:
             return Step("keep", "no setting may change")
-        best = max(found, key=lambda one: one.low_percent)
-        name = best.name
-        value = best.value
-        change = f"{name} {current[name]} -> {value}"
-        if best.percent < rules.least_percent or best.low_percent < rules.sure_percent:
+        law, best = found[-1]
+        change = words_of(best.change, current)
+        if not best.is_sure(rules):
             surely = f"and {best.low_percent:.1f} % surely"
             return Step("keep", f"{change} may add {best.percent:.1f} %, {surely}: kept")
-        for factor in (1.0 - rules.law_percent / 100.0, 1.0 + rules.law_percent / 100.0):
+        for factor in {1.0 + off, 1.0, 1.0 - off} - {law}:
             other = slowed(world, factor)
-            before = self._blocks(seen.traffic, current, other)[-best.blocks :]
-            after = self._blocks(seen.traffic, current | {name: value}, other)[-best.blocks :]
-            if gain_percent(after, before) <= 0.0:
-                line = f"{change} adds nothing where the law is {100 * (factor - 1):+.0f} % off"
+            before = look.blocks(current, other)
+            after = look.blocks(current | best.change, other)
+            if gain_percent(after, before) < -rules.sure_percent:
+                line = f"{change} is worse where the law is {100 * (factor - 1):+.0f} % off"
                 return Step("keep", f"{line}: kept")
-        self._watch = _Watch(now_s, dict(current), current | {name: value}, best.percent)
-        span = f"{best.low_percent:.1f} to {best.high_percent:.1f}, {best.blocks} blocks"
-        return Step("change", f"{change}: adds {best.percent:.1f} % ({span})", {name: value})
+        self._watch = _Watch(now_s, dict(current), seen.unfinished, best.change)
+        span = f"{best.low_percent:.1f} to {best.high_percent:.1f}, traffic of {span_s:.0f} s"
+        if law > 1.0:
+            span += f", were passes {100 * off:.0f} % longer"
+        return Step("change", f"{change}: adds {best.percent:.1f} % ({span})", best.change)
 
     def forget(self) -> None:
         """What was ordered was not done: a dry run."""
         self._watch = None
 
+    def _best(
+        self, now_s: float, look: _Ahead, current: Settings, usual: Floats, world: World
+    ) -> _Gain | None:
+        """The surest gain: of one setting, and of others with it while these are sure, too."""
+        best: _Gain | None = None
+        settings = current
+        before = usual
+        for _ in range(TOGETHER):
+            found: list[tuple[_Gain, Floats]] = []
+            for name, value in self._alternatives(settings, world):
+                if best is not None and name in best.change:
+                    continue
+                if self._not_until.get((name, value), -math.inf) > now_s:
+                    continue
+                scores = look.blocks(settings | {name: value}, world)
+                gain = gain_of({name: value}, scores, before)
+                if gain is not None:
+                    found.append((gain, scores))
+            if not found:
+                break
+            gain, scores = max(found, key=lambda one: one[0].low_percent)
+            if best is not None and not gain.is_sure(self._rules):
+                break
+            change = gain.change if best is None else best.change | gain.change
+            best = gain_of(change, scores, usual)
+            if best is None or not best.is_sure(self._rules):
+                break
+            settings = current | change
+            before = scores
+        return best
+
     def _watched(
         self, now_s: float, seen: Seen, current: Settings, world: World, watch: _Watch
     ) -> Step:
-        """Compare what was served since the change with what would have been served without it."""
+        """Compare what was served since the change with what would have been served without it, by
+        a law that is as slow as it may be.
+        """
         rules = self._rules
         changed = {
             name: watch.before[name] for name in current if current[name] != watch.before[name]
@@ -210,22 +260,23 @@ class Keeper:
             self._watch = None
             return Step("keep", "another tuner changed the settings: nothing is watched")
         since_s = watch.since_s - seen.since_s
-        recent = seen.traffic.arrival_s >= since_s
-        usual = self._scores(seen.traffic, self._simulated(seen.traffic, watch.before, world))
-        made = self._scores(seen.traffic, seen.served)
         over_s = now_s - watch.since_s
-        judged = recent & _old_enough(seen, rules.block_s)
+        traffic = _from(seen.traffic, since_s)
         percent = 0.0
-        if int(judged.sum()) >= rules.requests_min // 2:
-            before = float(usual[judged].mean())
-            percent = 100.0 * (float(made[judged].mean()) / before - 1.0) if before else 100.0
-            if percent < -rules.worse_percent:
+        if len(traffic) >= rules.requests_min // 2 and over_s >= BLOCKS_MIN * rules.block_s:
+            slow = slowed(world, 1.0 + rules.law_percent / 100.0)
+            would = ahead(watch.unfinished, traffic, policy_of(self._planned, watch.before), slow)
+            would = replace(would, ok=would.ok & (would.finish_s <= over_s))  # as far as now
+            usual = _in_blocks(scores_of(would, self._sla), traffic, rules.block_s)
+            made = scores_of(seen.served, self._sla)[-len(traffic) :]
+            gain = gain_of({}, _in_blocks(made, traffic, rules.block_s), usual)
+            percent = 0.0 if gain is None else gain.percent
+            if gain is not None and percent < -rules.worse_percent and gain.high_percent < 0.0:
                 self._watch = None
                 for name in changed:
                     self._not_until[name, current[name]] = now_s + rules.again_s
-                words = ", ".join(f"{name} {current[name]} -> {changed[name]}" for name in changed)
-                line = f"back: {words}: {percent:+.1f} % of what the settings before would serve"
-                return Step("back", line, changed)
+                line = f"back: {words_of(changed, current)}: {percent:+.1f} % of what the settings "
+                return Step("back", f"{line}before would serve", changed)
         if over_s < rules.watch_s:
             return Step("watch", f"watched for {over_s:.0f} s: {percent:+.1f} %")
         self._watch = None
@@ -255,29 +306,113 @@ class Keeper:
                     found.append((name, bounded))
         return found
 
-    def _simulated(self, traffic: Trace, settings: Settings, world: World) -> Served:
-        return simulate(traffic, policy_of(self._planned, settings), world).served
 
-    def _blocks(self, traffic: Trace, settings: Settings, world: World) -> Floats:
-        """The score of each block of the traffic [n]."""
-        scores = self._scores(traffic, self._simulated(traffic, settings, world))
-        blocks = (traffic.arrival_s // self._rules.block_s).astype(int)
-        sums: Floats = np.bincount(blocks, weights=scores).astype(np.float64)
-        return sums[:-1] if len(sums) > 1 else sums  # the last one is not over
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What comes: the requests that the server has, then this traffic of `span_s` seconds, again
+    and again.
+    """
 
-    def _scores(self, traffic: Trace, served: Served) -> Floats:
-        """The score of each request: 1 if it meets every target, and a little less the longer it
-        took.
-        """
-        good = meets_sla(served, self._sla)
-        seconds = np.where(served.ok, served.finish_s - served.arrival_s, np.inf)
-        return good * (1.0 - TIE_BREAK) + TIE_BREAK / (1.0 + seconds)
+    planned: Mapping[str, Value]
+    sla: Mapping[str, float]
+    unfinished: Sequence[Unfinished]
+    traffic: Trace
+    span_s: float
+    rules: KeepRules
+
+    def blocks(self, settings: Settings, world: World) -> Floats:
+        """The score of each block of the traffic [n], the mean of its repetitions."""
+        times = max(math.ceil(self.rules.ahead_s / self.span_s), 1)
+        count = len(self.traffic)
+        coming = _repeated(self.traffic, times, self.span_s)
+        policy = policy_of(self.planned, settings)
+        scores = scores_of(ahead(self.unfinished, coming, policy, world), self.sla)
+        whole = scores.reshape(times, count).mean(axis=0)
+        return _in_blocks(whole, self.traffic, self.rules.block_s)
 
 
-def _old_enough(seen: Seen, block_s: float) -> NDArray[np.bool_]:
-    """Requests that came a block before the last one: most of these have ended."""
-    last_s = float(seen.traffic.arrival_s.max(initial=0.0))
-    return seen.traffic.arrival_s <= last_s - block_s
+def _in_blocks(scores: Floats, traffic: Trace, block_s: float) -> Floats:
+    """The sum of the requests' scores in each block [n]."""
+    blocks = (traffic.arrival_s // block_s).astype(int)
+    sums: Floats = np.bincount(blocks, weights=scores).astype(np.float64)
+    return sums
+
+
+def scores_of(served: Served, sla: Mapping[str, float]) -> Floats:
+    """The score of each request: 1 if it meets every target, and less the longer it took."""
+    good = meets_sla(served, sla)
+    seconds = np.where(served.ok, served.finish_s - served.arrival_s, np.inf)
+    found: Floats = good * (1.0 - TIE_BREAK) + TIE_BREAK / (1.0 + seconds)
+    return found
+
+
+def gain_of(change: Settings, scores: Floats, usual: Floats) -> _Gain | None:
+    """The gain over the usual scores; None for too few blocks."""
+    differences = 100.0 * (scores - usual) / max(float(usual.mean()), 1e-9)
+    found = interval(differences.tolist())
+    if found is None:
+        return None
+    percent = gain_percent(scores, usual)
+    return _Gain(change, percent, found.low_percent, found.high_percent)
+
+
+def steady_since(traffic: Trace, now_s: float, block_s: float, least: int) -> float:
+    """Since when the traffic until `now_s` is steady: no earlier stretch of it has, per block,
+    another number of requests, of prompt tokens or of output tokens than what follows. The newest
+    stretch has at least `least` requests in `BLOCKS_MIN` blocks or more.
+    """
+    whole = int(now_s // block_s)
+    if not len(traffic) or whole <= BLOCKS_MIN:
+        return max(now_s - whole * block_s, 0.0)
+    # blocks that end now: number 0 is the newest one
+    ages = ((now_s - traffic.arrival_s) // block_s).astype(int)
+    known = (ages >= 0) & (ages < whole)
+    columns = [
+        np.bincount(ages[known], weights=weights[known], minlength=whole)
+        for weights in (
+            np.ones(len(traffic)),
+            traffic.prompt_tokens.astype(float),
+            traffic.output_tokens.astype(float),
+        )
+    ]
+    enough = int(np.searchsorted(np.cumsum(columns[0]), least)) + 1
+    newest = min(max(enough, BLOCKS_MIN), whole)
+    count = newest
+    while count < whole:
+        more = min(newest, whole - count)
+        if more > 1 and any(_differ(each[:count], each[count : count + more]) for each in columns):
+            break
+        count += more
+    return now_s - count * block_s
+
+
+def _differ(one: Floats, other: Floats) -> bool:
+    """Whether the means of two stretches differ by more than chance (Welch's t)."""
+    error = math.sqrt(one.var(ddof=1) / len(one) + other.var(ddof=1) / len(other))
+    return abs(float(one.mean() - other.mean())) > STEADY * max(error, 1e-9)
+
+
+def _from(traffic: Trace, begin_s: float) -> Trace:
+    """The requests from `begin_s` on; their times count from then."""
+    first = int(np.searchsorted(traffic.arrival_s, begin_s))
+    later = traffic.take(slice(first, len(traffic)))
+    return replace(later, arrival_s=later.arrival_s - begin_s)
+
+
+def _repeated(traffic: Trace, times: int, span_s: float) -> Trace:
+    """The traffic so many times, one after the other."""
+    arrival = [traffic.arrival_s + k * span_s for k in range(times)]
+    return Trace(
+        np.concatenate(arrival),
+        np.tile(traffic.prompt_tokens, times),
+        np.tile(traffic.output_tokens, times),
+        np.tile(traffic.max_tokens, times),
+    )
+
+
+def words_of(change: Settings, current: Settings) -> str:
+    """A change in words."""
+    return ", ".join(f"{name} {current[name]} -> {value}" for name, value in change.items())
 
 
 def _within(value: Value, low: float, high: float) -> Value:

@@ -110,7 +110,8 @@ class KeptTuned:
             self._refit(since_s)
         self._steps += 1
         traffic, served = self._log.requests(since_s)
-        seen = Seen(since_s, traffic, served, self._slowdown())
+        unfinished = self._log.unfinished()
+        seen = Seen(since_s, traffic, served, unfinished, self._slowdown())
         state = self._controls[0].get()
         if state.lease is not None and state.lease.owner != OWNER:
             return Step("wait", f"{state.lease.owner} tunes this server: nothing is changed")

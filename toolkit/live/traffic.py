@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from toolkit.live.ahead import Unfinished
 from toolkit.metrics import Served
 from toolkit.sched.eventlog import whole_lines
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
@@ -28,7 +30,26 @@ class _Request:
     last_s: float = 0.0
     max_gap_s: float = 0.0
     found_tokens: int = -1  # of its prompt, in the cache; -1: it was not admitted
+    cached: int = 0  # tokens in the cache, while it runs
     ended: bool = False
+
+
+class Lengths:
+    """The lengths of outputs that have ended, and what they say of one that has not."""
+
+    def __init__(self, ended: NDArray[np.int64]) -> None:
+        self._sorted = np.sort(ended)
+        # of each place, the sum of that length and of all longer ones
+        self._sums = np.cumsum(self._sorted[::-1])[::-1]
+
+    def expected(self, generated: int, limit: int) -> int:
+        """The mean of those that are longer than what it has; at least a token more, and within the
+        limit.
+        """
+        place = int(np.searchsorted(self._sorted, generated, side="right"))
+        longer = len(self._sorted) - place
+        usual = round(self._sums[place] / longer) if longer else 0
+        return max(min(usual, limit), generated + 1)
 
 
 class TrafficLog:
@@ -79,6 +100,7 @@ class TrafficLog:
                 continue
             if request.found_tokens < 0:
                 request.found_tokens = row.computed
+            request.cached = row.computed + row.new
             if row.computed + row.new < request.prompt_tokens + request.generated:
                 continue
             request.generated += 1
@@ -87,6 +109,9 @@ class TrafficLog:
             else:
                 request.max_gap_s = max(request.max_gap_s, one.end_s - request.last_s)
             request.last_s = one.end_s
+        for name in one.preempted:
+            if name in self._requests:
+                self._requests[name].cached = 0
         for name in one.ended:
             request = self._requests.get(name)
             if request is not None:
@@ -97,13 +122,19 @@ class TrafficLog:
 
     def requests(self, since_s: float) -> tuple[Trace, Served]:
         """The requests that have come since then, in order, and how they were served; times count
-        from `since_s`. One that has not ended counts as long as others usually are.
+        from `since_s`. One that has not ended is as long as those usually are that got so far.
         """
         found = [one for one in self._requests.values() if one.arrival_s >= since_s]
         found.sort(key=lambda one: one.arrival_s)
         arrival = np.array([one.arrival_s - since_s for one in found])
-        usual = int(np.median([one.generated for one in found if one.ended] or [1]))
-        output = np.array([_length(one, usual) for one in found], dtype=np.int64)
+        lengths = self._lengths()
+        output = np.array(
+            [
+                one.generated if one.ended else lengths.expected(one.generated, one.limit)
+                for one in found
+            ],
+            dtype=np.int64,
+        )
         trace = Trace(
             arrival,
             np.array([one.prompt_tokens for one in found], dtype=np.int64),
@@ -120,6 +151,24 @@ class TrafficLog:
         )
         return trace, served
 
+    def unfinished(self) -> list[Unfinished]:
+        """The requests that have not ended: first those that run, then by arrival."""
+        lengths = self._lengths()
+        left = [one for one in self._requests.values() if not one.ended]
+        left.sort(key=lambda one: (one.cached == 0, one.arrival_s))
+        return [
+            Unfinished(
+                one.prompt_tokens + one.generated,
+                one.cached,
+                lengths.expected(one.generated, one.limit) - one.generated,
+            )
+            for one in left
+        ]
+
+    def _lengths(self) -> Lengths:
+        ended = [one.generated for one in self._requests.values() if one.ended]
+        return Lengths(np.array(ended, dtype=np.int64))
+
     def found_share(self, since_s: float) -> float:
         """The share of prompt tokens that admitted requests found in the cache."""
         admitted = [
@@ -129,9 +178,3 @@ class TrafficLog:
         ]
         prompts = sum(one.prompt_tokens for one in admitted)
         return sum(one.found_tokens for one in admitted) / prompts if prompts else 0.0
-
-
-def _length(one: _Request, usual: int) -> int:
-    if one.ended:
-        return max(one.generated, 1)
-    return max(one.generated, min(one.limit, usual), 1)

@@ -189,7 +189,7 @@ STOP_S = 30.0  # from SIGTERM to SIGKILL
 STOP_LOADING_S = 5.0  # while it loads, and for processes that it leaves behind
 POLL_GROUP_S = 0.02
 GUARD_S = 2.0  # from when it should have killed itself to the guard's kill
-TAIL_LINES = 40
+TAIL_LINES = 400  # vLLM prints two long tracebacks after the cause
 HEALTH_TIMEOUT_S = 5.0
 
 

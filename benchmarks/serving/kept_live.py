@@ -1,0 +1,287 @@
+"""A real vLLM that keeps itself tuned while its traffic changes, beside fixed settings.
+
+    python -m benchmarks.serving.kept_live plan.json --vllm-python PYTHON [--part 80] [--every 8]
+        [--watch 24] [--load 0.8] [--seed 0] [--work FOLDER]
+
+Twelve minutes. One server (`llmctl serve --live`) gets the same traffic three times: three parts of
+80 seconds, short chats, long documents and bursts of chats. The first time it keeps itself tuned,
+as with `--keep-tuned --keep-apply`, and begins with the plan's settings. Then it has the plan's
+settings throughout, and then in each part those that are best of a grid, as simulated by the plan's
+fit: the best that is known. Goodput is the share of a part's requests that keep all targets.
+
+Each part's rate is `--load` of the highest at which those best settings still serve 95 % of the
+requests within the targets, by the fit. Give less where the machine is slower than when it was
+fitted. Needs an otherwise idle machine. FOLDER gets the log of passes and vLLM's output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common.command import add_vllm, make_parser
+from benchmarks.common.results_file import keep
+from benchmarks.serving.kept_tuned import joined
+from toolkit.backends import ServerOrder
+from toolkit.backends.vllm.backend import command_of, live_bounds
+from toolkit.backends.vllm.command import vllm_server
+from toolkit.backends.vllm.setup import PYTHON_VARIABLE
+from toolkit.bench.client import InterruptedReplayError, LoadSpec, run_whole, served
+from toolkit.bench.session import RequestSettings, look_at, unused_seed
+from toolkit.endpoints.settings import SettingsClient
+from toolkit.endpoints.target import Target, find_target
+from toolkit.errors import LlmctlError
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
+from toolkit.interrupts import EXIT_CODE
+from toolkit.live.keep import KeepRules
+from toolkit.live.kept import OWNER, KeepOrder, KeptTuned
+from toolkit.live.space import ROWS, THRESHOLD, TOKENS, Settings, policy_of
+from toolkit.metrics import meets_sla
+from toolkit.serve.server import Ending
+from toolkit.sim.api import simulate
+from toolkit.sim.world import World, world_of
+from toolkit.traces.types import Trace
+
+KEY = "of this benchmark"
+SERVED = 0.95  # of the requests, by the best settings, at the highest rate
+KINDS = ("chats", "documents", "bursts")
+SHARES = {"chats": (0.08, 0.1), "documents": (0.55, 0.05), "bursts": (0.12, 0.08)}  # of the context
+PERIOD_S = 20.0  # of bursts: three times the rate in a third of it
+STEPS = 12  # of the search for the highest rate
+
+
+def part(kind: str, seconds: float, rate: float, context: int, seed: int) -> Trace:
+    """Requests of one part, with mean lengths as shares of the model's context."""
+    rng = np.random.default_rng(seed)
+    count = int(rate * seconds)
+    at = np.sort(rng.uniform(0.0, seconds, count))
+    if kind == "bursts":
+        at = np.floor(at / PERIOD_S) * PERIOD_S + at % PERIOD_S / 3.0
+    lengths = [
+        np.clip(rng.gamma(3.0, share * context / 3.0, count), 2, context // 2 - 1).astype(np.int64)
+        for share in SHARES[kind]
+    ]
+    return Trace(at, lengths[0], lengths[1], lengths[1])
+
+
+def grid_of(bounds: Mapping[str, tuple[float, float]]) -> list[Settings]:
+    """Settings that are compared in hindsight, within the server's bounds."""
+    values: dict[str, list[int]] = {}
+    for name in (ROWS, TOKENS):
+        low, high = bounds[name]
+        places = np.geomspace(max(low, 8.0), high, 5)
+        values[name] = [round(one) for one in places]
+    values[THRESHOLD] = [0, 32, 64, 128]
+    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part's traffic, and the settings that are best for it by the fit."""
+
+    kind: str
+    trace: Trace
+    best: Settings
+    predicted: float
+
+
+def fitted_part(
+    kind: str, seconds: float, load: float, plan: Plan, world: World, seed: int
+) -> Part:
+    """A part at `load` of the highest rate that the best settings serve."""
+    sla = plan.recipe.sla
+    context = plan.recipe.model.max_model_len
+    grid = grid_of(live_bounds(plan))
+
+    def best(rate: float) -> tuple[float, Settings]:
+        trace = part(kind, seconds, rate, context, seed)
+        shares = []
+        for settings in grid:
+            policy = policy_of(plan.policy.parameters, settings)
+            shares.append(float(meets_sla(simulate(trace, policy, world).served, sla).mean()))
+        at = int(np.argmax(shares))
+        return shares[at], grid[at]
+
+    low, high = 0.1, 0.2
+    while best(high)[0] >= SERVED and high < 1000.0:
+        low, high = high, 2.0 * high
+    for _ in range(STEPS // 3):
+        middle = (low + high) / 2.0
+        if best(middle)[0] >= SERVED:
+            low = middle
+        else:
+            high = middle
+    rate = load * low
+    predicted, settings = best(rate)
+    return Part(kind, part(kind, seconds, rate, context, seed), settings, predicted)
+
+
+@dataclass
+class Contest:
+    """The server, and the traffic that it gets once for each contender."""
+
+    target: Target
+    load: LoadSpec
+    control: SettingsClient
+    parts: Sequence[Part]
+    part_s: float
+    sla: Mapping[str, float]
+
+    def replay(self, trace: Trace) -> np.ndarray:  # type: ignore[type-arg]
+        """Which requests kept all targets."""
+        load = replace(self.load, seed=unused_seed(), timeout_s=self.part_s)
+        samples = run_whole(self.target, trace, load, lambda: None)
+        good: np.ndarray = meets_sla(served(samples), self.sla)  # type: ignore[type-arg]
+        return good
+
+    def whole(self) -> list[float]:
+        """All parts without a pause, with whatever settings there are."""
+        trace = joined([one.trace for one in self.parts], self.part_s)
+        good = self.replay(trace)
+        of_part = (trace.arrival_s // self.part_s).astype(int)
+        return [float(good[of_part == k].mean()) for k in range(len(self.parts))]
+
+    def at_best(self) -> list[float]:
+        """Each part alone, with its best settings."""
+        found = []
+        for one in self.parts:
+            self.control.set(one.best, f"best of {one.kind}")
+            found.append(float(self.replay(one.trace).mean()))
+        return found
+
+
+def run(given: argparse.Namespace) -> None:
+    """Serve, replay three times, print."""
+    plan = read_file(Plan, given.plan)
+    given.work.mkdir(parents=True, exist_ok=True)
+    passes = given.work / "passes.jsonl"
+    passes.unlink(missing_ok=True)
+    recipe = plan.recipe
+    world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
+    begun_s = time.monotonic()
+    parts = [
+        fitted_part(kind, given.part, given.load, plan, world, given.seed + k)
+        for k, kind in enumerate(KINDS)
+    ]
+    for one in parts:
+        words = ", ".join(f"{name}={value}" for name, value in one.best.items())
+        count = len(one.trace)
+        print(
+            f"{one.kind}: {count} requests, {count / given.part:.2f} requests/s; best by the fit: "
+            f"{words}, {100 * one.predicted:.0f} % predicted"
+        )
+    print(f"{time.monotonic() - begun_s:.0f} s for that; now about {9 * given.part / 60:.0f} min")
+    bounds = {
+        name: span for name, span in live_bounds(plan).items() if name in (ROWS, TOKENS, THRESHOLD)
+    }
+    rules = KeepRules(
+        bounds,
+        block_s=given.block,
+        watch_s=given.watch,
+        ahead_s=given.part,
+        requests_min=given.requests_min,
+    )
+    with (
+        (given.work / "vllm.log").open("w", encoding="utf-8") as output,
+        redirect_stderr(output),
+    ):
+        order = ServerOrder(
+            plan,
+            recipe.name,
+            "127.0.0.1",
+            0,
+            Ending(timeout_s=1.0),
+            pass_log=passes,
+            control_key=KEY,
+        )
+        folder = given.work / "plan"
+        folder.mkdir(exist_ok=True)
+        with vllm_server(command_of(order, folder), quiet=False) as server:
+            target = find_target(server.url)
+            control = SettingsClient(server.url, KEY, OWNER)
+            start = {name: control.get().values[name] for name in bounds}
+            asked = RequestSettings(None, seed=unused_seed(), loop="open", scaled=False)
+            subject = look_at(target, parts[0].trace, plan, asked, lambda _: None)
+            contest = Contest(target, subject.load, control, parts, given.part, recipe.sla)
+            contest.replay(parts[0].trace.take(slice(0, 20)))  # the server settles
+            keeper = KeptTuned(
+                KeepOrder(
+                    plan,
+                    passes,
+                    False,
+                    rules,
+                    dry=False,
+                    horizon_s=3.0 * given.part,
+                    every_s=given.every,
+                ),
+                [control],
+                target,
+                lambda line: print(f"  {time.monotonic() - since_s:6.0f} s {line}", flush=True),
+            )
+            since_s = time.monotonic()
+            keeper.start()
+            kept = contest.whole()
+            keeper.stop()
+            control.set(start, "the plan's, throughout")
+            fixed = contest.whole()
+            best = contest.at_best()
+    show(parts, kept, fixed, best)
+
+
+def show(
+    parts: Sequence[Part], kept: Sequence[float], fixed: Sequence[float], best: Sequence[float]
+) -> None:
+    print("\nGoodput, the share of requests that kept all targets")
+    print("\n| part | kept tuned | fixed | best known | of the best | over the fixed |")
+    print("|---|---:|---:|---:|---:|---:|")
+    names = [one.kind for one in parts]
+    rows = [*zip(names, kept, fixed, best, strict=True)]
+    rows.append(("all", float(np.mean(kept)), float(np.mean(fixed)), float(np.mean(best))))
+    for name, one, two, three in rows:
+        of_best = f"{100 * one / three:.0f} %" if three else ""
+        over = f"{100 * one / two:.0f} %" if two else ""
+        print(
+            f"| {name} | {100 * one:.1f} % | {100 * two:.1f} % | {100 * three:.1f} % | {of_best} "
+            f"| {over} |"
+        )
+    keep("goodput", {"parts": names, "kept": kept, "fixed": fixed, "best": best})
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("plan", type=Path)
+    add_vllm(parser)
+    parser.add_argument("--part", type=float, default=80.0, help="seconds of each part")
+    parser.add_argument("--every", type=float, default=8.0, help="seconds between two looks")
+    parser.add_argument("--block", type=float, default=4.0, help="seconds of a block of traffic")
+    parser.add_argument("--watch", type=float, default=24.0, help="seconds of a watch")
+    parser.add_argument("--requests-min", type=int, default=30, help="that a decision needs")
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("kept-live"))
+    given = parser.parse_args()
+    os.environ[PYTHON_VARIABLE] = given.vllm_python
+    try:
+        run(given)
+    except LlmctlError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        print(f"error: {error.message}{hint}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, InterruptedReplayError):
+        print("\ninterrupted", file=sys.stderr)
+        return EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
