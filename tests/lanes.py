@@ -49,7 +49,7 @@ APART = "test_docs_commands.py"
 
 COMPILED = os.environ.get("LLMCTL_COMPILED") == "1"
 CASES = 6  # of a test with parameters, in `make quick`; compiled code gets all
-# Of a Hypothesis test that does not say how many. CI has the same ones each time and needs fewer.
+# Of a Hypothesis test that does not say how many. CI has the same ones each time, and needs fewer.
 EXAMPLES = 30 if os.environ.get("CI") else 60
 QUICK_EXAMPLES = 25  # of these, in `make quick`
 

@@ -253,27 +253,21 @@ def test_a_kind_for_another_machine_is_named_and_its_servers_may_run_there(tmp_p
     assert answer["choices"][0]["text"] == answer_of(BODY)
 
 
-def test_wrong_kinds_end_the_front(tmp_path: Path):
-    with test_serve_vllm.start(fleet_for(tmp_path), "--replica", "x=http://127.0.0.1:9") as server:
-        _, said = server.communicate(timeout=60)
-    assert server.returncode == 2
+def test_wrong_kinds_end_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    refused = test_serve_vllm.refused
+    said = refused(capfd, fleet_for(tmp_path), "--replica", "x=http://127.0.0.1:9")
     assert "there is no kind 'x'" in said
     assert says(said, "test, slow")
     with standins(other := StandIn()):
         words = ["--replica", other.url, "--strict", "--served-model-name", MODEL]
-        with test_serve_vllm.start(fleet_for(tmp_path / "b"), *words) as server:
-            _, said = server.communicate(timeout=60)
-    assert server.returncode == 2
+        said = refused(capfd, fleet_for(tmp_path / "b"), *words)
     assert "reports no cache" in " ".join(said.split())
 
 
-def test_one_that_cannot_load_ends_the_front(tmp_path: Path):
+def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = test_serve_vllm.plan_for(tmp_path, source="dies")
     write_file(read_file(Plan, path).model_copy(update={"workers": 2}), path)
-    with test_serve_vllm.start(path) as server:
-        _, said = server.communicate(timeout=60)
-    assert server.returncode == 3
-    assert "the fake dies" in said
+    assert "the fake dies" in test_serve_vllm.refused(capfd, path, code=3)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +310,7 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
                 httpx.post(f"{ready['url']}/v1/completions", json=BODY)
             data = httpx.get(f"{url}status.json")
             assert httpx.get(url, headers={"Host": "elsewhere.example"}).status_code == 403
-            for scheme, width in (("light", 1600), ("dark", 1600), ("light", 360), ("dark", 360)):
+            for scheme, width in (("light", 360), ("dark", 1600)):
                 size = {"width": width, "height": 800}
                 with page_of(browser, url, viewport=size, color_scheme=scheme) as (page, seen):
                     shows(page, "#state", "ready")
@@ -372,12 +366,10 @@ def test_the_status_page_shows_the_flags_of_each_kind_of_servers(tmp_path: Path)
     assert [one["parameters"] for one in kinds] == [plan.policy_of(0), plan.policy_of(1)]
 
 
-def test_strict_refuses_another_model(tmp_path: Path):
-    with standins(StandIn(model="other")) as _, standins(other := StandIn(model="other")):
+def test_strict_refuses_another_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    with standins(other := StandIn(model="other")):
         words = ["--replica", other.url, "--strict", "--served-model-name", MODEL]
-        with test_serve_vllm.start(plan_for(tmp_path), *words) as server:
-            _, said = server.communicate(timeout=30)
-    assert server.returncode == 2
+        said = test_serve_vllm.refused(capfd, plan_for(tmp_path), *words)
     assert says(said, "'other'", "'standin'")
 
 

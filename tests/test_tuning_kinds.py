@@ -119,6 +119,7 @@ def test_the_first_trials_have_the_recipes_flags_and_then_the_same_for_all(tuned
     assert not any(alike[ALIKE:])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_also_from_a_journal(tmp_path: Path) -> None:
     given = unlike(tune=FIXED | {"trials": 9})
     plain = tune(given, InProcessRunner(), HEAD, lambda best: None)

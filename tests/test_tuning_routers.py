@@ -253,6 +253,7 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     assert found_by(given).cost is None
 
 
+@pytest.mark.slow
 def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_them() -> None:
     sla = {"ttft_p90_s": 0.05}
     bounded = TUNE | {"max_refused_percent": 5.0, "routers": ["own"], "trials": 1}
@@ -266,6 +267,7 @@ def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_
         assert not make_world(given.recipe, given.fit).refuses
 
 
+@pytest.mark.slow
 def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_law() -> None:
     seen: list[Task] = []
 

@@ -120,6 +120,7 @@ def test_the_model_s_own_context_comes_from_the_recipe() -> None:
         assert prepared.scaling.model_context == context
 
 
+@pytest.mark.slow
 def test_the_verdict_the_plan_and_the_page_have_the_warning(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from test_tuning import HEAD, trace
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
 from toolkit.tuning.alternatives import WORKERS_MAX, fewest
-from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner
+from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, tune_to_size
 from toolkit.tuning.workload import make_workload
 
@@ -19,10 +19,10 @@ TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "polic
 
 
 @without_capacity()
-def size(sla: dict[str, float], runner: Runner | None = None) -> Tuning:
+def size(sla: dict[str, float]) -> Tuning:
     recipe = samples.recipe(tune=TUNE, sla=sla)
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
-    return tune_to_size(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
+    return tune_to_size(inputs, InProcessRunner(), HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_the_answer_and_its_neighbours_were_simulated(sized: Tuning) -> None:
     assert rows[sizing.workers + 1] == sizing.one_more_keeps
 
 
+@pytest.mark.slow
 def test_the_tuning_has_the_found_number_of_workers(sized: Tuning) -> None:
     assert sized.sizing is not None
     recipes = [
@@ -73,11 +74,6 @@ def test_the_tuning_has_the_found_number_of_workers(sized: Tuning) -> None:
 
 
 @pytest.mark.slow
-def test_several_processes_give_the_same_bytes(sized: Tuning) -> None:
-    with ProcessPool(2) as crew:
-        assert size({"e2e_p95_s": 3.0}, crew).model_dump_json() == sized.model_dump_json()
-
-
 def test_the_limit_that_no_number_of_workers_keeps_is_named() -> None:
     with pytest.raises(LimitsBrokenError) as caught:
         size({"ttft_p50_s": 1e-3})
