@@ -25,7 +25,7 @@ from sse_server import (
 from toolkit.bench.client import NOT_CONTINUED, LoadSpec, Prompts, replay, run
 from toolkit.bench.predict import other_requests, predicted
 from toolkit.bench.report import cache_use
-from toolkit.bench.session import RequestSettings, look_at
+from toolkit.bench.session import RequestSettings, prepare_replay
 from toolkit.endpoints.target import (
     FULL,
     CacheCounts,
@@ -251,16 +251,18 @@ def test_sessions_are_replayed_in_closed_loop_by_default():
     trace = trace_of([10, 6, 17, 30], [[1, 2, 3], [5, 6], [1, 2, 7, 8, 9], []], sessions=SESSIONS)
     with sse_server() as server:
         target = find_target(server.url)
-        closed = look_at(target, trace, None, RequestSettings())
+        closed = prepare_replay(target, trace, None, RequestSettings())
         assert closed.trace.sessions is not None
         assert says(" ".join(closed.notes), "closed loop", "2 of 4")
         assert any("token ids" in line for line in closed.notes)
-        opened = look_at(target, trace, None, RequestSettings(loop="open"))
+        opened = prepare_replay(target, trace, None, RequestSettings(loop="open"))
         assert opened.trace.sessions is None
         assert opened.trace.shared is not None
         assert not any("closed loop" in line for line in opened.notes)
         with pytest.raises(InputError, match="it has no sessions"):
-            look_at(target, replace(trace, sessions=None), None, RequestSettings(loop="closed"))
+            prepare_replay(
+                target, replace(trace, sessions=None), None, RequestSettings(loop="closed")
+            )
 
 
 def test_replicas_are_predicted_behind_the_router_of_the_plan():

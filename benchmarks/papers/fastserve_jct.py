@@ -30,8 +30,9 @@ from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.base import Policy, Ranking
+from toolkit.sched.policies.base import Policy
 from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.ranked import Ranking
 from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World

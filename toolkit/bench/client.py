@@ -5,8 +5,8 @@ Requests are sent at the trace's times whatever the server does, and latencies c
 times, so that a server cannot hide a stall by slowing the client down. In a trace with sessions
 this holds for first turns. A later turn is sent when the turn before has ended and the client's
 think time is over; its latency counts from then. At a fixed concurrency the next request of the
-trace is sent when any one has ended, and its latency counts from then. `try_out` and `limits_of`
-find which requests a server takes.
+trace is sent when any one has ended, and its latency counts from then. `probe_dialect` and
+`limits_of` find which requests a server takes.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ class InterruptedReplayError(Exception):
     """Ctrl-C ended a warm-up or a window early."""
 
 
-def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[Lengths, Dialect]:
+def probe_dialect(
+    target: Target, lengths: Lengths | None, max_tokens: int
+) -> tuple[Lengths, Dialect]:
     """How the server takes a trace's lengths, found with a few requests of one token each.
 
     Where `lengths` is None they are hidden if the server allows it: llmctl's own does with

@@ -1,9 +1,9 @@
 """Replays against a running server: warm-up, prediction, replay, and the comparison of both.
 
-In order: the server and the requests for it (`look_at` makes a `Subject`); `Measurement`, one part
-of a trace (`llmctl bench`); `Session`, several windows (`llmctl validate`); and the errors over
-windows and requests. Each replay is predicted before it starts, under the conditions of the warm-up
-just before it.
+In order: the server and the requests for it (`prepare_replay` makes a `ReplaySetup`);
+`Measurement`, one part of a trace (`llmctl bench`); `Session`, several windows (`llmctl validate`);
+and the errors over windows and requests. Each replay is predicted before it starts, under the
+conditions of the warm-up just before it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from toolkit.bench.client import (
     Replay,
     fitted,
     limits_of,
+    probe_dialect,
     run,
     run_whole,
     served,
-    try_out,
 )
 from toolkit.bench.passes import PassLogs
 from toolkit.bench.predict import (
@@ -117,7 +117,7 @@ def unused_seed() -> int:
 
 
 @dataclass(slots=True, frozen=True)
-class Subject:
+class ReplaySetup:
     """A server, the trace with lengths that it accepts and the rate of the replay, and how the
     trace becomes requests.
 
@@ -152,13 +152,13 @@ class Subject:
         return notes
 
 
-def look_at(
+def prepare_replay(
     target: Target,
     trace: Trace,
     plan: Plan | None,
     settings: RequestSettings,
     on_foreign: OnForeign | None = None,
-) -> Subject:
+) -> ReplaySetup:
     """Ask the server what it accepts, with a few requests.
 
     `ForeignError` where it is not the server that `plan` was fitted to (with `on_foreign` that is
@@ -174,7 +174,7 @@ def look_at(
         )
     if settings.loop == "open":
         whole = replace(whole, sessions=None)
-    lengths, dialect = try_out(target, settings.lengths, limits.output)
+    lengths, dialect = probe_dialect(target, settings.lengths, limits.output)
     if whole.sessions is not None:
         dialect = with_answer_ids(target, dialect)
     named = whole.output_tokens
@@ -191,11 +191,11 @@ def look_at(
         settings.concurrency,
         settings.ramp_s,
     )
-    return Subject(target, whole, load)
+    return ReplaySetup(target, whole, load)
 
 
 @dataclass(slots=True, frozen=True)
-class Watched:
+class CountedReplay:
     """A replay, and the server's counters before and after it: of batches (empty: not read), and
     of the prefix cache (None: the server has none).
     """
@@ -211,23 +211,23 @@ class Watched:
         return times_between(self.before, self.after, self.replay.samples)
 
 
-def watch(
+def counted_run(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None], *, counters: bool
-) -> Watched:
+) -> CountedReplay:
     """`run`, reading the server's counters of batches if `counters`, and those of its cache."""
     before = counts_or_none(target) if counters else {}
     cached = cache_counts(target)
     replay = run(target, trace, load, on_done)
     cached_after = cache_counts(target) if cached else None
     after = counts_or_none(target) if before else {}
-    return Watched(replay, before, after, (cached, cached_after))
+    return CountedReplay(replay, before, after, (cached, cached_after))
 
 
 class Measurement:
-    """One part of a subject's trace.
+    """Replays one part of a trace.
 
     Args:
-        subject: the server, and the whole trace.
+        setup: the server, and the whole trace.
         part: what is replayed of it.
         plan: what the server runs; without one nothing is predicted, and no warm-up is needed.
         sla: targets that attainment is counted by.
@@ -235,16 +235,16 @@ class Measurement:
 
     def __init__(
         self,
-        subject: Subject,
+        setup: ReplaySetup,
         part: Trace,
         plan: Plan | None,
         sla: Mapping[str, float],
         note: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        self._target = subject.target
-        self._whole = subject.trace
-        self._load = subject.load
+        self._target = setup.target
+        self._whole = setup.trace
+        self._load = setup.load
         self._part = part
         self._plan = plan
         self._sla = sla
@@ -293,7 +293,7 @@ class Measurement:
             self._note(f"warm-up: HTTP and the front add {delays}; the prediction includes that")
         return warm
 
-    def replay(self) -> Watched:
+    def replay(self) -> CountedReplay:
         """Replay the part."""
         expected_s = self._predicted.metrics.get("makespan_s", float(self._part.arrival_s[-1]))
         self._note(
@@ -302,12 +302,12 @@ class Measurement:
         )
         own = self._target.own
         with self._progress("replaying", len(self._part)) as advance:
-            return watch(self._target, self._part, self._load, advance, counters=own)
+            return counted_run(self._target, self._part, self._load, advance, counters=own)
 
-    def report(self, watched: Watched, inputs: Mapping[str, Path]) -> BenchReport:
+    def report(self, counted: CountedReplay, inputs: Mapping[str, Path]) -> BenchReport:
         """The measured values beside the prediction, made from the files `inputs`."""
-        replay = watched.replay
-        times = watched.times if self._predicted.warmup else None
+        replay = counted.replay
+        times = counted.times if self._predicted.warmup else None
         return report(
             replay,
             head(dict(inputs)),
@@ -320,8 +320,8 @@ class Measurement:
             in_hindsight=in_hindsight(
                 self._plan, self._part, self._sla, times, self._finished, self._load
             ),
-            scheduling=scheduling(watched.before, watched.after),
-            cache=cache_use(replay.samples, self._part, watched.cached, self._predicted.metrics),
+            scheduling=scheduling(counted.before, counted.after),
+            cache=cache_use(replay.samples, self._part, counted.cached, self._predicted.metrics),
             policy=self._plan.policy.name if self._plan else None,
             request_rate_rps=None if self._load.concurrency else mean_rate(self._whole) or None,
             concurrency=self._load.concurrency,
@@ -332,7 +332,7 @@ class Session:
     """Windows replayed against one server under one plan.
 
     Args:
-        subject: the server, and the whole trace; warm-ups are taken from behind each window.
+        setup: the server, and the whole trace; warm-ups are taken from behind each window.
         warmup_s: about how long they last; 0: no warm-up.
         logs: the server's passes, if they are kept.
 
@@ -341,21 +341,21 @@ class Session:
 
     def __init__(
         self,
-        subject: Subject,
+        setup: ReplaySetup,
         plan: Plan,
         warmup_s: float,
         progress: Progress,
         logs: PassLogs | None = None,
     ) -> None:
-        self._target = subject.target
-        self._whole = subject.trace
-        self._load = subject.load
-        self._notes = subject.notes
+        self._target = setup.target
+        self._whole = setup.trace
+        self._load = setup.load
+        self._notes = setup.notes
         self._plan = plan
         self._warmup_s = warmup_s
         self._progress = progress
         self._logs = logs
-        self._reports_batches = reports_batch_times(plan, subject.target)
+        self._reports_batches = reports_batch_times(plan, setup.target)
         self.results: list[WindowResult] = []
         self.lines: list[str] = []
         self._pairs: list[Pair] = []
@@ -428,12 +428,12 @@ class Session:
             load = replace(load, named=True)
             logs.begin()
         with self._progress(f"window {number} of {count}", len(trace)) as advance:
-            watched = watch(self._target, trace, load, advance, counters=counters)
-        if watched.replay.interrupted:
+            counted = counted_run(self._target, trace, load, advance, counters=counters)
+        if counted.replay.interrupted:
             raise InterruptedReplayError
-        samples = watched.replay.samples
-        times = watched.times
-        front_s = logs.end(number, watched.replay) if logs is not None else None
+        samples = counted.replay.samples
+        times = counted.times
+        front_s = logs.end(number, counted.replay) if logs is not None else None
         pair = Pair(served(samples), simulated.served)
         measured = summarize(pair.measured, sla)
         if times and times.front:
@@ -459,7 +459,7 @@ class Session:
                 launch_slowdown_meanwhile=times.launch_slowdown if times else None,
                 passes=logs.file(number).name if logs is not None else "",
                 front_by_passes_s=front_s,
-                cache=cache_use(samples, trace, watched.cached, simulated.metrics({})),
+                cache=cache_use(samples, trace, counted.cached, simulated.metrics({})),
                 predicted_in_hindsight=in_hindsight(
                     self._plan, trace, sla, times, current.finished
                 ),

@@ -39,7 +39,7 @@ from toolkit.interrupts import EXIT_CODE, held
 from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
-    from toolkit.bench.session import RequestSettings, Subject
+    from toolkit.bench.session import ReplaySetup, RequestSettings
     from toolkit.traces.types import Trace
 
 LOCAL = "http://127.0.0.1:8000"
@@ -131,13 +131,13 @@ def bench(args: BenchOptions) -> None:
         concurrency=traffic.concurrency,
         ramp_s=traffic.ramp_s,
     )
-    subject = _look_at_server(args, traffic, planned, settings)
-    part = excerpt(subject.trace, args.start, args.duration)
+    setup = _prepare_replay(args, traffic, planned, settings)
+    part = excerpt(setup.trace, args.start, args.duration)
     note_trace(part)
-    note(*subject.notes)
+    note(*setup.notes)
     if not traffic.concurrency:
-        note(*_rate_notes(planned, subject.trace))
-    measurement = Measurement(subject, part, planned, targets, note, progress)
+        note(*_rate_notes(planned, setup.trace))
+    measurement = Measurement(setup, part, planned, targets, note, progress)
     try:
         measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1]))
     except InterruptedReplayError:
@@ -145,10 +145,10 @@ def bench(args: BenchOptions) -> None:
         raise typer.Exit(EXIT_CODE) from None
     made_from = traffic.inputs() | ({"plan": args.plan} if args.plan else {})
     with held():  # what was measured is written and shown
-        watched = measurement.replay()
-        result = measurement.report(watched, made_from)
+        counted = measurement.replay()
+        result = measurement.report(counted, made_from)
         if args.save_requests:
-            write_lines(request_lines(watched.replay.samples), args.save_requests)
+            write_lines(request_lines(counted.replay.samples), args.save_requests)
         if args.out:
             write_file(result, args.out)
         emit(args.as_json, result, lambda: _show(result))
@@ -163,15 +163,15 @@ def bench(args: BenchOptions) -> None:
         hold(((row.metric, row.error_percent) for row in result.compared), args.max_error)
 
 
-def _look_at_server(
+def _prepare_replay(
     args: BenchOptions | ValidateOptions,
     traffic: Traffic,
     planned: Plan | None,
     settings: RequestSettings,
-) -> Subject:
+) -> ReplaySetup:
     """The server, and the requests as they can be replayed against it."""
     from toolkit.bench.client import limits_of
-    from toolkit.bench.session import look_at
+    from toolkit.bench.session import prepare_replay
     from toolkit.endpoints.target import find_target
 
     address = args.url or (plan_address(planned) if planned else LOCAL)
@@ -182,7 +182,7 @@ def _look_at_server(
         own = planned is not None and not traits_of(planned.recipe.engine.name).server
         traffic.refuse_longer(limits.context, limits.output if own else None)
         settings = replace(settings, scaled=False)
-    return look_at(target, traffic.trace, planned, settings, warn if args.force else None)
+    return prepare_replay(target, traffic.trace, planned, settings, warn if args.force else None)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
@@ -344,17 +344,17 @@ def validate(args: ValidateOptions) -> None:
     rate = tuned.request_rate_rps if tuned else args.rate
     settings = RequestSettings(rate, seed=unused_seed(), loop=args.loop)
     traffic = Traffic(read_trace(path)[0], path=path)
-    subject = _look_at_server(args, traffic, planned, settings)
+    setup = _prepare_replay(args, traffic, planned, settings)
     if tuned:
         spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
-        chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]
+        chosen = [TraceWindow(*span, cut(setup.trace, *span)) for span in spans]
     else:
-        windows = fit_windows(subject.trace, args.window_s, args.windows, 0, args.seed)
-        subject = replace(subject, trace=windows.trace)
+        windows = fit_windows(setup.trace, args.window_s, args.windows, 0, args.seed)
+        setup = replace(setup, trace=windows.trace)
         chosen = windows.search
-    note_trace(subject.trace)
-    note(*subject.notes)
-    session = Session(subject, planned, args.warmup, progress, logs)
+    note_trace(setup.trace)
+    note(*setup.notes)
+    session = Session(setup, planned, args.warmup, progress, logs)
     interrupted = session.run(chosen)
     if not session.results:
         note("interrupted before a window was replayed to its end: nothing was written")

@@ -47,7 +47,7 @@ WINDOW_S = (1.5, 30.0)
 def tune_live(args: TuneOptions) -> None:
     """Search on a running server; see `toolkit.live.search`."""
     from toolkit.bench.client import InterruptedReplayError
-    from toolkit.bench.session import RequestSettings, look_at, unused_seed
+    from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
     from toolkit.endpoints.target import find_target
     from toolkit.live.bursts import Bursts
     from toolkit.live.search import BurstJournal, LiveSearch
@@ -87,11 +87,11 @@ def tune_live(args: TuneOptions) -> None:
     target = find_target(control.url, None, args.api_key)
     rate = args.rate or recipe.tune.request_rate_rps
     settings = RequestSettings(rate, seed=unused_seed(), loop="open", scaled=path is not None)
-    subject = look_at(target, trace, plan, settings, warn if args.force else None)
+    setup = prepare_replay(target, trace, plan, settings, warn if args.force else None)
     window_s = args.window or min(max(60.0 * args.minutes / BURSTS, WINDOW_S[0]), WINDOW_S[1])
-    cut = fit_windows(subject.trace, window_s, WINDOWS, 0, recipe.tune.seed)
+    cut = fit_windows(setup.trace, window_s, WINDOWS, 0, recipe.tune.seed)
     note_trace(cut.trace)
-    bursts = Bursts(target, subject.load, cut.search, recipe.sla, cut.seconds)
+    bursts = Bursts(target, setup.load, cut.search, recipe.sla, cut.seconds)
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
     seed = recipe.tune.seed if args.seed is None else args.seed
     key = [control.url, str(seed), f"{cut.seconds:g}", f"{rate}", args.trace or recipe.tune.trace]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
+
+from mypy_extensions import mypyc_attr
 
 from toolkit.sched.waiting import WaitingJobs
 
@@ -13,6 +15,24 @@ if TYPE_CHECKING:
 
 Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, rank
 Ranked = tuple[float, int, "Job"]  # rank, ticket
+NEVER = 1 << 40  # more tokens than a job generates
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Ranking:
+    """How a policy ranks jobs under one worker's law: a job of a lower rank is served first."""
+
+    def rank(self, job: Job, generated: int) -> float:
+        """The rank of a job with so many generated tokens; it must not change while it waits."""
+        raise NotImplementedError
+
+    def changes_at(self, job: Job, generated: int, promoted_at: int) -> int:
+        """The generated tokens at which a running job gets another rank; it has `generated` now.
+
+        A round ends there; `NEVER`: no round ends for that. `promoted_at` is what the job had
+        generated when it was last promoted, -1 if it never was.
+        """
+        return NEVER
 
 
 class RankedJobs(WaitingJobs):
@@ -21,13 +41,11 @@ class RankedJobs(WaitingJobs):
     `jobs` are in order of arrival; priorities are a part of the rank. While a job waits, only its
     waiting time changes. Jobs that have waited for `patience_s` starve and are served by age, the
     others by rank; equal ranks are served by ticket.
-
-    `rank` maps a job and its generated tokens to its rank, which must not change while it waits.
     """
 
-    def __init__(self, rank: Callable[[Job, int], float]) -> None:
+    def __init__(self, ranking: Ranking) -> None:
         super().__init__()
-        self.rank = rank
+        self.ranking = ranking
         # Sorted: the jobs that starved at the last query, and the others twice.
         self._starved: list[Aged] = []
         self._by_age: list[Aged] = []
@@ -94,7 +112,7 @@ class RankedJobs(WaitingJobs):
 
     def _added(self, job: Job) -> None:
         super()._added(job)
-        rank = self.rank(job, job.generated)
+        rank = self.ranking.rank(job, job.generated)
         insort(self._lengths, job.length)
         insort(self._by_age, (job.waiting_since_s, job.ticket, rank, job))
         insort(self._by_rank, (rank, job.ticket, job))

@@ -192,9 +192,9 @@ class WaitingPool:
         """Move each pooled job to the worker of this index."""
         if len(homes) != len(self.jobs):
             raise ValueError(f"{len(homes)} workers for {len(self.jobs)} jobs")
-        for job, home in zip(self.jobs, homes, strict=True):
-            job.home = home
-            self._workers[home].waiting.append(job)
+        for place, job in enumerate(self.jobs):
+            job.home = homes[place]
+            self._workers[job.home].waiting.append(job)
         self.jobs.clear()
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:

@@ -99,7 +99,6 @@ class VllmDriver:
 
     Args:
         python: of the environment that has vLLM; None: `LLMCTL_VLLM_PYTHON`, else this one.
-        model: a folder with a config.json; None: a small model's.
 
     Attributes:
         version, path: of the vLLM that the child loaded.
@@ -108,13 +107,12 @@ class VllmDriver:
     Raises `EngineError` if that Python has no vLLM, or loads another version of it than it has.
     """
 
-    def __init__(self, python: str | None = None, model: Path | None = None) -> None:
+    def __init__(self, python: str | None = None) -> None:
         self.python = python or os.environ.get(PYTHON_VARIABLE) or sys.executable
         self._installed = read_vllm(
             self.python,
             f"name the Python of an environment that has vLLM: --vllm-python, or {PYTHON_VARIABLE}",
         )
-        self._model = model
         self._closing = contextlib.ExitStack()
         self._opened = 0  # schedulers so far
         self.version = ""
@@ -235,11 +233,9 @@ class VllmDriver:
     def _start(self, folder: Path) -> None:
         link_package(folder)
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-        model = self._model
-        if model is None:
-            model = folder / "model"
-            model.mkdir()
-            (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         # It has its own session: Ctrl-C is for this process. Its input ends with this process.
         self._child = subprocess.Popen(
             [self.python, "-m", "toolkit.backends.vllm.driver_child", str(model)],

@@ -32,7 +32,7 @@ from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.estimators.steps import StepShape, features
 from toolkit.files.fit import Fit, StepsFit
 from toolkit.files.io import EnvelopeFields
-from toolkit.files.profile import FrontPoint, Profile, StepsProfile
+from toolkit.files.profile import Profile, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.analytic import ComputedPasses, computed_profile
 from toolkit.profiling.run import with_sampler
@@ -53,7 +53,6 @@ TERMS = (  # as `features` has them
     "attended tokens of chunks",
     "cached tokens before chunks",
 )
-FRONT_ROWS = (1, 16)
 SINGULAR = 1e-6
 
 
@@ -101,9 +100,9 @@ class Coverage:
     absent: list[str]
 
 
-def steps_of_log(recipe: Recipe, history: PassHistory, front_s: float = 0.0) -> StepsProfile:
+def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
     """The passes as a profile has them. `InputError` for a server that no law describes, and for
-    too few passes or too few kinds of them. `front_s`: what clients wait beside, if it is known.
+    too few passes or too few kinds of them.
     """
     header = history.header
     refuse_not_modelled(header)
@@ -126,8 +125,7 @@ def steps_of_log(recipe: Recipe, history: PassHistory, front_s: float = 0.0) -> 
             f"law needs {CHUNKS_MIN} and {ROWS_MIN}",
             "wait for more traffic, or profile: llmctl profile RECIPE",
         )
-    front = [FrontPoint(rows=n, prompt_tokens=0, seconds=front_s) for n in FRONT_ROWS if front_s]
-    return steps_of_header(header, recipe).model_copy(update={"points": found, "front": front})
+    return steps_of_header(header, recipe).model_copy(update={"points": found})
 
 
 def coverage(fit: StepsFit, steps: StepsProfile, passes: int) -> Coverage:
@@ -175,12 +173,12 @@ def refuse_unsure(found: Coverage, terms: int) -> None:
 
 
 def profile_of_log(
-    recipe: Recipe, history: PassHistory, head: EnvelopeFields, front_s: float = 0.0, seed: int = 0
+    recipe: Recipe, history: PassHistory, head: EnvelopeFields, seed: int = 0
 ) -> tuple[Profile, Coverage]:
     """A profile with the passes of the log; its prefills and decode steps follow from their law,
     over the recipe's grid. Raises as `steps_of_log` and `refuse_unsure`.
     """
-    steps = steps_of_log(recipe, history, front_s)
+    steps = steps_of_log(recipe, history)
     fit = fit_steps(steps, seed)
     assert fit is not None
     law = law_of_steps(fit)

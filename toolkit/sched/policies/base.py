@@ -8,7 +8,7 @@ calls replays exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mypy_extensions import mypyc_attr
@@ -16,13 +16,12 @@ from mypy_extensions import mypyc_attr
 from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.ranked import Ranking
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
 from toolkit.sched.view import NOTHING, Decision, LengthHistory, View
 
 # Output lengths that are kept for a policy that does not set the size of the history itself.
 DEFAULT_HISTORY = 1000
-# Maps a job and its generated tokens to its rank: a job of a lower rank is served first.
-Ranking = Callable[[Job, int], float]
 
 
 @mypyc_attr(native_class=False)  # so that subclasses may be data classes with slots
@@ -54,10 +53,7 @@ class Policy:
         return LengthHistory(DEFAULT_HISTORY)
 
     def ranking(self, law: SliceLaw) -> Ranking | None:
-        """How waiting jobs rank under a worker's law; None: they are served by arrival.
-
-        The rank of a job must not change while it waits.
-        """
+        """How waiting jobs rank under a worker's law; None: they are served by arrival."""
         return None
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
@@ -131,7 +127,7 @@ class RoundPolicy(Policy):
             worker.index,
             tuple(entering),
             steps,
-            max([job.length for job in entering], default=0),
+            max([job.length for job in entering]) if entering else 0,
             until="any",
             keep_cache=True,
             evict=tuple(evict),

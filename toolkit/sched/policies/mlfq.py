@@ -19,20 +19,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
-from toolkit.sched.policies.base import Ranking
 from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.preemptive import (
     STARVES,
-    Horizon,
     PreemptivePolicy,
     Rank,
     RankedRow,
     ranked,
 )
 from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.ranked import NEVER, Ranking
 from toolkit.sched.types import Job, Worker
 
-NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
 LONGEST_QUANTUM_TOKENS = 1 << 24  # a quantum that lasts longer counts as never used up
 JOBS_KEPT = 1 << 16  # entries of a cache of jobs
 LAWS_KEPT = 8  # entries of the cache of laws
@@ -40,7 +38,7 @@ LAWS_KEPT = 8  # entries of the cache of laws
 Path = tuple[int, list[int]]
 
 
-class FeedbackQueues:
+class FeedbackQueues(Ranking):
     """The `count` queues under a worker's latency law, numbered from 0.
 
     A job joins the first queue with a quantum that covers its prefill, or queue 0 without
@@ -65,7 +63,7 @@ class FeedbackQueues:
         queue = self.find(job.prompt_tokens, generated, job.promoted_at)[0]
         return float(job.priority * len(self.quanta_s) + queue)
 
-    def leaves_at(self, job: Job, generated: int, promoted_at: int) -> int:
+    def changes_at(self, job: Job, generated: int, promoted_at: int) -> int:
         """The generated tokens at which a job leaves the queue that it is in."""
         return self.find(job.prompt_tokens, generated, promoted_at)[1]
 
@@ -167,9 +165,6 @@ class MlfqPolicy(PreemptivePolicy):
         return self.starvation_s
 
     def ranking(self, law: SliceLaw) -> Ranking:
-        return self._queues(law).rank
-
-    def _queues(self, law: SliceLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
 
     def next_runs(
@@ -180,8 +175,9 @@ class MlfqPolicy(PreemptivePolicy):
         It is the lesser of the time until the row's promotion and the sum of the quanta of all jobs
         that run before it.
         """
-        queues = self._queues(worker.latency)
         waiting = ranked(worker)
+        queues = waiting.ranking
+        assert isinstance(queues, FeedbackQueues)
         starving, ranks, counts = waiting.ranks(now_s, self.starvation_s)
         # By index in `ranks`: how many waiting jobs have a lesser rank, and their quanta.
         ahead = [0]
@@ -210,6 +206,3 @@ class MlfqPolicy(PreemptivePolicy):
                 next_runs.append((min(before_s + waiting_s, promotion_s), row.rank))
             before_s += quantum_s
         return next_runs
-
-    def horizon(self, law: SliceLaw) -> Horizon:
-        return self._queues(law).leaves_at

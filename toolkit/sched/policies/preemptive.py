@@ -12,7 +12,7 @@ move in one of two ways:
   before they are needed, and transfers run beside a round's compute. A round waits for its
   transfers only if it has nothing to compute, or if a starving job would wait longer.
 
-A round ends when a row ends, when ranks change (the policy's `horizon`), when memory is full, when
+A round ends when a row ends, when ranks change (`Ranking.changes_at`), when memory is full, when
 the caches arrive that higher-ranked jobs wait for, every `interval_steps` while any job waits, and
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
 paused or swapped out, the round continues until a row ends. Most rounds change nothing: the running
@@ -24,13 +24,12 @@ jobs go on. These are found without ranks (`_unchanged`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
 from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_rows
 from toolkit.sched.policies.base import (
-    Ranking,
     RoundPolicy,
     chunk_parameter,
     prefill_parameter,
@@ -39,15 +38,12 @@ from toolkit.sched.policies.base import (
 )
 from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import SliceLaw
-from toolkit.sched.ranked import Aged, Ranked, RankedJobs
+from toolkit.sched.ranked import Aged, Ranked, RankedJobs, Ranking
 from toolkit.sched.types import Batch, Job, Moves, Worker
 from toolkit.sched.view import View
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
 Rank = tuple[float, float, int]
-# Maps a job, its generated tokens, and what it had generated when it was last promoted (-1: never)
-# to the generated tokens at which its rank changes, if it runs on.
-Horizon = Callable[[Job, int, int], int]
 STARVES = float("-inf")  # the rank of a starving job
 RUNS = -1.0  # `RankedRow.waits_s` of a running job
 
@@ -215,7 +211,7 @@ class Placement:
 class PreemptivePolicy(RoundPolicy):
     """Base of the preemptive policies: subclasses rank jobs with `ranking`.
 
-    They may also say when ranks change (`horizon`) and which caches can wait (`next_runs`).
+    They may also say which caches can wait (`next_runs`).
     """
 
     max_batch_size: int = rows_parameter(32)
@@ -264,10 +260,6 @@ class PreemptivePolicy(RoundPolicy):
         """
         return [(0.0, row.rank) for row in rows]
 
-    def horizon(self, law: SliceLaw) -> Horizon | None:
-        """When the ranks of running jobs change; None: no round ends for that."""
-        return None
-
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
         """Rank all jobs, choose those that run, and place the caches of the others."""
         steps = self._unchanged(worker)
@@ -282,12 +274,13 @@ class PreemptivePolicy(RoundPolicy):
         placed = self._place(worker, others, chosen)
         entering = [row for row in placed.run if row.location == NOWHERE]
         idle = _not_in(placed.run, cached)
+        patience_s = self.patience_s
         return self.make_round(
             worker,
             [row.job for row in entering],
             self._steps(worker, placed, idle, entering, now_s),
             [row.job for row in placed.evict],
-            placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s]),
+            placed.moves([row.job for row in placed.run if row.waits_s >= patience_s]),
         )
 
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
@@ -305,11 +298,12 @@ class PreemptivePolicy(RoundPolicy):
             return False
         if batch.steps > self.interval_steps and waiting.count > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
-        best = min([(waiting.rank(job, job.generated), job.ticket) for job in last])
+        ranking = waiting.ranking
+        best = min([(ranking.rank(job, job.generated), job.ticket) for job in last])
         for job in running.jobs:
             if job not in running.prefilling:
                 generated = job.generated + running.steps - job.joined
-                if best < (waiting.rank(job, generated), job.ticket):
+                if best < (ranking.rank(job, generated), job.ticket):
                     return True
         if len(running) >= self._rows_of(worker):
             return False
@@ -332,43 +326,40 @@ class PreemptivePolicy(RoundPolicy):
         steps = max(footprint.room(capacity), 1)
         waiting = ranked(worker)
         if waiting:
-            free = capacity - footprint.taken + worker.host_tokens - self._spare(worker, 1)
+            free = capacity - footprint.taken + worker.host_tokens
+            free -= spare_tokens(worker, 1, self.interval_steps)
             return 0 if waiting.shortest + 1 + worker.emits <= free else steps
-        horizon = self.horizon(worker.latency)
-        if horizon is not None:
-            for job in running.jobs:
-                generated = job.generated + running.steps - job.joined
-                steps = min(steps, horizon(job, generated, job.promoted_at) - generated)
+        ranking = waiting.ranking
+        for job in running.jobs:
+            generated = job.generated + running.steps - job.joined
+            steps = min(steps, ranking.changes_at(job, generated, job.promoted_at) - generated)
         return steps
 
     def _rows_of(self, worker: Worker) -> int:
         """The most rows on this worker."""
         return min(self.max_batch_size, worker.row_limit)
 
-    def _spare(self, worker: Worker, rows: int) -> int:
-        """Tokens left free for the growth of so many rows in an interval; few in a small memory."""
-        return min(rows * self.interval_steps, worker.capacity_tokens // 16)
-
     def _with_caches(self, worker: Worker, now_s: float) -> list[RankedRow]:
         """The jobs with a cache at a worker between two rounds, in order of rank."""
         running = worker.running
-        standing = ranked(worker).rank
+        ranking = ranked(worker).ranking
+        patience_s = self.patience_s
         rows: list[RankedRow] = []
         for job in running.jobs:
             decoded = running.steps - job.joined
             generated = job.generated + decoded
             needs = running.holds(job) + 1
-            rank = standing(job, generated), 0.0, job.ticket
+            rank = ranking.rank(job, generated), 0.0, job.ticket
             rows.append(
                 RankedRow(job, ON_DEVICE, job.length + decoded, generated, needs, RUNS, rank)
             )
         for location, parked in ((ON_DEVICE, worker.paused), (IN_HOST, worker.swapped)):
             for job in parked.jobs:
                 waits_s = now_s - job.waiting_since_s
-                if waits_s >= self.patience_s:
+                if waits_s >= patience_s:
                     rank = STARVES, -waits_s, job.ticket
                 else:
-                    rank = standing(job, job.generated), 0.0, job.ticket
+                    rank = ranking.rank(job, job.generated), 0.0, job.ticket
                 needs = job.length + 1
                 rows.append(
                     RankedRow(job, location, job.length, job.generated, needs, waits_s, rank)
@@ -390,6 +381,8 @@ class PreemptivePolicy(RoundPolicy):
         footprint = no_rows(worker)
         cache_room = float(free_cache_tokens(worker)) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
+        growth = self.interval_steps
+        most_prefill = self.max_prefill_tokens
         chosen = [row for row in cached if row.job in prefilling]
         prefill = 0
         for row in chosen:
@@ -398,10 +391,10 @@ class PreemptivePolicy(RoundPolicy):
         with_cache = iter([row for row in cached if row.job not in prefilling])
         first = next(with_cache, None)
         newcomer = None
-        if prefill < self.max_prefill_tokens:
-            newcomer = newcomers.next(math.inf, cache_room - self._spare(worker, 1))
+        if prefill < most_prefill:
+            newcomer = newcomers.next(math.inf, cache_room - spare_tokens(worker, 1, growth))
         while len(chosen) < most and (first is not None or newcomer is not None):
-            spare = self._spare(worker, len(chosen) + 1)
+            spare = spare_tokens(worker, len(chosen) + 1, growth)
             if newcomer is None or (first is not None and first.rank < newcomer.rank):
                 assert first is not None
                 limit = capacity - (0 if first.waits_s == RUNS else spare)
@@ -419,11 +412,11 @@ class PreemptivePolicy(RoundPolicy):
                 cache_room -= newcomer.needs
                 prefill += newcomer.tokens
             newcomer = None
-            if prefill < self.max_prefill_tokens:
-                spare = self._spare(worker, len(chosen) + 1)
+            if prefill < most_prefill:
+                spare = spare_tokens(worker, len(chosen) + 1, growth)
                 free = footprint.widest(capacity - spare)
                 newcomer = newcomers.next(free, cache_room - spare)
-        spare = self._spare(worker, len(chosen) + 1)
+        spare = spare_tokens(worker, len(chosen) + 1, growth)
         return Placement(chosen, footprint, not newcomers.possible(cache_room - spare))
 
     def _place(self, worker: Worker, others: Sequence[RankedRow], chosen: Placement) -> Placement:
@@ -444,7 +437,7 @@ class PreemptivePolicy(RoundPolicy):
         Tokens are left free for the growth of the rows, and a share for newcomers if swapping is
         proactive.
         """
-        spare = self._spare(worker, len(chosen.run))
+        spare = spare_tokens(worker, len(chosen.run), self.interval_steps)
         share = 0
         if self.swap == "proactive":
             share = int(self.free_share * worker.capacity_tokens)
@@ -492,6 +485,8 @@ class PreemptivePolicy(RoundPolicy):
         placed.overlap = True
         placed.run = []
         running = worker.running
+        patience_s = self.patience_s
+        most = self._rows_of(worker)
         dropped = sum([row.tokens for row in placed.evict])
         # The caches of rows count as beside the rows until the rows run.
         rows = no_rows(worker).beside(running.used + worker.paused.tokens - dropped)
@@ -499,7 +494,7 @@ class PreemptivePolicy(RoundPolicy):
             if (
                 row.location == IN_HOST
                 and row.tokens <= rows.capacity - rows.needs
-                and row.waits_s < self.patience_s
+                and row.waits_s < patience_s
             ):
                 placed.swap_in.append(row)
                 placed.awaited = True
@@ -514,14 +509,14 @@ class PreemptivePolicy(RoundPolicy):
             elif row.location == NOWHERE and rows.fits(row.tokens, rows.capacity):
                 placed.run.append(row)
                 rows = rows.entered(row.job)
-            elif row.waits_s >= self.patience_s:
+            elif row.waits_s >= patience_s:
                 return None
             else:
                 placed.awaited = True
         kept: list[RankedRow] = []
         for row in sorted(placed.kept, key=_rank):
             with_row = rows.beside(-row.tokens)
-            if len(placed.run) < self._rows_of(worker) and with_row.fits(
+            if len(placed.run) < most and with_row.fits(
                 row.tokens, with_row.capacity, enters=False
             ):
                 placed.run.append(row)
@@ -558,13 +553,13 @@ class PreemptivePolicy(RoundPolicy):
             return steps  # no job can enter before a row ends, whatever the ranks
         if idle or left > 0:
             steps = min(steps, self.interval_steps)
-        horizon = self.horizon(law)
-        if horizon is not None:
-            for row in run:
-                generated = row.generated + row.needs - 1 - row.tokens
-                starved = row.waits_s >= self.patience_s  # so it is promoted when it runs
-                promoted_at = row.generated if starved else row.job.promoted_at
-                steps = min(steps, horizon(row.job, generated, promoted_at) - generated)
+        ranking = ranked(worker).ranking
+        patience_s = self.patience_s
+        for row in run:
+            generated = row.generated + row.needs - 1 - row.tokens
+            starved = row.waits_s >= patience_s  # so it is promoted when it runs
+            promoted_at = row.generated if starved else row.job.promoted_at
+            steps = min(steps, ranking.changes_at(row.job, generated, promoted_at) - generated)
         starving_s = self._starving_in_s(worker, idle, entering, now_s)
         if starving_s == math.inf and not placed.awaited:
             return steps
@@ -588,15 +583,19 @@ class PreemptivePolicy(RoundPolicy):
         self, worker: Worker, idle: Sequence[RankedRow], entering: Sequence[RankedRow], now_s: float
     ) -> float:
         """Seconds until the next waiting job starves; infinity if none will."""
-        if self.patience_s == math.inf:
+        patience_s = self.patience_s
+        if patience_s == math.inf:
             return math.inf
-        waits_s = [max(row.waits_s, 0.0) for row in idle if row.waits_s < self.patience_s]
-        longest_s = ranked(worker).next_wait_s(
-            now_s, self.patience_s, {row.job for row in entering}
-        )
+        waits_s = [max(row.waits_s, 0.0) for row in idle if row.waits_s < patience_s]
+        longest_s = ranked(worker).next_wait_s(now_s, patience_s, {row.job for row in entering})
         if longest_s >= 0.0:
             waits_s.append(longest_s)
-        return self.patience_s - max(waits_s) if waits_s else math.inf
+        return patience_s - max(waits_s) if waits_s else math.inf
+
+
+def spare_tokens(worker: Worker, rows: int, steps: int) -> int:
+    """Tokens left free for so many rows to grow by `steps` steps; fewer in a small memory."""
+    return min(rows * steps, worker.capacity_tokens // 16)
 
 
 def _not_in(run: Sequence[RankedRow], cached: Sequence[RankedRow]) -> list[RankedRow]:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
-from functools import partial
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.base import Ranking
 from toolkit.sched.policies.parameters import policy
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.ranked import Ranking
 from toolkit.sched.types import Job
+
+
+class RemainingTime(Ranking):
+    """Seconds that a job would still take alone under the law, by the true lengths."""
+
+    def __init__(self, law: SliceLaw, output_tokens: Mapping[str, int]) -> None:
+        self._law = law
+        self._output_tokens = output_tokens
+
+    def rank(self, job: Job, generated: int) -> float:
+        remaining = self._output_tokens[job.request_id] - generated
+        seconds = self._law.decode_s(1, job.prompt_tokens + generated, remaining)
+        if not generated:
+            seconds += self._law.prefill_s(1, job.prompt_tokens)
+        return seconds
 
 
 @policy("srpt-oracle", knows_lengths=True)
@@ -28,12 +42,4 @@ class SrptOracle(PreemptivePolicy):
             raise InputError(
                 f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
             )
-
-        return partial(self._remaining_s, law)
-
-    def _remaining_s(self, law: SliceLaw, job: Job, generated: int) -> float:
-        remaining = self.output_tokens[job.request_id] - generated
-        seconds = law.decode_s(1, job.prompt_tokens + generated, remaining)
-        if not generated:
-            seconds += law.prefill_s(1, job.prompt_tokens)
-        return seconds
+        return RemainingTime(law, self.output_tokens)
