@@ -42,7 +42,7 @@ from toolkit.backends.vllm.backend import command_of
 from toolkit.backends.vllm.command import VllmServer, vllm_server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.bench.client import InterruptedReplayError
-from toolkit.bench.session import RequestSettings, look_at, unused_seed
+from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
 from toolkit.endpoints.target import find_target
 from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.files.io import digest, read_file
@@ -204,9 +204,9 @@ class Sweep:
         recipe = plan.recipe
         tuning = self._tuning
         wished = RequestSettings(self._rate, seed=unused_seed(), loop="open")
-        subject = look_at(find_target(server.url), self._trace, plan, wished, lambda _: None)
-        cut = fit_windows(subject.trace, tuning.window_s, WINDOWS, 0, recipe.tune.seed)
-        bursts = Bursts(subject.target, subject.load, cut.search, recipe.sla, cut.seconds)
+        setup = prepare_replay(find_target(server.url), self._trace, plan, wished, lambda _: None)
+        cut = fit_windows(setup.trace, tuning.window_s, WINDOWS, 0, recipe.tune.seed)
+        bursts = Bursts(setup.target, setup.load, cut.search, recipe.sla, cut.seconds)
         bursts.measure(0)  # the server settles
         for window in windows:
             yield bursts.measure(window)

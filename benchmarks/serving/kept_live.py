@@ -36,7 +36,7 @@ from toolkit.backends.vllm.backend import command_of, live_bounds
 from toolkit.backends.vllm.command import vllm_server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.bench.client import InterruptedReplayError, LoadSpec, run_whole, served
-from toolkit.bench.session import RequestSettings, look_at, unused_seed
+from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import LlmctlError
@@ -211,8 +211,8 @@ def run(given: argparse.Namespace) -> None:
             control = SettingsClient(server.url, KEY, OWNER)
             start = {name: control.get().values[name] for name in bounds}
             asked = RequestSettings(None, seed=unused_seed(), loop="open", scaled=False)
-            subject = look_at(target, parts[0].trace, plan, asked, lambda _: None)
-            contest = Contest(target, subject.load, control, parts, given.part, recipe.sla)
+            setup = prepare_replay(target, parts[0].trace, plan, asked, lambda _: None)
+            contest = Contest(target, setup.load, control, parts, given.part, recipe.sla)
             contest.replay(parts[0].trace.take(slice(0, 20)))  # the server settles
             keeper = KeptTuned(
                 KeepOrder(
