@@ -59,6 +59,8 @@ REFERENCE_EVERY = 8  # bursts of the first round
 KEPT = 4  # one of so many goes on to the next round
 SECOND_MIN = 4
 THIRD_MIN = 2
+SECOND_SHARE = 0.5  # of the time that is left then, at most; so that the last round has its blocks
+THIRD_SHARE = 0.3
 BLOCKS_MIN = 3
 BLOCKS_ENOUGH = 8
 LEFT_OVER_S = 2.0  # of the time, for what follows the last burst
@@ -211,12 +213,13 @@ class LiveSearch:
         self.note(f"{len(self.trials)} settings, a burst takes about {burst_s:.1f} s")
         self._first_round(reference)
         known = [trial for trial in self.trials if trial.first is not None]
-        second = _better(known, SECOND_MIN)
+        second = _better(known, SECOND_MIN)[: self._time_for(SECOND_SHARE)]
         world = self.refit()
         if world is not None:
-            second += self._new_by(world, space, max(len(second) // KEPT, 1))
+            count = max(len(second) // KEPT, 1)
+            second = second[: max(len(second) - count, 1)] + self._new_by(world, space, count)
         self._there_and_back(second, 1)
-        third = _better(second, THIRD_MIN)
+        third = _better(second, THIRD_MIN)[: self._time_for(THIRD_SHARE)]
         self._there_and_back(third, 2)
         measured = [trial for trial in third if trial.gains]
         if measured:
@@ -321,9 +324,18 @@ class LiveSearch:
         self.best = best
         self.gain = interval(differences)
 
+    def _time_for(self, share: float) -> int:
+        """How many settings `_there_and_back` measures in a share of the time that is left."""
+        left_s = self.budget_s - LEFT_OVER_S - self.spent_s
+        bursts = int(share * left_s / self._usual_s)
+        return max(bursts // 2 - 1, 1)  # without those of the start
+
+    @property
+    def _usual_s(self) -> float:
+        return self.spent_s / max(self.count, 1)
+
     def _burst_if_time(self, settings: Settings, window: int) -> BurstFigures | None:
-        usual_s = self.spent_s / max(self.count, 1)
-        if self.spent_s + usual_s > self.budget_s - LEFT_OVER_S:
+        if self.spent_s + self._usual_s > self.budget_s - LEFT_OVER_S:
             return None
         return self._burst(settings, window)
 
