@@ -9,7 +9,6 @@ is known. To serve a class, add its name to `MODELLED`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
@@ -207,19 +206,26 @@ def of_resolved(resolved: Resolved, version: str = "") -> list[ClassFound]:
     names = dict.fromkeys(one.name for one in found)
     if resolved.drafts is not None:
         names["drafts"] = None
-    with suppress(InvalidVersion):
-        found += [one for name in names for one in _of_release(name, Version(version))]
-    return found
+    return [*found, *of_release(names, version)]
 
 
-def _of_release(name: str, version: Version) -> list[ClassFound]:
-    """That a release schedules a class by other rules."""
-    first, beyond = RELEASES.get(name, ("0", None))
-    release = Version(f"{version.major}.{version.minor}")
-    if Version(first) <= release and (beyond is None or release < Version(beyond)):
+def of_release(names: Iterable[str], version: str) -> list[ClassFound]:
+    """Which of these classes a release of vLLM schedules by other rules; none where the release is
+    not known.
+    """
+    try:
+        known = Version(version)
+    except InvalidVersion:
         return []
-    modelled = f"{first} and newer" if beyond is None else f"{first} to before {beyond}"
-    return [ClassFound("other release", f"{name} in vLLM {version}, modelled of {modelled}")]
+    release = Version(f"{known.major}.{known.minor}")
+    found = []
+    for name in names:
+        first, beyond = RELEASES.get(name, ("0", None))
+        if release < Version(first) or (beyond is not None and release >= Version(beyond)):
+            modelled = f"{first} and newer" if beyond is None else f"{first} to before {beyond}"
+            what = f"{name} in vLLM {version}, modelled of {modelled}"
+            found.append(ClassFound("other release", what))
+    return found
 
 
 # vLLM's methods of speculative decoding with known rules: whether they draft with the model's
