@@ -41,7 +41,8 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "diffusion": "it generates several tokens per pass, out of order",
     # what the server does
     "drafts": "drafts take part in every pass, by rules that are not modelled",
-    "data parallel": "its engines share out requests, or wait for one another",
+    "data parallel": "its engines share out requests, or wait for one another (simulate knows such "
+    "a server: --set data_parallel_size)",
     "pipeline parallel": "several passes are under way in stages",
     "context parallel": "a block holds the tokens of several devices",
     "moving experts": "experts move between devices while it serves",
@@ -163,6 +164,12 @@ SWITCHES = (  # flags that turn a class on, whatever their value
     ("--enable-eplb", "moving experts", "balanced experts (EPLB)"),
     ("--enable-elastic-ep", "moving experts", "elastic expert parallelism"),
     ("--enable-dbo", "dual batch", "dual batch overlap"),
+    ("--data-parallel-rank", "data parallel", "one engine of several servers"),
+    ("--data-parallel-start-rank", "data parallel", "data parallelism of several nodes"),
+    ("--data-parallel-address", "data parallel", "data parallelism of several nodes"),
+    ("--data-parallel-external-lb", "data parallel", "a balancer outside vLLM"),
+    ("--data-parallel-multi-port-external-lb", "data parallel", "a balancer outside vLLM"),
+    ("--data-parallel-hybrid-lb", "data parallel", "a balancer for each node"),
     ("--max-num-active-seqs", "active rows", "--max-num-active-seqs"),
     ("--prefix-match-unit", "fine hits", "--prefix-match-unit"),
 )
@@ -177,6 +184,12 @@ NUMBERS = (  # flags with the largest number that changes nothing
 SHORT = {
     "-sc": "--speculative-config",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpa": "--data-parallel-address",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dph": "--data-parallel-hybrid-lb",
     "-pp": "--pipeline-parallel-size",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
