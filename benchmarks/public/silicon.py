@@ -659,10 +659,14 @@ def compare(
     for row in rows:
         server = modelled(data, row, protocol_of(row))
         ours = predict(server, constants[family_of(row.gpu)])
-        given = peer.get(row.name, "not asked")
-        theirs = given if isinstance(given, str) else (MS * given[0], MS * given[1])
-        found.append(Compared(row, ours, theirs))
+        found.append(Compared(row, ours, answer_of(peer, row)))
     return found
+
+
+def answer_of(peer: Mapping[str, Any], row: Row) -> tuple[float, float] | str:
+    """What a peer says of a row: seconds of TTFT and TPOT, or why not."""
+    given = peer.get(row.name, "not asked")
+    return given if isinstance(given, str) else (MS * given[0], MS * given[1])
 
 
 def median_error(group: Sequence[Compared], kind: int) -> float:
@@ -878,6 +882,24 @@ def tables(board: Board) -> str:
     settings, tpot, ttft = noise(board.rows)
     cells = ["repeats of a setting", str(settings), str(len(tpot)), spread(tpot), spread(ttft)]
     lines += ["", NOISE_HEAD, f"| {' | '.join(cells)} |"]
+    return "\n".join(lines) + "\n"
+
+
+def other_peer(board: Board, peer: Mapping[str, Any]) -> str:
+    """The rows that another peer answers, and its words about others, as Markdown."""
+    rows = peer["rows"]
+    found = [replace(one, peer=answer_of(rows, one.row)) for one in board.judged]
+    title = f"rows that {peer['name']} answers too"
+    lines = ["", f"{peer['name']} {peer['version']} answers these:", "", SAME_HEAD.format(title)]
+    answered = [one for one in found if not isinstance(one.peer, str)]
+    groups: dict[str, list[Compared]] = {"all": answered}
+    for one in sorted(answered, key=lambda one: one.row.group):
+        name = f"{one.row.gpu.partition('_')[0].upper()}, {one.row.model} {one.row.precision}"
+        groups.setdefault(name, []).append(one)
+    lines += [same_line(name, group) for name, group in groups.items() if group]
+    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
+    lines += ["", "Others:", ""]
+    lines += [f"- {words}: {count} rows" for words, count in refused.most_common()]
     return "\n".join(lines) + "\n"
 
 
