@@ -1,17 +1,22 @@
 """The half hour on a GPU machine, tried on this CPU from a bare environment and without network.
 
     python -m benchmarks.gpu.dry_run --python BARE/bin/python --wheels .whl --work DIR
+    python -m benchmarks.gpu.dry_run --vllm-python VENV/bin/python --fit FIT --work DIR
 
-Takes about 15 minutes on two cores. Needs git, a virtual environment with the packages of the GPU
-machine and no others (torch, transformers, numpy, scipy, numba, pytest, hypothesis, psutil, typer,
-...), and the folder that `benchmarks.gpu.wheels` fills for that Python.
+The first takes about 15 minutes on two cores. Needs git, a virtual environment with the packages of
+the GPU machine and no others (torch, transformers, numpy, scipy, numba, pytest, hypothesis, psutil,
+typer, ...), and the folder that `benchmarks.gpu.wheels` fills for that Python.
 
 It does what docs/how-to/gpu.md says, with the tiny recipe on the CPU. Each machine is a fresh copy
 of the tracked files. On the first, the preflight runs without the wheels and has to name them, and
 then with them; the tests of GPUs and the probe run; the benchmark runs with its budget and is
 killed with SIGKILL in the middle. No process of it may be left. On the second machine it continues
 from the archive and has to be done. On the third it runs once more, whole. It prints each command
-with its time and its limit, and exits with code 1 if anything was not as it should be."""
+with its time and its limit, and exits with code 1 if anything was not as it should be.
+
+The second takes four minutes: `benchmarks.gpu.tune_live` tries forty settings of a vLLM with the
+tiny model on one start, by this Python, which has llmctl's core. FIT is one of recipe
+tiny-llama-vllm. --budget-s gives a busy machine more time."""
 
 from __future__ import annotations
 
@@ -41,6 +46,9 @@ GPU_TESTS = (
     *("-m", "pytest", "-q", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider"),
     "tests/test_engines_gpu.py",
 )
+TUNE_LIVE_S = 240.0
+LIVE_RECIPE = "tiny-llama-vllm"
+LIVE_RATE = "2"  # requests/s: this server keeps its targets with some settings, and not with all
 QUICK = ("-m", "benchmarks.gpu.run", "--quick", "--budget-s", str(BUDGET_S))
 
 
@@ -69,17 +77,25 @@ class DryRun:
         return folder
 
     def run(
-        self, machine: Path, *words: str, limit_s: float, bare: bool = False, expected: int = 0
+        self,
+        machine: Path,
+        *words: str,
+        limit_s: float,
+        bare: bool = False,
+        expected: int = 0,
+        python: Path | None = None,
     ) -> str:
-        """Run Python with these words on a machine; its output."""
+        """Run Python with these words on a machine; its output. `python`: another one, which has
+        llmctl's core, and the environment of this process.
+        """
         shown = " ".join(("python3", *words))
         print(f"\n$ {shown}    ({machine.name}, at most {limit_s:.0f} s)", flush=True)
         start_s = time.monotonic()
         try:
             done = subprocess.run(
-                [*self.prefix, str(self.python), *words],
+                [*self.prefix, str(python or self.python), *words],
                 cwd=machine,
-                env=self.environment(bare=bare),
+                env=os.environ | {"PYTHONPATH": "."} if python else self.environment(bare=bare),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -157,6 +173,10 @@ def main() -> int:
     options = _options()
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
+    if options.vllm_python is not None:
+        run = DryRun(Path(sys.executable), work, work / "site", [])
+        _tune_live(run, options)
+        return _verdict(run)
     python = options.python.absolute()  # resolved it would be the base interpreter
     run = DryRun(python, work, work / "site", [], _without_network())
     print(f"network: {'none' if run.prefix else 'this machine cannot hide it'}")
@@ -183,6 +203,26 @@ def main() -> int:
     run.check_archive(outs[1])
     run.run(third, *QUICK, *on_cpu, "--out", str(outs[2]), limit_s=COMMAND_LIMIT_S)
     run.check_archive(outs[2])
+    return _verdict(run)
+
+
+def _tune_live(run: DryRun, options: argparse.Namespace) -> None:
+    """Forty settings of the tiny model on one start, and what comes back of them."""
+    out = run.work / "out-live"
+    shutil.rmtree(out, ignore_errors=True)
+    words = ["-m", "benchmarks.gpu.tune_live", "--recipe", LIVE_RECIPE, "--rate", LIVE_RATE]
+    words += ["--vllm-python", str(options.vllm_python.absolute())]
+    words += ["--fit", str(options.fit.absolute()), "--out", str(out)]
+    words += ["--budget-s", f"{options.budget_s:g}"]
+    limit_s = options.budget_s + LEFT_S
+    run.run(run.machine("machine-live"), *words, limit_s=limit_s, python=run.python)
+    for name in ("plan.json", "live-tuning.json", "live-plan.json", "server.log", "passes.jsonl"):
+        if not (out / name).is_file():
+            run.problems.append(f"{out / name} was not written")
+
+
+def _verdict(run: DryRun) -> int:
+    """Print what was not as it should be; the exit code."""
     for problem in run.problems:
         print(f"not as it should be: {problem}")
     print("\nthe dry run failed" if run.problems else "\nthe dry run passed")
@@ -191,13 +231,23 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--python", type=Path, required=True, help="of the bare environment")
+    parser.add_argument("--python", type=Path, help="of the bare environment")
     parser.add_argument("--wheels", type=Path, default=Path(".whl"))
     parser.add_argument("--work", type=Path, required=True, help="a folder for the machines")
     parser.add_argument(
         "--kill-after-s", type=float, default=60.0, help="not before the first stage is done"
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--vllm-python", type=Path, help="of an environment with vLLM: try tune_live alone"
+    )
+    parser.add_argument("--fit", type=Path, help=f"of recipe {LIVE_RECIPE}, for --vllm-python")
+    parser.add_argument("--budget-s", type=float, default=TUNE_LIVE_S, help="of tune_live")
+    options = parser.parse_args()
+    if (options.python is None) == (options.vllm_python is None):
+        parser.error("give either --python or --vllm-python")
+    if (options.vllm_python is None) != (options.fit is None):
+        parser.error("--vllm-python and --fit go together")
+    return options
 
 
 def _without_network() -> Sequence[str]:

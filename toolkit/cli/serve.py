@@ -235,7 +235,7 @@ class ServeOptions:
         metavar="KEY=LOW:HIGH",
     )
     keep_minutes: float = _live(
-        60.0, "Look at the traffic of so many minutes.", min=1.0, max=24 * 60.0
+        15.0, "Look at the traffic of so many minutes.", min=1.0, max=24 * 60.0
     )
     as_json: JsonOption = False
 

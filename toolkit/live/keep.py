@@ -75,16 +75,16 @@ class KeepRules:
     """
 
     bounds: Mapping[str, tuple[float, float]]
-    block_s: float = 10.0
+    block_s: float = 5.0
     ahead_s: float = 180.0
     least_percent: float = 5.0
     sure_percent: float = 1.0
     law_percent: float = 10.0
-    watch_s: float = 120.0
+    watch_s: float = 90.0
     worse_percent: float = 5.0
     again_s: float = 3600.0
     incident_factor: float = 1.5
-    requests_min: int = 40
+    requests_min: int = 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from toolkit.live.traffic import TrafficLog
 from toolkit.sim.world import world_of
 
 OWNER = "llmctl serve --keep-tuned"
-REFIT_EVERY = 5  # steps
+REFIT_EVERY = 4  # steps
+IDLE = 3.0  # times the time of a step that it waits at least: simulations take a processor
 FOUND_MOST = 0.1  # of the prompts' tokens in the cache; more is traffic that the log does not show
 
 
@@ -47,8 +48,8 @@ class KeepOrder:
     owned: bool
     rules: KeepRules
     dry: bool = True
-    horizon_s: float = 3600.0
-    every_s: float = 60.0
+    horizon_s: float = 900.0
+    every_s: float = 15.0
 
 
 class KeptTuned:
@@ -87,12 +88,15 @@ class KeptTuned:
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(self._order.every_s):
+        wait_s = self._order.every_s
+        while not self._ended.wait(wait_s):
+            begun_s = time.monotonic()
             try:
-                step = self.step(time.monotonic())
+                step = self.step(begun_s)
             except InputError as error:
                 step = Step("wait", f"{error.message}")
             self._tell(step)
+            wait_s = max(self._order.every_s, IDLE * (time.monotonic() - begun_s))
 
     def step(self, now_s: float) -> Step:
         """One step. Raises `InputError` where the server or its log cannot be read."""
