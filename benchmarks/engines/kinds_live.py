@@ -10,9 +10,9 @@ Gemma 3 of which three of four layers see 64 tokens, so that vLLM has several gr
 windows of the shipped trace are predicted and measured by `llmctl validate`, all three `--repeats`
 times in turn; the table has the medians of the errors.
 
-How many drafts are accepted depends on the texts. So windows of other requests are served first,
-and the acceptance that vLLM's metrics then show goes into the recipe, as `llmctl trace
-from-metrics` prints it. No window that is compared is in it.
+How many drafts are accepted depends on the texts. So other windows are served first, and the
+acceptance that vLLM's metrics then show goes into the recipe, as `llmctl trace from-metrics` prints
+it.
 
 Each result is a file in DIR, and the same command continues after those that are there.
 """
@@ -37,9 +37,9 @@ from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file
 
 KINDS = ("windows", "drafts")
-RATES = {"windows": 6.0, "drafts": 9.0}  # requests/s
+RATES = {"windows": 6.0, "drafts": 12.0}  # requests/s
 WINDOWS = 3
-CALIBRATION_SEED = 1000  # its windows lie elsewhere
+CALIBRATION_SEED = 1000  # its windows begin elsewhere
 AIMS = {"throughput_rps": 5.0, "tpot_mean_s": 10.0, "ttft_mean_s": 15.0}  # percent
 TITLES = {
     "throughput_rps": ("requests/s", 1.0, 2),
@@ -56,31 +56,43 @@ def recipe_of(kind: str) -> Path:
 def prepare(arguments: argparse.Namespace, kind: str) -> None:
     """The profile, the fit and the plan of a kind; of drafts with the acceptance that was seen."""
     work = arguments.work
-    fit = f"{kind}-fit.json"
     if not (work / f"{kind}-profile.json").exists():
         run(arguments, "profile", str(recipe_of(kind)), "--out", f"{kind}-profile.json")
-    if not (work / fit).exists():
-        run(arguments, "fit", f"{kind}-profile.json", "--out", fit)
-    first = f"{kind}-first.json" if kind == "drafts" else f"{kind}.json"
-    if not (work / first).exists():
-        run(arguments, "render", str(recipe_of(kind)), "--fit", fit, "--out", first)
-    if kind == "drafts" and not (work / "drafts.json").exists():
-        known = work / "drafts.yaml"
-        with serving(arguments, first) as url:
-            replay(arguments, url, first, "drafts-calibration.json", CALIBRATION_SEED)
+    if not (work / f"{kind}-fit.json").exists():
+        run(arguments, "fit", f"{kind}-profile.json", "--out", f"{kind}-fit.json")
+    if (work / f"{kind}.json").exists():
+        return
+    recipe = recipe_of(kind)
+    if kind == "drafts":
+        recipe = with_acceptance(work, {"length": 1.5})  # of a prediction that nobody reads
+        render(arguments, recipe, "drafts", "first.json")
+        with serving(arguments, "first.json") as url:
+            replay(arguments, url, "first.json", RATES[kind], "calibration.json", CALIBRATION_SEED)
             found = acceptance_of(metrics_page(url, ""))
         if found is None or found.rates is None:
             raise ValueError("vLLM's metrics have no drafts")
         given = {"rates": [round(rate, 4) for rate in found.rates], "proposed": found.proposed}
         print(f"acceptance: {given}", flush=True)
-        text = recipe_of(kind).read_text() + f"  acceptance: {json.dumps(given)}\n"
-        known.write_text(text)
-        run(arguments, "render", str(known), "--fit", fit, "--out", "drafts.json")
+        recipe = with_acceptance(work, given)
+    render(arguments, recipe, kind, f"{kind}.json")
 
 
-def replay(arguments: argparse.Namespace, url: str, plan: str, out: str, seed: int) -> None:
+def with_acceptance(work: Path, given: Mapping[str, object]) -> Path:
+    """The recipe of drafts, whose last section is `serve`, with so many of them accepted."""
+    path = work / "drafts.yaml"
+    path.write_text(recipe_of("drafts").read_text() + f"  acceptance: {json.dumps(given)}\n")
+    return path
+
+
+def render(arguments: argparse.Namespace, recipe: Path, kind: str, plan: str) -> None:
+    """The plan of a recipe and a kind's fit."""
+    run(arguments, "render", str(recipe), "--fit", f"{kind}-fit.json", "--out", plan)
+
+
+def replay(
+    arguments: argparse.Namespace, url: str, plan: str, rate: float, out: str, seed: int
+) -> None:
     """Predict and measure three windows of the trace."""
-    rate = RATES[plan.removesuffix(".json").removesuffix("-first")]
     words = ["--url", url, "--rate", str(rate), "--windows", str(WINDOWS), "--seed", str(seed)]
     words += ["--window", str(arguments.window), "--warmup", str(arguments.warmup)]
     run(arguments, "validate", plan, *words, "--out", out, apart=True)
@@ -95,7 +107,7 @@ def measure(arguments: argparse.Namespace, kind: str) -> None:
     with serving(arguments, f"{kind}.json") as url:
         for out in left:
             began_s = time.monotonic()
-            replay(arguments, url, f"{kind}.json", out, seed=1)
+            replay(arguments, url, f"{kind}.json", RATES[kind], out, seed=1)
             load = " ".join(f"{one:.1f}" for one in os.getloadavg())
             print(f"{out}: {time.monotonic() - began_s:.0f} s; load {load}", flush=True)
 
