@@ -96,7 +96,7 @@ def ask(data: Path, blis: Path, row: Row) -> tuple[float, float] | str:
         if protocol.whole_experts:
             command.append("--enable-expert-parallel")
         try:
-            ran = subprocess.run(  # noqa: S603 - the program is given
+            ran = subprocess.run(
                 command, cwd=blis, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
