@@ -139,3 +139,21 @@ def test_a_pass_that_takes_no_time_is_refused():
     seconds[3] = 0.0
     with pytest.raises(InputError, match="> 0"):
         law_of_passes(SHAPES, seconds)
+
+
+def test_a_law_of_windows_has_what_is_inside_them() -> None:
+    law = replace(LAW, window=64, inside_s=3e-8, attended_inside_s=2e-9)
+    shapes = []
+    for shape in SHAPES:
+        each = shape.decode_cached // max(shape.decodes, 1)
+        inside = shape.decodes * min(each, 63)
+        attended = min(shape.prefill_attended, 64.0 * shape.prefill_tokens)
+        fields = shape.decodes, shape.decode_cached, shape.prefills, shape.prefill_tokens
+        rest = shape.prefill_attended, shape.prefill_cached, inside, attended
+        shapes.append(StepShape(*fields, *rest))
+    seconds = np.array([law.forward_s(shape) for shape in shapes])
+    found = law_of_passes(shapes, seconds, (0, 64), window=64)
+    assert found.law.window == 64
+    assert found.law.inside_s == pytest.approx(law.inside_s, rel=0.01)
+    assert found.mixed.worst_percent < 0.1
+    assert law_of_passes(shapes, seconds, (0, 64)).alone.worst_percent > 1.0

@@ -96,6 +96,46 @@ def test_decodes_beside_a_chunk_read_their_caches_more_slowly() -> None:
     assert beside / alone == pytest.approx(gpu.decode.beside, rel=0.02)
 
 
+def test_layers_with_windows_read_what_is_inside() -> None:
+    gpu = measured_operators("h200_sxm")
+    windowed = replace(DENSE, window=128, window_layers=24)
+    decodes = StepShape(8, 8 * 4096, decode_inside=8 * 127)
+    chunk = StepShape(0, 0, 1, 2048, 2048 * 1024.0, prefill_inside=2048 * 128.0)
+    full = gpu.pass_seconds(DENSE, [decodes, chunk])
+    none = gpu.pass_seconds(DENSE, [StepShape(8, 8 * 127), replace_attended(chunk, 2048 * 128.0)])
+    found = gpu.pass_seconds(windowed, [decodes, chunk])
+    assert found == pytest.approx(0.25 * full + 0.75 * none)
+    assert (found < full).all()
+
+
+def replace_attended(chunk: StepShape, attended: float) -> StepShape:
+    return StepShape(0, 0, chunk.prefills, chunk.prefill_tokens, attended)
+
+
+def test_short_heads_are_slower_in_prompts() -> None:
+    law = ChunkAttention(start_s=1.0, flops_per_s=16.0, bytes_per_s=24.0, short=0.5)
+    assert law.seconds(ONE, 4 * ONE, 2, 1, 2)[0] == pytest.approx(1.0 + 8.0 + 2.0)
+    wide = law.seconds(ONE, 4 * ONE, 2, 1, 128)[0]
+    assert wide == replace(law, short=1.0).seconds(ONE, 4 * ONE, 2, 1, 128)[0]
+
+
+def test_experts_in_mxfp4_have_constants_of_their_own() -> None:
+    gpu = measured_operators("h200_sxm")
+    model = replace(SPARSE, expert_weights="mxfp4")
+    shapes = [DECODE, PROMPT]
+
+    def seconds(of: ModelShapes, engine: EngineConstants) -> list[float]:
+        return replace(gpu, engine=engine).pass_seconds(of, shapes).tolist()
+
+    usual = EngineConstants()
+    slower = EngineConstants(routed=0.5)
+    assert seconds(model, slower) == seconds(model, usual)
+    other = EngineConstants(routed_mxfp4=0.5, speed_mxfp4=2.0)
+    assert seconds(model, other)[0] < seconds(model, usual)[0]
+    assert seconds(SPARSE, other) == seconds(SPARSE, usual)
+    assert seconds(SPARSE, slower)[1] > seconds(SPARSE, usual)[1]
+
+
 def test_our_own_h200_run() -> None:
     """Passes of vLLM 0.32 with Llama-3.1-8B: 5.07 ms, 9.07 ms, 48 ms (docs/results/gpu.md)."""
     gpu = measured_operators("h200_sxm")

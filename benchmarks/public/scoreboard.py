@@ -4,11 +4,11 @@
         [--blis FILE] --json docs/results/data/scoreboard.json
 
 Takes four minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
-FILES are what `benchmarks.public.silicon_peer` and `benchmarks.public.blis_peer` wrote. It predicts the runs of LLMServingSim
-(`benchmarks.public.llmservingsim`), our own windows (`benchmarks.engines.gpu_windows`) and the
-measured servers (`benchmarks.public.silicon`), prints their tables, and puts them with --page into
-the sections of the page, with --picture into a drawing, with --errors into the small file that
-ships, and with --extract into that of a test.
+FILEs are what `benchmarks.public.silicon_peer` and `benchmarks.public.blis_peer` wrote. It predicts
+the runs of LLMServingSim (`benchmarks.public.llmservingsim`), our own windows
+(`benchmarks.engines.gpu_windows`) and the measured servers (`benchmarks.public.silicon`), prints
+their tables, and puts them with --page into the sections of the page, with --picture into a
+drawing, with --errors into the small file that ships, and with --extract into that of a test.
 """
 
 from __future__ import annotations
