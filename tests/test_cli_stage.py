@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import samples
 from commands import llmctl
+from lean import without_capacity
 from said import says
 from test_cli_tune import RECIPE
 
@@ -42,6 +43,7 @@ def scaling(
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         llmctl("tune", "recipe.yaml", "--trace", "trace.jsonl", "--jobs", "1", "--draws", "0") == 0

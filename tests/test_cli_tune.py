@@ -31,14 +31,18 @@ WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 
 @pytest.fixture
-def files(whole: Path) -> Iterator[Path]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As `whole`, for tests that ask for no capacity."""
     with without_capacity():
-        yield whole
+        yield stage(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return stage(tmp_path, monkeypatch)
+
+
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a recipe that has a poor policy, and its fit."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from commands import llmctl
+from lean import without_capacity
 from test_cli_stage import folder  # noqa: F401  # a fixture
 from test_fleet_files import write_fleet, write_server
 from test_tuning_kinds import FEW, SHORT, SLA, TUNE, VLLM, passes
@@ -170,6 +171,7 @@ def test_a_tuning_that_does_not_belong_is_refused(
     assert said in capsys.readouterr().err
 
 
+@without_capacity()
 def test_a_recipe_is_simulated_as_it_was_tuned(
     folder: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],

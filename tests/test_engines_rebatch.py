@@ -38,24 +38,29 @@ def alone(kind: str) -> list[tuple[int, ...]]:
     return generated_alone(kind, ROWS)
 
 
+WAYS: dict[str, tuple[int, dict[str, object]]] = {
+    "chunks": (9, {}),
+    "rows in chunks": (9, {"kv_layout": "rows"}),
+    "fixed in chunks": (9, {"cuda_graphs": True}),
+    "whole": (0, {}),
+    "shaped": (0, {"joining": "shape"}),
+    "rows": (0, {"kv_layout": "rows"}),
+    "fixed": (0, {"cuda_graphs": True}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("chunk_tokens", "changes"),
+    ("kind", "way"),
+    # what is no chunk needs nothing more of an architecture: rotary and learned positions suffice
     [
-        (0, {}),
-        (9, {}),
-        (0, {"joining": "shape"}),
-        (0, {"kv_layout": "rows"}),
-        (9, {"kv_layout": "rows"}),
-        (0, {"cuda_graphs": True}),
-        (9, {"cuda_graphs": True}),
+        (kind, way)
+        for way, (chunk_tokens, _) in WAYS.items()
+        for kind in (ARCHITECTURES if chunk_tokens else ("llama", "opt"))
     ],
-    ids=["whole", "chunks", "shaped", "rows", "rows in chunks", "fixed", "fixed in chunks"],
 )
-def test_tokens_equal_those_of_each_request_alone(
-    kind: str, chunk_tokens: int, changes: dict[str, object]
-) -> None:
+def test_tokens_equal_those_of_each_request_alone(kind: str, way: str) -> None:
+    chunk_tokens, changes = WAYS[way]
     driver = RoundDriver(rebatch_engine(kind, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(len(kind))
     for _ in range(25):
@@ -81,11 +86,13 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"joining": "shape"}, {"cuda_graphs": True}],
-    ids=["embedded", "shaped", "fixed"],
+    ("sampling", "changes"),
+    [
+        *((sampling, {}) for sampling in SAMPLINGS),
+        ("all", {"joining": "shape"}),
+        ("all", {"cuda_graphs": True}),
+    ],
 )
-@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampled_tokens_equal_those_of_static_batches(
     sampling: str, changes: dict[str, object]
 ) -> None:

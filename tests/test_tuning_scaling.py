@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import samples
 from commands import llmctl
+from lean import without_capacity
 
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
@@ -155,6 +156,7 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_requests_that_fit_give_no_warning(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(20)
     words = ["--trace", "trace.jsonl", "--jobs", "1"]
