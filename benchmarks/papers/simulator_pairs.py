@@ -6,9 +6,9 @@ Takes half a minute for each policy, load and number of workers. Needs a trace, 
 the commit to compare with: git worktree add FOLDER COMMIT.
 
 Processor time of the loop, or with `--whole` of `simulate`, which also makes the requests and
-counts. For each row the other checkout runs, then this one in plain Python and, if it was compiled,
-this one compiled, one after the other, each in a process of its own that takes the median of
-`--repeats` runs.
+counts. For each row the other checkout runs, compiled if it was compiled, then this one in plain
+Python and, if it was compiled, this one compiled, one after the other, each in a process of its own
+that takes the median of `--repeats` runs.
 
 The world and the trace are those of `benchmarks/papers/simulator_speed.py`, and `load` multiplies
 the trace's rate, which is scaled with the workers. `vllm-ahead` plans one pass ahead, and
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--whole", action="store_true")
     options = parser.parse_args()
-    kinds = [("before", options.before.resolve(), "0"), ("plain", HERE, "0")]
+    kinds = [("before", options.before.resolve(), ""), ("plain", HERE, "0")]
     if not unusable():
         kinds.append(("compiled", HERE, "1"))
     names = [name for name, _, _ in kinds]

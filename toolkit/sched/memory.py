@@ -128,7 +128,7 @@ class SlabFootprint(Footprint):
         longest: tokens of the longest row that has a cache.
         newcomers: how many rows will be prefilled.
         entering: the longest of their inputs.
-        gone: the running that `without` took out.
+        gone: the running jobs that `without` took out.
     """
 
     __slots__ = ("entering", "gone", "longest", "newcomers")

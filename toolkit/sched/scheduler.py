@@ -282,7 +282,7 @@ class Scheduler:
             return False
         reason = f"{_FAILED[failure]}, {_TIMES[job.failures]}"
         self._refused.append(Refusal(job.request_id, reason))
-        if job.home >= 0:  # an evicted job waits in an waiting
+        if job.home >= 0:  # it was evicted, and waits at its worker
             self._pool.remove(job)
         self._end([job])
         return True
