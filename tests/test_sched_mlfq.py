@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.common.golden import Case, digest, rate_rps, trace_of, world_of
 from benchmarks.papers import fastserve_jct as bench
 from toolkit.errors import InputError
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy, refuse_oracle
 from toolkit.sched.policies.mlfq import NEVER, FeedbackQueues
+from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 from toolkit.sim.api import simulate
@@ -156,6 +158,26 @@ def test_proactive_swapping_runs_beside_a_round_and_waits_if_there_is_nothing_to
         ["long"],
         True,
     )
+
+
+@pytest.mark.parametrize("joining", [None, "embed", "shape"])
+@pytest.mark.parametrize("name", ["mlfq", "srpt-oracle"])
+def test_a_round_that_changes_nothing_is_found_without_ranks(monkeypatch, name, joining):
+    trace = trace_of(40, rate_rps(0.9, 2))
+    case = Case("", name, world_of(2, joining=joining), trace, logged=True)
+    unchanged = PreemptivePolicy._unchanged
+    steps = []
+
+    def counted(policy, worker):
+        steps.append(unchanged(policy, worker))
+        return steps[-1]
+
+    monkeypatch.setattr(PreemptivePolicy, "_unchanged", counted)
+    without_ranks = digest(case)
+    assert any(steps)
+    assert not all(steps)
+    monkeypatch.setattr(PreemptivePolicy, "_unchanged", lambda policy, worker: 0)
+    assert digest(case) == without_ranks
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ times in turn; the table has the medians of the errors.
 
 How many drafts are accepted depends on the texts. So other windows are served first, and the
 acceptance that vLLM's metrics then show goes into the recipe, as `llmctl trace from-metrics` prints
-it.
+it. It is one rate for all places of an output, while n-grams are found the more the longer a text
+is. So the trace of `drafts` is a generated one whose outputs are about equally long; with --chat it
+is the shipped one.
 
 Each result is a file in DIR, and the same command continues after those that are there.
 """
@@ -37,6 +39,9 @@ from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file
 
 KINDS = ("windows", "drafts")
+CHAT = "chat-small"
+EQUAL = "equal.jsonl"  # of the traces, outputs that are all about as long
+GENERATED = "--rate 12 --duration 300 --prompt uniform:40:200 --output uniform:60:68 --longest 512"
 RATES = {"windows": 6.0, "drafts": 12.0}  # requests/s
 WINDOWS = 3
 CALIBRATION_SEED = 1000  # its windows begin elsewhere
@@ -64,10 +69,11 @@ def prepare(arguments: argparse.Namespace, kind: str) -> None:
         return
     recipe = recipe_of(kind)
     if kind == "drafts":
+        run(arguments, "trace", "generate", "--out", EQUAL, *GENERATED.split())
         recipe = with_acceptance(work, {"length": 1.5})  # of a prediction that nobody reads
         render(arguments, recipe, "drafts", "first.json")
         with serving(arguments, "first.json") as url:
-            replay(arguments, url, "first.json", RATES[kind], "calibration.json", CALIBRATION_SEED)
+            replay(arguments, url, kind, "first.json", "calibration.json", CALIBRATION_SEED)
             found = acceptance_of(metrics_page(url, ""))
         if found is None or found.rates is None:
             raise ValueError("vLLM's metrics have no drafts")
@@ -90,10 +96,12 @@ def render(arguments: argparse.Namespace, recipe: Path, kind: str, plan: str) ->
 
 
 def replay(
-    arguments: argparse.Namespace, url: str, plan: str, rate: float, out: str, seed: int
+    arguments: argparse.Namespace, url: str, kind: str, plan: str, out: str, seed: int
 ) -> None:
-    """Predict and measure three windows of the trace."""
-    words = ["--url", url, "--rate", str(rate), "--windows", str(WINDOWS), "--seed", str(seed)]
+    """Predict and measure three windows of the kind's trace."""
+    trace = EQUAL if kind == "drafts" and not arguments.chat else CHAT
+    words = ["--url", url, "--trace", trace, "--rate", str(RATES[kind])]
+    words += ["--windows", str(WINDOWS), "--seed", str(seed)]
     words += ["--window", str(arguments.window), "--warmup", str(arguments.warmup)]
     run(arguments, "validate", plan, *words, "--out", out, apart=True)
 
@@ -107,7 +115,7 @@ def measure(arguments: argparse.Namespace, kind: str) -> None:
     with serving(arguments, f"{kind}.json") as url:
         for out in left:
             began_s = time.monotonic()
-            replay(arguments, url, f"{kind}.json", RATES[kind], out, seed=1)
+            replay(arguments, url, kind, f"{kind}.json", out, seed=1)
             load = " ".join(f"{one:.1f}" for one in os.getloadavg())
             print(f"{out}: {time.monotonic() - began_s:.0f} s; load {load}", flush=True)
 
@@ -166,6 +174,9 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="runs of the three windows")
     parser.add_argument("--window", type=float, default=20.0, help="seconds of each window")
     parser.add_argument("--warmup", type=float, default=15.0, help="seconds before each window")
+    parser.add_argument(
+        "--chat", action="store_true", help="the shipped trace for drafts, too; see the results"
+    )
     found = parser.parse_args(words)
     found.work = found.work.absolute()
     found.work.mkdir(parents=True, exist_ok=True)

@@ -247,7 +247,7 @@ class Worker:
     Args:
         index: its number, from 0.
         latency, memory: its laws.
-        slots: the most running that the engine supports.
+        slots: the most running jobs that the engine supports.
         swap: the law of swaps to host memory; None: nothing is swapped.
         host_tokens: the most tokens of `swapped` jobs; 0 means no host memory.
         joining: how rows join a running batch that is one padded slab; None: memory is paged.
@@ -265,8 +265,8 @@ class Worker:
         is_due: whether it is in `View.due`.
         capacity_tokens: KV cache in tokens, from the memory law.
         emits: tokens that a prefill gives: 1 or 0.
-        row_limit: the most running: `slots`, and less after a failure, until a request that kills
-            its worker runs alone.
+        row_limit: the most running jobs: `slots`, and less after a failure, until a request that
+            kills its worker runs alone.
     """
 
     def __init__(
@@ -342,8 +342,8 @@ class RoundResult:
             a job ends with it may have 0 steps. The prefill of a job that is not named continues in
             the next round.
         failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
-        missed: running that an engine which also schedules (`toolkit.backends.vllm`) left out of
-            so many of the steps.
+        missed: running jobs that an engine which also schedules (`toolkit.backends.vllm`) left out
+            of so many of the steps.
         dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
             had no room for them (then `failure` is "oom", and `dropped` may be all running jobs, or
             empty if splitting a pass was enough), or an engine that also schedules made room.
