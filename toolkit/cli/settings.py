@@ -1,4 +1,4 @@
-"""`llmctl set`: the settings of a running vLLM, shown or changed between two passes."""
+"""`llmctl set`: the settings of a running server, shown or changed between two passes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class SetOptions:
 
 @command_of(SetOptions)
 def command(args: SetOptions) -> None:
-    """Change settings of a running vLLM between two passes, without a restart: all of the values
+    """Change settings of a running server between two passes, without a restart: all of the values
     are taken, or none. Without any, show the settings with their bounds.
 
-    The server is one of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
-    requests at once let those that run end. A value outside its bounds is refused with the bounds.
+    The server is one of `llmctl serve PLAN.json --live`: vLLM, or one with a policy of llmctl's. No
+    accepted request is dropped: fewer requests at once let those that run end. A value outside its
+    bounds is refused with the bounds.
     """
     from toolkit.sched.policies.parameters import from_words
 
@@ -82,11 +83,14 @@ def state_of(state: LiveState) -> dict[str, object]:
 
 
 def _show(state: LiveState) -> None:
+    from toolkit.sched.policies.parameters import LARGEST_WHOLE
+
     rows = []
     for one in state.settings:
         bounds = ", ".join(json.dumps(choice).strip('"') for choice in one.choices)
         if one.low is not None:
-            high = "" if one.high is None else f"{one.high:g}"
+            unlimited = one.high is None or one.high >= LARGEST_WHOLE
+            high = "" if unlimited else f"{one.high:g}"
             bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
         rows.append([one.name, _word(one.value), _word(one.start), bounds])
     table(["setting", ">now", ">at the start", "bounds"], rows)
