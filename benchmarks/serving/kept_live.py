@@ -233,7 +233,7 @@ def run(given: argparse.Namespace) -> None:
                     horizon_s=3.0 * given.part,
                     every_s=given.every,
                 ),
-                [control],
+                control,
                 target,
                 lambda line: print(f"  {time.monotonic() - since_s:6.0f} s {line}", flush=True),
             )

@@ -385,7 +385,12 @@ def _before_replicas(
     from toolkit.serve.assemble import FrontSettings
 
     _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-             "--pass-log", "--live", "--keep-tuned")  # fmt: skip
+             "--pass-log", "--keep-tuned")  # fmt: skip
+    if args.live and (args.replica or args.replicas or own is None):
+        raise InputError(
+            "--live is about servers that this front starts, and these run already",
+            "start each of them with --live, and change it with: llmctl set --url URL",
+        )
     plan = given.plan
     ray = given.ray
     file = given.file
@@ -411,6 +416,7 @@ def _before_replicas(
         room_timeout_s=args.room_timeout,
         reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
+        control_key=_control_key(args),
         on_foreign=warn if args.force else None,
         ending=config.ending,
     )
@@ -425,7 +431,8 @@ def _before_replicas(
         where = f" on Ray ({ray})" if ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
         note(f"starting {servers} of {plan.recipe.engine.name}{where}")
-    return serve_start.FrontToStart(config, partial(replica_front, replicas), announce)
+    make = partial(replica_front, replicas)
+    return serve_start.FrontToStart(config, make, announce, replicas.control_key)
 
 
 def _router(args: ServeOptions, plan: Plan) -> Router:

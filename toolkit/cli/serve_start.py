@@ -380,9 +380,9 @@ def keeping(args: ServeOptions, order: ServerOrder) -> Iterator[tuple[ServerOrde
                 dry=not args.keep_apply,
                 horizon_s=60.0 * args.keep_minutes,
             )
-            controls = [SettingsClient(url, order.control_key, OWNER)]
+            control = SettingsClient(url, order.control_key, OWNER)
             target = find_target(url, order.served_model, order.api_key)
-            kept.append(KeptTuned(keep, controls, target, note))
+            kept.append(KeptTuned(keep, control, target, note))
             kept[0].start()
 
         try:

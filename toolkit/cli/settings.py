@@ -32,6 +32,9 @@ class SetOptions:
     url: str | None = option(
         None, "The server; default: the one of `serve --live` on this machine, else port 8000."
     )
+    replica: str = option(
+        "", "Behind a front: change this one of its servers alone, beside the others. Default: all."
+    )
     control_key: str = option(
         "",
         "The key of its control; default: that of the server's record on this machine. The "
@@ -54,11 +57,20 @@ def command(args: SetOptions) -> None:
 
     client = control_of(args.url, args.control_key)
     asked = from_words(args.settings or [])
-    state = client.set(asked, "llmctl set") if asked else client.get()
+    if args.replica:
+        _refuse_replica(client.get(), args.replica)
+    state = client.set(asked, "llmctl set", args.replica) if asked else client.get()
     emit(args.as_json, state_of(state), lambda: _show(state))
     if asked:
         words = ", ".join(f"{name}={value}" for name, value in state.changed.items())
         note(f"changed from the next pass on: {words}" if words else "nothing changed")
+
+
+def _refuse_replica(state: LiveState, name: str) -> None:
+    """`InputError` where the server has no such replica."""
+    if name not in state.replicas:
+        there = ", ".join(state.replicas) or "none: it is one server"
+        raise InputError(f"there is no replica '{name}'", f"its replicas are {there}")
 
 
 def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
@@ -94,6 +106,13 @@ def _show(state: LiveState) -> None:
             bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
         rows.append([one.name, _word(one.value), _word(one.start), bounds])
     table(["setting", ">now", ">at the start", "bounds"], rows)
+    for name, values in state.replicas.items():
+        words = ", ".join(
+            f"{one.name}={_word(values[one.name])}"
+            for one in state.settings
+            if one.name in values and values[one.name] != one.value
+        )
+        note(f"replica {name}: {words or 'as above'}")
     if state.word:
         note(f"newest: {state.word}")
     if state.lease is not None:
