@@ -331,7 +331,11 @@ def vllm_versions() -> str:
         for row in one.rows
     ]
     head = ("vLLM", "date", "kind of model", "vLLM's class", "workloads", "passes", "differ")
-    parts = [table(head, compared), "## Flags and metrics that came and went"]
+    refused = [(one.vllm, kind, why) for one in results for kind, why in one.refused.items()]
+    parts = [table(head, compared)]
+    if refused:
+        parts += ["## Refused by name", table(("vLLM", "kind of model", "why"), refused)]
+    parts.append("## Flags and metrics that came and went")
     changes: list[tuple[str, ...]] = []
     for before, after in pairwise(results):
         for what, old, new in (

@@ -5,6 +5,7 @@ methods, and coverage counts lines, which compiled code does not allow.
 """
 
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -51,3 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[STATE].cleanup()
+
+
+@pytest.fixture
+def short_chat(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped trace `chat-small` is its first 30 seconds: 600 requests in place of 3,000."""
+    shipped = Path(__file__).parent.parent / "toolkit" / "traces" / "data"
+    short = shutil.copytree(shipped, tmp_path_factory.mktemp("traces") / "data")
+    lines = (short / "chat-small.jsonl").read_text().splitlines(keepends=True)
+    (short / "chat-small.jsonl").write_text("".join(lines[:600]))
+    monkeypatch.setattr("toolkit.traces.types.FOLDER", short)

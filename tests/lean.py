@@ -5,10 +5,20 @@ from contextlib import contextmanager
 
 import pytest
 
+TUNE = "toolkit.tuning.tune"
+
 
 @contextmanager
 def without_capacity() -> Iterator[None]:
     """Tunings search no capacities, which takes two thirds of their time; also a decorator."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.tuning.tune._capacity", lambda runs, default, recommended: None)
+        patch.setattr(f"{TUNE}._capacity", lambda runs, default, recommended: None)
+        yield
+
+
+@contextmanager
+def verdict_only() -> Iterator[None]:
+    """Tunings search and judge, and neither capacities nor sensitivities follow."""
+    with without_capacity(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{TUNE}.sensitivity", lambda setup, runner, space, best, progress: [])
         yield

@@ -141,6 +141,23 @@ def test_kinds_whose_parts_are_missing_are_not_run(installed: Installed) -> None
     assert "finish_requests" in next(iter(result.missing))
 
 
+def test_kinds_that_a_release_schedules_by_other_rules_are_compared_only_if_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Installed("0.30.0", vllm_tree.write(tmp_path, "0.30.0"))
+
+    def ends_at_once(_: str, cases: list) -> Loaded:
+        return Loaded("0.30.0", there.folder or Path(), [[]] * len(cases))
+
+    monkeypatch.setattr(run, "read_vllm", lambda *_: there)
+    monkeypatch.setattr(run, "run_cases", ends_at_once)
+    whole = compare("python", workloads=1)
+    assert set(whole.refused) == {"states", "drafts by ngram", "drafts by eagle"}
+    assert not {one.kind for one in whole.rows} & set(whole.refused)
+    named = compare("python", workloads=1, only=["states"])
+    assert [one.kind for one in named.rows] == ["states", "states"]
+
+
 @pytest.mark.slow
 def test_the_command_keeps_the_result_and_exits_by_it(
     tmp_path: Path, own_folder: Path, capsys: pytest.CaptureFixture[str]

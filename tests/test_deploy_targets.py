@@ -25,7 +25,8 @@ from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import default_trace, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
-from toolkit.files.io import shipped_fit
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.traces.read import read_trace
@@ -388,6 +389,18 @@ def test_vllm_starts_what_was_simulated(gpu: Plan, router: str, flag: bool, says
     files = render_target("vllm", orders.order(gpu.model_copy(update={"replica_router": spec})))
     assert ("--data-parallel-size 2" in files["serve.sh"]) == flag
     assert says in " ".join(files["EXPLAIN.md"].split())
+
+
+def test_engines_that_wait_for_one_another_are_not_started_as_replicas(gpu: Plan) -> None:
+    """What was simulated has all experts in each replica."""
+    path = shipped_fit("llama-3.1-8b-h200")
+    assert path is not None
+    steps = read_file(Fit, path).steps
+    assert steps is not None
+    mixture = steps.model_copy(update={"experts": 8, "experts_per_token": 2})
+    fit = gpu.fit.model_copy(update={"steps": mixture})
+    files = render_target("vllm", orders.order(gpu.model_copy(update={"fit": fit})))
+    assert "--data-parallel-size" not in files["serve.sh"]
 
 
 def test_our_scheduler_runs_inside_vllm_where_it_can(tmp_path: Path) -> None:

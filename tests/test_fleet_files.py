@@ -179,6 +179,7 @@ def test_recipes_and_fleets_are_told_apart(unequal):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_chat")
 def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, capsys):
     monkeypatch.chdir(unequal.parent)
     assert llmctl("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0
@@ -219,6 +220,7 @@ def test_a_plan_of_servers_has_each_kinds_flags_and_one_router(servers):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_chat")
 def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, capsys):
     monkeypatch.chdir(servers.parent)
     for name, price in (("fast", 4.0), ("slow", 1.5)):

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from commands import llmctl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_chat")]
 
-# what `chat-small` holds, shorter
-SHAPE = ["--prompt", "lognormal:400:1", "--output", "lognormal:120:0.75", "--longest", "1024"]
-TRAFFIC = ["--trace", "trace.jsonl", "--no-at-once", "--json"]
+TRAFFIC = ["--trace", "chat-small", "--no-at-once", "--json"]
 # What is asked for; what `capacity` then says: GPUs of the answer, or the reason of a refusal.
 CASES = [
     (["qwen3-32b", "--gpu", "l40s", "--gpus", "2", "--quantization", "fp8"], 2),
@@ -33,9 +31,6 @@ def test_from_one_command_to_an_answer(
     answer: int | str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    generate = ["trace", "generate", "--rate", "20", "--duration", "20", *SHAPE]
-    assert llmctl(*generate, "--out", "trace.jsonl") == 0
-    capsys.readouterr()
     assert llmctl("recipe", "new", *words) == 0
     Path("recipe.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
     code = llmctl("capacity", "recipe.yaml", *TRAFFIC)

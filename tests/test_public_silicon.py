@@ -88,6 +88,8 @@ def test_a_folder_without_the_rows_is_no_checkout(tmp_path: Path) -> None:
     [
         ({}, ""),
         ({"model_path": "moonshotai/Kimi-K2.5"}, "latent"),
+        ({"attention_dp_size": "4", "moe_ep_size": "16"}, ""),
+        ({"attention_dp_size": "4", "moe_ep_size": "16", "id": "one_cfg707"}, "wait"),
         ({"model_path": "openai/gpt-oss-120b", "precision": "fp4"}, ""),
         (
             {
@@ -108,6 +110,17 @@ def test_what_is_not_modelled_has_a_reason(change: dict[str, str], reason: str) 
     found = silicon.not_modelled(silicon.read_row(GIVEN | change))
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+def test_expert_parallelism_that_was_read_as_copies_of_attention_is_the_same_setting() -> None:
+    said = silicon.read_row(GIVEN | {"moe_tp_size": "1", "moe_ep_size": "4"})
+    read = silicon.read_row(
+        GIVEN | {"moe_tp_size": "1", "moe_ep_size": "16", "attention_dp_size": "4"}
+    )
+    assert read.misread
+    assert not said.misread
+    assert read.setting == said.setting
+    assert silicon.protocol_of(read) == silicon.protocol_of(said)
 
 
 def test_repeats_of_a_setting_are_of_the_tenth_together_and_each_line_has_some() -> None:
@@ -169,10 +182,10 @@ WINDOWED = ModelShapes(
 
 
 def test_layers_with_windows_save_time_and_memory() -> None:
-    row = replace(ROW, model="gpt-oss-120b", precision="fp4", prompt=8192, concurrency=16)
+    row = replace(ROW, model="gpt-oss-120b", precision="fp4", prompt=8192, concurrency=4)
     constants = silicon.shipped_constants()["h200"]
     protocol = silicon.protocol_of(row)
-    assert (protocol.rows, protocol.longest) == (16, 8192 + 256 + 200)
+    assert (protocol.rows, protocol.longest) == (4, 8192 + 256 + 200)
     server = silicon.server_of(WINDOWED, row, protocol)
     without = silicon.server_of(replace(WINDOWED, window=0, window_layers=0), row, protocol)
     assert server.caches is not None

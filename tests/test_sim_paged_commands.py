@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import samples
 from commands import llmctl
+from lean import without_capacity
 from said import says
 
 from toolkit.errors import InputError
@@ -36,7 +37,7 @@ def trace(n: int = 2000) -> Trace:
 
 
 @pytest.fixture
-def paged(tmp_path: Path) -> Path:
+def paged(tmp_path: Path, short_chat: None) -> Path:
     write_file(samples.paged_fit(), tmp_path / "fit.json")
     return tmp_path / "fit.json"
 
@@ -119,6 +120,7 @@ def test_capacity_tokens_is_cut_into_blocks() -> None:
 
 
 @pytest.mark.slow
+@without_capacity()
 def test_tune_searches_its_flags() -> None:
     assert search_space("vllm", {}, {}).keys() == {
         "max_num_seqs",
@@ -133,7 +135,7 @@ def test_tune_searches_its_flags() -> None:
     )
     fit = samples.paged_fit()
     found = tune(
-        Inputs(recipe, fit, make_workload(recipe, fit, trace())),
+        Inputs(recipe, fit, make_workload(recipe, fit, trace(600))),
         InProcessRunner(),
         HEAD,
         lambda best: None,

@@ -51,7 +51,6 @@ def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
 
 
 @pytest.mark.slow
-@without_capacity()
 def test_a_sibling_that_keeps_the_limits_is_named_before_fewer_requests_and_more_workers() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)))
     assert not found.feasible

@@ -469,6 +469,7 @@ def test_a_number_of_workers_is_refused_for_a_fleet_of_servers(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_chat")
 def test_a_plan_has_the_counts_that_tune_found(
     servers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

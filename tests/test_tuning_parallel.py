@@ -29,9 +29,14 @@ def write(model: str, gpu: str, **wish: Any) -> None:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_whole_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write("llama-3.1-8b", "h100-sxm")
+
+
+@pytest.fixture
+def recipe(with_whole_trace: None, short_chat: None) -> None:
+    """recipe.yaml, for tests in which a trace of 600 requests suffices."""
 
 
 def tuned() -> Tuning:
@@ -104,7 +109,7 @@ def test_a_measured_fit_of_this_folder_comes_first_and_one_of_another_recipe_doe
 
 @pytest.mark.slow
 def test_sizes_have_the_capacities_that_capacity_finds(
-    recipe: None, capsys: pytest.CaptureFixture[str]
+    with_whole_trace: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmctl("tune", "recipe.yaml", "--gpus", "2", *QUICK) == 0
     assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
@@ -165,7 +170,7 @@ def test_sizes_that_do_not_hold_the_model_are_left_out_by_name(
 
 
 @pytest.mark.slow
-def test_the_fewest_gpus_of_any_size(recipe: None) -> None:
+def test_the_fewest_gpus_of_any_size(with_whole_trace: None) -> None:
     words = [*TRACE, "--rate", "150", "--workers", "auto", "--tp", "1,2", *ONE_TRIAL]
     assert llmctl("tune", "recipe.yaml", *words) == 0
     gpus = {row.tensor_parallel_size: row.workers for row in tuned().parallel}

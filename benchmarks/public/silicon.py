@@ -114,8 +114,22 @@ class Row:
     @property
     def setting(self) -> tuple[object, ...]:
         """What repeats of a measurement have in common."""
-        ranks = self.expert_ranks, self.data_ranks
+        ranks = (self.ranks, 1) if self.misread else (self.expert_ranks, self.data_ranks)
         return (*self.group, *ranks, self.prompt, self.output, self.concurrency)
+
+    @property
+    def misread(self) -> bool:
+        """Whether the file says data parallelism, but InferenceX's configuration expert parallelism
+        alone: where it says `ep` the file has as many copies of attention, too. The same
+        measurements are in the file without these.
+        """
+        if self.model != "MiniMax-M2.5" or self.name.rpartition("_")[2] in DP_ATTENTION:
+            return False
+        return self.data_ranks == self.ranks > 1 and self.expert_ranks == self.ranks**2
+
+
+# Rows of configurations with `dp-attn` in InferenceX's nvidia-master.yaml at 13962fc.
+DP_ATTENTION = ("cfg707", "cfg727", "cfg827")
 
 
 def read_rows(data: Path) -> list[Row]:
@@ -176,7 +190,7 @@ def not_modelled(row: Row) -> str:
         return "concurrency not said"
     if row.model in IN_MXFP4 and row.gpu == "h100_sxm" and row.day[:7] == "2025-12":
         return "concurrency not said (the script of that day has 512 for any)"
-    if row.data_ranks > 1:
+    if row.data_ranks > 1 and not row.misread:
         return "engines that wait for one another (data parallel)"
     if row.model not in MODELS:
         return f"no configuration of {row.model}"
@@ -519,6 +533,7 @@ START = EngineConstants(
     sustained=0.9,
     routed=0.9,
     routed_mxfp4=0.9,
+    speed_mxfp4=1.0,
     reduce_speed=1.0,
     launch_s=1.5e-4,
     host_s=5e-4,
@@ -532,7 +547,7 @@ def calibrate(data: Path, rows: Sequence[Row]) -> Constants:
     """The constants of each family. Only H100s ran engines that do not plan ahead, so the others
     have their host. Models in mxfp4 set the constant of their own kernels, and no other.
     """
-    names = [each.name for each in fields(EngineConstants) if each.name != "routed_mxfp4"]
+    names = [each.name for each in fields(EngineConstants) if each.name not in MXFP4]
     others = [row for row in rows if row.model not in IN_MXFP4]
     of = {name: [row for row in others if family_of(row.gpu) == name] for name in FAMILIES}
     found = {"h100": fit_constants(data, of["h100"], START, names)}
@@ -548,9 +563,12 @@ def calibrate_mxfp4(data: Path, rows: Sequence[Row], constants: Constants) -> Co
     found = {}
     for name, known in constants.items():
         own = [row for row in rows if row.model in IN_MXFP4 and family_of(row.gpu) == name]
-        start = replace(known, routed_mxfp4=START.routed_mxfp4)
-        found[name] = fit_constants(data, own, start, ["routed_mxfp4"])
+        start = replace(known, **{one: getattr(START, one) for one in MXFP4})
+        found[name] = fit_constants(data, own, start, MXFP4)
     return found
+
+
+MXFP4 = ("routed_mxfp4", "speed_mxfp4")  # constants of kernels for experts in mxfp4
 
 
 def fit_constants(
@@ -641,10 +659,14 @@ def compare(
     for row in rows:
         server = modelled(data, row, protocol_of(row))
         ours = predict(server, constants[family_of(row.gpu)])
-        given = peer.get(row.name, "not asked")
-        theirs = given if isinstance(given, str) else (MS * given[0], MS * given[1])
-        found.append(Compared(row, ours, theirs))
+        found.append(Compared(row, ours, answer_of(peer, row)))
     return found
+
+
+def answer_of(peer: Mapping[str, Any], row: Row) -> tuple[float, float] | str:
+    """What a peer says of a row: seconds of TTFT and TPOT, or why not."""
+    given = peer.get(row.name, "not asked")
+    return given if isinstance(given, str) else (MS * given[0], MS * given[1])
 
 
 def median_error(group: Sequence[Compared], kind: int) -> float:
@@ -824,7 +846,7 @@ def board_of(data: Path, constants: Constants, peer: Mapping[str, Any]) -> Board
     rows = read_rows(data)
     reasons = Counter(reason for row in rows if (reason := not_modelled(row)))
     known = [row for row in rows if not not_modelled(row)]
-    drawn = tenth_of(known)
+    drawn = tenth_of([row for row in known if not row.misread])
     tenth = [row for row in known if row.setting in drawn]
     rest = [row for row in known if row.setting not in drawn]
     judged = compare(data, rest, constants, peer.get("rows", {}))
@@ -860,6 +882,24 @@ def tables(board: Board) -> str:
     settings, tpot, ttft = noise(board.rows)
     cells = ["repeats of a setting", str(settings), str(len(tpot)), spread(tpot), spread(ttft)]
     lines += ["", NOISE_HEAD, f"| {' | '.join(cells)} |"]
+    return "\n".join(lines) + "\n"
+
+
+def other_peer(board: Board, peer: Mapping[str, Any]) -> str:
+    """The rows that another peer answers, and its words about others, as Markdown."""
+    rows = peer["rows"]
+    found = [replace(one, peer=answer_of(rows, one.row)) for one in board.judged]
+    title = f"rows that {peer['name']} answers too"
+    lines = ["", f"{peer['name']} {peer['version']} answers these:", "", SAME_HEAD.format(title)]
+    answered = [one for one in found if not isinstance(one.peer, str)]
+    groups: dict[str, list[Compared]] = {"all": answered}
+    for one in sorted(answered, key=lambda one: one.row.group):
+        name = f"{one.row.gpu.partition('_')[0].upper()}, {one.row.model} {one.row.precision}"
+        groups.setdefault(name, []).append(one)
+    lines += [same_line(name, group) for name, group in groups.items() if group]
+    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
+    lines += ["", "Others:", ""]
+    lines += [f"- {words}: {count} rows" for words, count in refused.most_common()]
     return "\n".join(lines) + "\n"
 
 
@@ -912,7 +952,7 @@ def main() -> None:
     constants = shipped_constants()
     if options.calibrate:
         rows = [row for row in read_rows(options.data) if not not_modelled(row)]
-        drawn = tenth_of(rows)
+        drawn = tenth_of([row for row in rows if not row.misread])
         constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
         print(json.dumps({name: asdict(one) for name, one in constants.items()}))
     board = board_of(options.data, constants, peer)

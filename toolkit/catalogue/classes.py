@@ -9,7 +9,6 @@ is known. To serve a class, add its name to `MODELLED`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
@@ -42,7 +41,8 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "diffusion": "it generates several tokens per pass, out of order",
     # what the server does
     "drafts": "drafts take part in every pass, by rules that are not modelled",
-    "data parallel": "its engines share out requests, or wait for one another",
+    "data parallel": "its engines share out requests, or wait for one another (simulate knows such "
+    "a server: --set data_parallel_size)",
     "pipeline parallel": "several passes are under way in stages",
     "context parallel": "a block holds the tokens of several devices",
     "moving experts": "experts move between devices while it serves",
@@ -164,6 +164,12 @@ SWITCHES = (  # flags that turn a class on, whatever their value
     ("--enable-eplb", "moving experts", "balanced experts (EPLB)"),
     ("--enable-elastic-ep", "moving experts", "elastic expert parallelism"),
     ("--enable-dbo", "dual batch", "dual batch overlap"),
+    ("--data-parallel-rank", "data parallel", "one engine of several servers"),
+    ("--data-parallel-start-rank", "data parallel", "data parallelism of several nodes"),
+    ("--data-parallel-address", "data parallel", "data parallelism of several nodes"),
+    ("--data-parallel-external-lb", "data parallel", "a balancer outside vLLM"),
+    ("--data-parallel-multi-port-external-lb", "data parallel", "a balancer outside vLLM"),
+    ("--data-parallel-hybrid-lb", "data parallel", "a balancer for each node"),
     ("--max-num-active-seqs", "active rows", "--max-num-active-seqs"),
     ("--prefix-match-unit", "fine hits", "--prefix-match-unit"),
 )
@@ -178,6 +184,12 @@ NUMBERS = (  # flags with the largest number that changes nothing
 SHORT = {
     "-sc": "--speculative-config",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpa": "--data-parallel-address",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dph": "--data-parallel-hybrid-lb",
     "-pp": "--pipeline-parallel-size",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
@@ -207,19 +219,26 @@ def of_resolved(resolved: Resolved, version: str = "") -> list[ClassFound]:
     names = dict.fromkeys(one.name for one in found)
     if resolved.drafts is not None:
         names["drafts"] = None
-    with suppress(InvalidVersion):
-        found += [one for name in names for one in _of_release(name, Version(version))]
-    return found
+    return [*found, *of_release(names, version)]
 
 
-def _of_release(name: str, version: Version) -> list[ClassFound]:
-    """That a release schedules a class by other rules."""
-    first, beyond = RELEASES.get(name, ("0", None))
-    release = Version(f"{version.major}.{version.minor}")
-    if Version(first) <= release and (beyond is None or release < Version(beyond)):
+def of_release(names: Iterable[str], version: str) -> list[ClassFound]:
+    """Which of these classes a release of vLLM schedules by other rules; none where the release is
+    not known.
+    """
+    try:
+        known = Version(version)
+    except InvalidVersion:
         return []
-    modelled = f"{first} and newer" if beyond is None else f"{first} to before {beyond}"
-    return [ClassFound("other release", f"{name} in vLLM {version}, modelled of {modelled}")]
+    release = Version(f"{known.major}.{known.minor}")
+    found = []
+    for name in names:
+        first, beyond = RELEASES.get(name, ("0", None))
+        if release < Version(first) or (beyond is not None and release >= Version(beyond)):
+            modelled = f"{first} and newer" if beyond is None else f"{first} to before {beyond}"
+            what = f"{name} in vLLM {version}, modelled of {modelled}"
+            found.append(ClassFound("other release", what))
+    return found
 
 
 # vLLM's methods of speculative decoding with known rules: whether they draft with the model's

@@ -43,8 +43,9 @@ def command(args: VllmCheckOptions) -> None:
 
     First its files: every import, method, attribute, flag and metric that llmctl touches. Then its
     schedulers, which plan made-up workloads beside the simulator's model of them, pass by pass. The
-    result is kept by version, and verdicts of tune, capacity and simulate cite it. Exits with 4
-    where something is missing or differs.
+    result is kept by version, and verdicts of tune, capacity and simulate cite it. Kinds that the
+    version schedules by other rules are refused by name everywhere, and compared only with --kind.
+    Exits with 4 where something is missing or differs.
     """
     from toolkit.backends.vllm.conformance.kinds import kinds
     from toolkit.backends.vllm.conformance.results import keep
@@ -80,6 +81,8 @@ def command(args: VllmCheckOptions) -> None:
         for row in found.rows:
             if row.first:
                 print(f"{row.kind}, {row.scheduler}: {row.first}")
+        for kind, why in found.refused.items():
+            print(f"{kind}: not compared, since its models are refused by name: {why}")
         print(f"{found.passes:,} passes in {found.seconds:g} s")
 
     emit(args.as_json, found, show)

@@ -261,8 +261,8 @@ class EngineConstants:
         sustained: a GEMM reaches so many times the FLOP/s of its kernel measured alone: a GPU that
             computes without pause is limited by its power.
         routed: experts likewise; there, tokens are also spread less evenly.
-        routed_mxfp4: those in mxfp4 likewise; an engine may run others of its kernels for these
-            than were measured.
+        routed_mxfp4, speed_mxfp4: of experts in mxfp4 likewise, and how many times faster all else
+            of them is: an engine may run others of its kernels for these than were measured.
         reduce_speed: an all-reduce likewise moves so many times the bytes/s.
         launch_s: a pass with chunks takes at least so long a layer, since its kernels are launched
             one by one.
@@ -277,6 +277,7 @@ class EngineConstants:
     sustained: float = 1.0
     routed: float = 1.0
     routed_mxfp4: float = 1.0
+    speed_mxfp4: float = 1.0
     reduce_speed: float = 1.0
     launch_s: float = 0.0
     host_s: float = 0.0
@@ -414,8 +415,15 @@ class GpuOperators:
         name = model.expert_weights or model.weights
         precision = EXPERTS_LIKE.get(name, name)
         measured = _known(self.experts, precision, f"experts in {name} on {self.name}")
-        routed = self.engine.routed_mxfp4 if "mxfp4" in name else self.engine.routed
-        law = replace(measured, flops_per_s=measured.flops_per_s * routed)
+        law = replace(measured, flops_per_s=measured.flops_per_s * self.engine.routed)
+        if "mxfp4" in name:
+            speed = self.engine.speed_mxfp4
+            law = Experts(
+                measured.start_s / speed,
+                measured.expert_s / speed,
+                measured.bytes_per_s * speed,
+                measured.flops_per_s * self.engine.routed_mxfp4,
+            )
         cut = 1 if model.whole_experts else ranks  # GPUs that share an expert
         apart = ranks // cut  # GPUs that share the experts of a layer
         seconds = law.seconds(

@@ -103,8 +103,9 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
-    if world.parallel is not None:
-        _refuse_parallel(world.parallel, policy, world)
+    for kind in world.kinds:
+        if kind.parallel is not None:
+            _refuse_parallel(kind.parallel, policy, world)
     if isinstance(policy, VllmPolicy):
         engines = [kind.engine_of(kind.flags or policy) for kind in world.kinds]
         usable = [engine.capacity_tokens for engine in engines]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
@@ -321,6 +322,9 @@ def parallel_of(fit: Fit | None, size: int = 0, servers: int = 0) -> DataParalle
                 "leave it out, or give data_parallel_size",
             )
         return None
+    if resolved is not None:
+        others = [one for one in of_resolved(resolved) if one.name != "data parallel"]
+        refuse(f"the server of the fit of '{fit.recipe_name}'", others)
     found = re.match(r"(\d+)\.(\d+)", fit.engine.engine_version or "")
     release = (int(found[1]), int(found[2])) if found else FIRST_SYNC
     sync_passes, syncs_first = sync_rule(release)
@@ -348,7 +352,7 @@ def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> Wo
         for kind in kinds
     ]
     worlds = [
-        replace(world, acceptance=kind.recipe.serve.acceptance)
+        replace(world, acceptance=kind.recipe.serve.acceptance, parallel=parallel_of(kind.fit))
         for world, kind in zip(worlds, kinds, strict=True)
     ]
     return flagged(fleet(worlds), kinds)

@@ -262,6 +262,14 @@ def _parallel(plan: Plan) -> list[ExplainedValue]:
         lines.append(ExplainedValue("--tensor-parallel-size", size, TENSOR_PARALLEL))
     if count == 1:
         return lines
+    steps = plan.fit.steps
+    if steps is not None and steps.experts:
+        source = (
+            f"{count} replicas were simulated, each with all experts, and this starts one: vLLM's "
+            "data-parallel engines of a mixture of experts wait for one another; start one for "
+            "each, and before them llmctl serve plan.json --replica URL ..."
+        )
+        return [*lines, ExplainedValue("data-parallel-size", "1", source)]
     if router is None or router.name == VllmRouter.name:
         source = "recipe: workers; vLLM's own balancer, which was not simulated"
         if router is not None:

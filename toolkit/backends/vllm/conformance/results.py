@@ -43,6 +43,11 @@ class Conformance(Strict):
     seed: int
     seconds: float
     rows: list[ComparedKind]
+    refused: dict[str, str] = Field(
+        {},
+        description="kinds that this release schedules by other rules, so that their models are "
+        "refused by name, and why",
+    )
     missing: dict[str, str] = Field(description="what llmctl touches and it lacks, and why")
     flags: list[str] = Field(description="all that its command line declares")
     metrics: list[str] = Field(description="all that it exports")

@@ -20,7 +20,7 @@ from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
 from toolkit.backends.vllm.conformance.workloads import Case
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
-from toolkit.catalogue.classes import DRAFTING
+from toolkit.catalogue.classes import DRAFTING, of_release
 from toolkit.errors import EngineError
 from toolkit.sim.drafts import keeps_known_outputs
 
@@ -57,7 +57,8 @@ class Loaded:
 def compare(
     python: str, workloads: int = WORKLOADS, seed: int = SEED, only: Sequence[str] = ()
 ) -> Conformance:
-    """Compare the simulator with the vLLM of a Python; `only`: names of kinds, none: all.
+    """Compare the simulator with the vLLM of a Python; `only`: names of kinds; none: all whose
+    models are not refused by name in this release.
 
     Raises `EngineError` where there is no vLLM, where it cannot be loaded, or where Python loads
     another than the one that was found.
@@ -66,11 +67,19 @@ def compare(
     installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
     missing = check(installed)
     lacks = {need for one in missing for need in one.item.needs}
-    chosen = [
-        kind
-        for kind in kinds()
-        if kind.needs not in lacks and installed.has(kind.since) and (not only or kind.name in only)
-    ]
+    chosen = []
+    refused: dict[str, str] = {}
+    for kind in kinds():
+        if kind.needs in lacks or not installed.has(kind.since):
+            continue
+        if kind.name in only:
+            chosen.append(kind)
+        elif not only:
+            others = of_release(kind.classes, installed.version)
+            if others:
+                refused[kind.name] = ", ".join(one.what for one in others)
+            else:
+                chosen.append(kind)
     cases = [
         (kind, ahead, number, within(kind.make(number, ahead), installed))
         for kind in chosen
@@ -97,6 +106,7 @@ def compare(
         seed=seed,
         seconds=round(time.monotonic() - start_s, 1),
         rows=rows,
+        refused=refused,
         missing=_words(missing),
         flags=sorted(_sources(installed).flags),
         metrics=sorted(_sources(installed).metrics),
