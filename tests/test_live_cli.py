@@ -150,5 +150,3 @@ def test_what_is_not_live_is_refused(capsys, tmp_path):
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
     assert llmctl(capsys, "tune", plan, "--live", "http://127.0.0.1:9")[0] == 2
     assert llmctl(capsys, "tune", plan, "--live", "here", "--trials", "9")[0] == 2
-    code, _, noted = llmctl(capsys, "serve", plan, "--live")
-    assert (code, says(noted, "--live")) == (2, True)

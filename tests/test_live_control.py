@@ -8,10 +8,11 @@ import pytest
 from said import says
 
 from toolkit.backends.vllm import control as module
-from toolkit.backends.vllm.control import MAX_BODY_BYTES, ROUTE, Control, EngineControl
+from toolkit.backends.vllm.control import Control, EngineControl
 from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.setup import CONTROL_VARIABLE
 from toolkit.errors import InputError
+from toolkit.serve.control import MAX_BODY_BYTES, MAX_WAITING, ROUTE
 
 KEY = "a key of the control"
 
@@ -252,7 +253,7 @@ def test_a_flood_with_the_key_waits_in_turn_and_the_rest_is_refused(monkeypatch)
 
     statuses = asyncio.run(flood())
     assert sorted(set(statuses)) == [200, 429]
-    assert statuses.count(200) == server.calls == module.MAX_WAITING
+    assert statuses.count(200) == server.calls == MAX_WAITING
 
 
 def test_other_routes_pass_and_without_a_key_there_is_no_control(monkeypatch):

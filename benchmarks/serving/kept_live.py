@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
@@ -39,7 +40,7 @@ from toolkit.bench.client import InterruptedReplayError, LoadSpec, run_whole, se
 from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import Target, find_target
-from toolkit.errors import LlmctlError
+from toolkit.errors import InputError, LlmctlError
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.interrupts import EXIT_CODE
@@ -57,7 +58,9 @@ SERVED = 0.95  # of the requests, by the best settings, at the highest rate
 KINDS = ("chats", "documents", "bursts")
 SHARES = {"chats": (0.08, 0.1), "documents": (0.55, 0.05), "bursts": (0.12, 0.08)}  # of the context
 PERIOD_S = 20.0  # of bursts: three times the rate in a third of it
-STEPS = 12  # of the search for the highest rate
+LEAST_RPS = 0.25  # that is looked for
+MOST_RPS = 500.0
+HALVINGS = 3
 
 
 def part(kind: str, seconds: float, rate: float, context: int, seed: int) -> Trace:
@@ -79,9 +82,9 @@ def grid_of(bounds: Mapping[str, tuple[float, float]]) -> list[Settings]:
     values: dict[str, list[int]] = {}
     for name in (ROWS, TOKENS):
         low, high = bounds[name]
-        places = np.geomspace(max(low, 8.0), high, 5)
+        places = np.geomspace(max(low, 8.0), high, 4)
         values[name] = [round(one) for one in places]
-    values[THRESHOLD] = [0, 32, 64, 128]
+    values[THRESHOLD] = [0, 64]
     return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
 
 
@@ -103,27 +106,34 @@ def fitted_part(
     context = plan.recipe.model.max_model_len
     grid = grid_of(live_bounds(plan))
 
-    def best(rate: float) -> tuple[float, Settings]:
-        trace = part(kind, seconds, rate, context, seed)
-        shares = []
-        for settings in grid:
-            policy = policy_of(plan.policy.parameters, settings)
-            shares.append(float(meets_sla(simulate(trace, policy, world).served, sla).mean()))
-        at = int(np.argmax(shares))
-        return shares[at], grid[at]
+    def share_of(settings: Settings, trace: Trace) -> float:
+        policy = policy_of(plan.policy.parameters, settings)
+        return float(meets_sla(simulate(trace, policy, world).served, sla).mean())
 
-    low, high = 0.1, 0.2
-    while best(high)[0] >= SERVED and high < 1000.0:
-        low, high = high, 2.0 * high
-    for _ in range(STEPS // 3):
+    def is_served(rate: float) -> bool:
+        trace = part(kind, seconds, rate, context, seed)
+        return any(share_of(settings, trace) >= SERVED for settings in grid)
+
+    low = LEAST_RPS
+    high = 2.0 * low
+    if not is_served(low):
+        raise InputError(
+            f"{kind}: no settings keep the targets at {low:g} requests/s by the plan's fit",
+            "profile this machine while nothing else runs, or set other targets in the recipe",
+        )
+    while is_served(high) and high < MOST_RPS:
+        low = high
+        high = 2.0 * low
+    for _ in range(HALVINGS):
         middle = (low + high) / 2.0
-        if best(middle)[0] >= SERVED:
+        if is_served(middle):
             low = middle
         else:
             high = middle
-    rate = load * low
-    predicted, settings = best(rate)
-    return Part(kind, part(kind, seconds, rate, context, seed), settings, predicted)
+    trace = part(kind, seconds, load * low, context, seed)
+    shares = [share_of(settings, trace) for settings in grid]
+    at = int(np.argmax(shares))
+    return Part(kind, trace, grid[at], shares[at])
 
 
 @dataclass
@@ -192,6 +202,7 @@ def run(given: argparse.Namespace) -> None:
         requests_min=given.requests_min,
     )
     with (
+        tempfile.TemporaryDirectory() as folder,
         (given.work / "vllm.log").open("w", encoding="utf-8") as output,
         redirect_stderr(output),
     ):
@@ -204,9 +215,7 @@ def run(given: argparse.Namespace) -> None:
             pass_log=passes,
             control_key=KEY,
         )
-        folder = given.work / "plan"
-        folder.mkdir(exist_ok=True)
-        with vllm_server(command_of(order, folder), quiet=False) as server:
+        with vllm_server(command_of(order, Path(folder)), quiet=False) as server:
             target = find_target(server.url)
             control = SettingsClient(server.url, KEY, OWNER)
             start = {name: control.get().values[name] for name in bounds}
@@ -224,7 +233,7 @@ def run(given: argparse.Namespace) -> None:
                     horizon_s=3.0 * given.part,
                     every_s=given.every,
                 ),
-                [control],
+                control,
                 target,
                 lambda line: print(f"  {time.monotonic() - since_s:6.0f} s {line}", flush=True),
             )

@@ -35,7 +35,7 @@ from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.live.ahead import Unfinished
 from toolkit.live.keep import Keeper, KeepRules, Seen, slowed
 from toolkit.live.space import ROWS, THRESHOLD, TOKENS, Settings, policy_of
-from toolkit.live.traffic import Lengths
+from toolkit.live.traffic import OutputLengths
 from toolkit.metrics import Served, meets_sla
 from toolkit.sim.api import requests_of, simulate
 from toolkit.sim.blocks import PagedRequest
@@ -113,7 +113,7 @@ class Server:
             else:
                 self._run.work(drain=True, follow=False, until_s=came_s)
 
-    def unfinished(self, lengths: Lengths) -> list[Unfinished]:
+    def unfinished(self, lengths: OutputLengths) -> list[Unfinished]:
         """The requests that it has, as its log of passes tells them."""
         scheduler = self._run._scheduler
         found = []
@@ -192,7 +192,7 @@ def run(
         recent = trace.take(slice(first, last))
         recent = replace(recent, arrival_s=recent.arrival_s - since_s)
         served = server.served(first, last, now_s)
-        lengths = Lengths(recent.output_tokens[served.ok])
+        lengths = OutputLengths(recent.output_tokens[served.ok])
         usual = lengths.expected(0, MOST_TOKENS)  # of those that have not ended
         recent = replace(recent, output_tokens=np.where(served.ok, recent.output_tokens, usual))
         seen = Seen(since_s, recent, shifted(served, since_s), server.unfinished(lengths))

@@ -211,8 +211,8 @@ class ServeOptions:
     )
     live: bool = _live(
         False,
-        "Let the settings of engine vllm change while it serves (`llmctl set`, `llmctl tune "
-        "--live`), up to the bounds of the search.",
+        "Let settings change while it serves (`llmctl set`): those of engine vllm up to the bounds "
+        "of the search (`llmctl tune --live`), of others the policy's parameters.",
     )
     control_key: str = _live(
         "",
@@ -307,7 +307,7 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     from toolkit.serve.engine_front import OwnWorkers, engine_front
 
     plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live", "--keep-tuned")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--keep-tuned")
     settings = make_settings(
         plan,
         model=args.served_model_name,
@@ -323,6 +323,7 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         on_foreign=warn if args.force else None,
         ray=given.ray,
         room_timeout_s=args.room_timeout,
+        control_key=_control_key(args),
     )
     config = _config(args, given, settings)
     announce = partial(
@@ -332,7 +333,13 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         settings.model,
         status_page=config.settings.status_page,
     )
-    return serve_start.FrontToStart(config, partial(engine_front, workers), announce)
+    make = partial(engine_front, workers)
+    return serve_start.FrontToStart(config, make, announce, workers.control_key)
+
+
+def _control_key(args: ServeOptions) -> str:
+    """The key of the control of the settings; '': without --live there is no control."""
+    return (args.control_key or secrets.token_urlsafe(24)) if args.live else ""
 
 
 def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
@@ -359,7 +366,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
         args.event_log,
         warn if args.force else None,
         pass_log=args.pass_log,
-        control_key=(args.control_key or secrets.token_urlsafe(24)) if args.live else "",
+        control_key=_control_key(args),
     )
 
 
@@ -378,7 +385,12 @@ def _before_replicas(
     from toolkit.serve.assemble import FrontSettings
 
     _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-             "--pass-log", "--live", "--keep-tuned")  # fmt: skip
+             "--pass-log", "--keep-tuned")  # fmt: skip
+    if args.live and (args.replica or args.replicas or own is None):
+        raise InputError(
+            "--live is about servers that this front starts, and these run already",
+            "start each of them with --live, and change it with: llmctl set --url URL",
+        )
     plan = given.plan
     ray = given.ray
     file = given.file
@@ -404,6 +416,7 @@ def _before_replicas(
         room_timeout_s=args.room_timeout,
         reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
+        control_key=_control_key(args),
         on_foreign=warn if args.force else None,
         ending=config.ending,
     )
@@ -418,7 +431,8 @@ def _before_replicas(
         where = f" on Ray ({ray})" if ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
         note(f"starting {servers} of {plan.recipe.engine.name}{where}")
-    return serve_start.FrontToStart(config, partial(replica_front, replicas), announce)
+    make = partial(replica_front, replicas)
+    return serve_start.FrontToStart(config, make, announce, replicas.control_key)
 
 
 def _router(args: ServeOptions, plan: Plan) -> Router:

@@ -307,11 +307,14 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
 
 
 class FrontToStart(NamedTuple):
-    """A front: `make` builds what its config serves, `announce` gets its URL once it is ready."""
+    """A front: `make` builds what its config serves, `announce` gets its URL once it is ready.
+    `control_key` is the key of its settings.
+    """
 
     config: FrontConfig
     make: Callable[[OpenedFront], AbstractContextManager[FrontServer]]
     announce: Callable[[str], None]
+    control_key: str = ""
 
 
 def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
@@ -325,7 +328,16 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     serve = partial(launch, front.config, front.make)
     model = front.config.settings.model
     plan = given.plan
-    serve_recorded(serve, front.announce, plan, model, given.manager, target, args.ssl_certfile)
+    serve_recorded(
+        serve,
+        front.announce,
+        plan,
+        model,
+        given.manager,
+        target,
+        args.ssl_certfile,
+        front.control_key,
+    )
 
 
 Keep = Callable[[str], None]  # called with the URL of a server that is ready
@@ -368,9 +380,9 @@ def keeping(args: ServeOptions, order: ServerOrder) -> Iterator[tuple[ServerOrde
                 dry=not args.keep_apply,
                 horizon_s=60.0 * args.keep_minutes,
             )
-            controls = [SettingsClient(url, order.control_key, OWNER)]
+            control = SettingsClient(url, order.control_key, OWNER)
             target = find_target(url, order.served_model, order.api_key)
-            kept.append(KeptTuned(keep, controls, target, note))
+            kept.append(KeptTuned(keep, control, target, note))
             kept[0].start()
 
         try:

@@ -1,4 +1,4 @@
-"""`llmctl set`: the settings of a running vLLM, shown or changed between two passes."""
+"""`llmctl set`: the settings of a running server, shown or changed between two passes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class SetOptions:
     url: str | None = option(
         None, "The server; default: the one of `serve --live` on this machine, else port 8000."
     )
+    replica: str = option(
+        "", "Behind a front: change this one of its servers alone, beside the others. Default: all."
+    )
     control_key: str = option(
         "",
         "The key of its control; default: that of the server's record on this machine. The "
@@ -43,21 +46,31 @@ class SetOptions:
 
 @command_of(SetOptions)
 def command(args: SetOptions) -> None:
-    """Change settings of a running vLLM between two passes, without a restart: all of the values
+    """Change settings of a running server between two passes, without a restart: all of the values
     are taken, or none. Without any, show the settings with their bounds.
 
-    The server is one of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
-    requests at once let those that run end. A value outside its bounds is refused with the bounds.
+    The server is one of `llmctl serve PLAN.json --live`: vLLM, or one with a policy of llmctl's. No
+    accepted request is dropped: fewer requests at once let those that run end. A value outside its
+    bounds is refused with the bounds.
     """
     from toolkit.sched.policies.parameters import from_words
 
     client = control_of(args.url, args.control_key)
     asked = from_words(args.settings or [])
-    state = client.set(asked, "llmctl set") if asked else client.get()
+    if args.replica:
+        _refuse_replica(client.get(), args.replica)
+    state = client.set(asked, "llmctl set", args.replica) if asked else client.get()
     emit(args.as_json, state_of(state), lambda: _show(state))
     if asked:
         words = ", ".join(f"{name}={value}" for name, value in state.changed.items())
         note(f"changed from the next pass on: {words}" if words else "nothing changed")
+
+
+def _refuse_replica(state: LiveState, name: str) -> None:
+    """`InputError` where the server has no such replica."""
+    if name not in state.replicas:
+        there = ", ".join(state.replicas) or "none: it is one server"
+        raise InputError(f"there is no replica '{name}'", f"its replicas are {there}")
 
 
 def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
@@ -82,14 +95,24 @@ def state_of(state: LiveState) -> dict[str, object]:
 
 
 def _show(state: LiveState) -> None:
+    from toolkit.sched.policies.parameters import LARGEST_WHOLE
+
     rows = []
     for one in state.settings:
         bounds = ", ".join(json.dumps(choice).strip('"') for choice in one.choices)
         if one.low is not None:
-            high = "" if one.high is None else f"{one.high:g}"
+            unlimited = one.high is None or one.high >= LARGEST_WHOLE
+            high = "" if unlimited else f"{one.high:g}"
             bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
         rows.append([one.name, _word(one.value), _word(one.start), bounds])
     table(["setting", ">now", ">at the start", "bounds"], rows)
+    for name, values in state.replicas.items():
+        words = ", ".join(
+            f"{one.name}={_word(values[one.name])}"
+            for one in state.settings
+            if one.name in values and values[one.name] != one.value
+        )
+        note(f"replica {name}: {words or 'as above'}")
     if state.word:
         note(f"newest: {state.word}")
     if state.lease is not None:

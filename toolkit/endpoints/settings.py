@@ -1,5 +1,5 @@
-"""The settings of a running vLLM from outside: read them with their bounds, change them, hold the
-lease. The server's side is `toolkit.backends.vllm.control`.
+"""The settings of a running server from outside: read them with their bounds, change them, hold the
+lease. The server's side is `toolkit.serve.control`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class HeldLease(msgspec.Struct, frozen=True):
 
 class LiveState(msgspec.Struct, frozen=True):
     """The settings, which tuner holds the lease, how many changes there were, what this one
-    changed, and the newest word of the tuners that change them.
+    changed, and the newest word of the tuners that change them. Of a front before several servers
+    also the values of each; the rest is then of one of them.
     """
 
     settings: list[LiveSetting]
@@ -52,6 +53,7 @@ class LiveState(msgspec.Struct, frozen=True):
     changes: int = 0
     changed: dict[str, Value] = {}
     word: str = ""
+    replicas: dict[str, dict[str, Value]] = {}
 
     @property
     def values(self) -> dict[str, Value]:
@@ -88,9 +90,10 @@ class SettingsClient:
         """The settings now."""
         return self._ask(None)
 
-    def set(self, settings: Mapping[str, Value], why: str = "") -> LiveState:
-        """Change settings, all or none."""
-        return self._ask({"set": dict(settings), "owner": self._owner, "why": why})
+    def set(self, settings: Mapping[str, Value], why: str = "", replica: str = "") -> LiveState:
+        """Change settings, all or none; behind a front of one `replica`, else of all."""
+        asked: dict[str, object] = {"set": dict(settings), "owner": self._owner, "why": why}
+        return self._ask(asked | ({"replica": replica} if replica else {}))
 
     def tell(self, word: str) -> LiveState:
         """Leave a word, which the server shows with its settings."""

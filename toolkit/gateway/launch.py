@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.types import ASGIApp
+
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError, InputError, LlmctlError
@@ -28,6 +30,7 @@ from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewayStatus
 from toolkit.gateway.on_ray import replicas_on_ray
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
+from toolkit.gateway.settings import ReplicaSettings
 from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
@@ -35,6 +38,7 @@ from toolkit.routing.routers import LawRouter, Router
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits, weighed
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.assemble import model_name
+from toolkit.serve.control import SettingsMiddleware
 from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.limits import WireLimits, possible_connections
 from toolkit.serve.server import Ending, Followed, WatchedFiles, first_of
@@ -66,6 +70,7 @@ class ServedReplicas:
         kinds: of the replicas, as `kinds_of_replicas` gives them.
         reread: reads the plan again for `own`, at SIGHUP.
         key: sent to the replicas of `source`; those of `own` are given another.
+        control_key: the settings of those of `own` can be changed with it; '': they cannot.
         on_foreign: called if an own replica's engine is not the fitted one; None: it is refused.
     """
 
@@ -80,6 +85,7 @@ class ServedReplicas:
     room_timeout_s: float = 60.0
     reread: Callable[[], Plan] | None = None
     key: str = ""
+    control_key: str = ""
     on_foreign: OnForeign | None = None
     ending: Ending = field(default_factory=Ending)
 
@@ -167,12 +173,19 @@ class ReplicaFront(FrontServer):
     def __init__(self, serving: ServedReplicas, gateway: Gateway, opened: OpenedFront) -> None:
         pool = gateway.pool
         limits = WireLimits(client_share=opened.client_share, descriptors_each=2)
-        super().__init__(gateway.access, gateway.stats, pool.background, limits)
+        shared: ReplicaSettings | None = None
+        app: ASGIApp = gateway.access
+        if serving.control_key:
+            shared = ReplicaSettings(serving.control_key)
+            app = SettingsMiddleware(app, serving.control_key, shared.ask)
+        super().__init__(app, gateway.stats, pool.background, limits)
         self._serving = serving
         self._gateway = gateway
         self._pool = pool
         self._say = opened.say
-        self._own = OwnReplicas(serving, pool, self._show) if serving.own is not None else None
+        self._own: OwnReplicas | None = None
+        if serving.own is not None:
+            self._own = OwnReplicas(serving, pool, self._show, shared)
         pool.open_links.most = possible_connections(limits)
         if self._own is not None and serving.reread is not None:  # at SIGHUP alone
             self.followed = [Followed(WatchedFiles([], serving.reread), self._own.renew)]
@@ -277,16 +290,21 @@ class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
     A new plan reaches them one at a time. If the first of a kind cannot load it, all go back to the
-    plan before. `show` is called with each plan that is taken.
+    plan before. `show` is called with each plan that is taken, and `shared` has the live settings.
 
     Attributes:
         failed: a replica could not be loaded the first time; `error` says why.
     """
 
     def __init__(
-        self, serving: ServedReplicas, pool: ReplicaPool, show: Callable[[Plan], None]
+        self,
+        serving: ServedReplicas,
+        pool: ReplicaPool,
+        show: Callable[[Plan], None],
+        shared: ReplicaSettings | None = None,
     ) -> None:
         assert serving.own is not None
+        self._shared = shared
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
         self._own = serving.own
@@ -298,7 +316,14 @@ class OwnReplicas:
         key = serving.key
         foreign = serving.on_foreign
         first = ServerOrder(
-            serving.plan, model, "127.0.0.1", 0, serving.ending, key, on_foreign=foreign
+            serving.plan,
+            model,
+            "127.0.0.1",
+            0,
+            serving.ending,
+            key,
+            on_foreign=foreign,
+            control_key=serving.control_key,
         )
         self._router = serving.router
         self._any_version = not any(k.version for k in serving.kinds)
@@ -338,6 +363,8 @@ class OwnReplicas:
         if self._rolling is not None:
             self._rolling.cancel()
         self._take(replace(self._order, plan=plan))
+        if self._shared is not None:
+            self._shared.forget()
         self._rolling = self._pool.background.once("restart", partial(self._roll, self._order))
         return f"restarting {self._count} replicas, one at a time"
 
@@ -448,6 +475,8 @@ class OwnReplicas:
                 server = self._servers[number] = await asyncio.shield(starting)
                 await self._in_thread(server.wait_until_ready)
                 self._were_ready.add(number)
+                if self._shared is not None:
+                    await self._in_thread(partial(self._shared.join, str(number), server.url))
                 replica = self._pool.add(server.url, kind=self._kinds[number])
                 self._replicas[number] = replica
                 why = "its task failed"
@@ -458,6 +487,8 @@ class OwnReplicas:
                     replica.cut_all(why or "it is restarted")
                 return why
             finally:
+                if self._shared is not None:
+                    self._shared.leave(str(number))
                 # Also one that was still starting when this was cancelled.
                 with suppress(LlmctlError, OSError):
                     await asyncio.shield(self._in_thread((await starting).stop))

@@ -51,7 +51,7 @@ Kind = Literal["wait", "incident", "keep", "change", "watch", "good", "back"]
 FACTORS = (0.25, 0.5, 0.71, 1.41, 2.0, 4.0)  # of a number that is tried instead
 THRESHOLDS = (0, 32, 64, 128, 256, 512, 1024, 2048)
 WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
-BLOCKS_MIN = 6
+BLOCKS_MIN = 6  # of traffic; fewer decide nothing
 TOGETHER = 3  # settings that may change at once
 STEADY = 3.0  # standard errors that two stretches of steady traffic differ by at most
 TIE_BREAK = 0.02  # of a block's score: what a mean E2E of 0 is worth
@@ -118,14 +118,13 @@ class Step:
 
 @dataclass(slots=True)
 class _Watch:
-    """A change that is watched since `since_s`: the values before it, the requests that the server
-    had then, and the change.
+    """A change that is watched since `since_s`: the values before it, and the requests that the
+    server had then.
     """
 
     since_s: float
     before: Settings
     unfinished: Sequence[Unfinished]
-    change: Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,25 +174,25 @@ class Keeper:
         if span_s < BLOCKS_MIN * rules.block_s:
             return Step("wait", f"{span_s:.0f} s of traffic are too few to decide")
         look = _Ahead(self._planned, self._sla, seen.unfinished, traffic, span_s, rules)
-        found: list[tuple[float, _Gain]] = []
-        most = 0.0
         off = rules.law_percent / 100.0
+        best: _Gain | None = None
+        law = 1.0
+        most = 0.0
         for factor in (1.0 + off, 1.0):  # as slow as the law may be, and as it is
-            usual = look.blocks(current, slowed(world, factor))
-            more = gain_percent(np.array([float(len(traffic))]), usual)
-            most = max(most, more)
-            if more < rules.least_percent:
+            believed = slowed(world, factor)
+            usual = look.blocks(current, believed)
+            possible = gain_percent(np.array([float(len(traffic))]), usual)
+            most = max(most, possible)
+            if possible < rules.least_percent:
                 continue
-            best = self._best(now_s, look, current, usual, slowed(world, factor))
-            if best is not None:
-                found.append((factor, best))
-                if best.is_sure(rules):
-                    break
+            best = self._best(now_s, look, current, usual, believed) or best
+            law = factor
+            if best is not None and best.is_sure(rules):
+                break
         if most < rules.least_percent:
             return Step("keep", f"no settings can add more than {most:.1f} %: kept")
-        if not found:
+        if best is None:
             return Step("keep", "no setting may change")
-        law, best = found[-1]
         change = words_of(best.change, current)
         if not best.is_sure(rules):
             surely = f"and {best.low_percent:.1f} % surely"
@@ -205,7 +204,7 @@ class Keeper:
             if gain_percent(after, before) < -rules.sure_percent:
                 line = f"{change} is worse where the law is {100 * (factor - 1):+.0f} % off"
                 return Step("keep", f"{line}: kept")
-        self._watch = _Watch(now_s, dict(current), seen.unfinished, best.change)
+        self._watch = _Watch(now_s, dict(current), seen.unfinished)
         span = f"{best.low_percent:.1f} to {best.high_percent:.1f}, traffic of {span_s:.0f} s"
         if law > 1.0:
             span += f", were passes {100 * off:.0f} % longer"

@@ -1,8 +1,7 @@
 """`llmctl serve --keep-tuned`: the keeper beside a running server, with its clock and its log.
 
 Every `every_s` it reads the passes since, fits the law of the last minutes again, and asks the
-keeper. A dry run says what it would do and changes nothing. With several servers the first one
-tries a change; the others get it once it was watched and is good.
+keeper. A dry run says what it would do and changes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class KeepOrder:
     """What is kept tuned, and how.
 
     Attributes:
-        log: the passes of the first server; `owned`: no other program reads it.
+        log: the server's passes; `owned`: no other program reads it.
         dry: say what would be done, and do nothing.
         horizon_s: how much traffic is looked at.
     """
@@ -53,19 +52,19 @@ class KeepOrder:
 
 
 class KeptTuned:
-    """A thread that keeps servers tuned until `stop`; `say` gets a line for each step that is not
+    """A thread that keeps a server tuned until `stop`; `say` gets a line for each step that is not
     like the one before.
     """
 
     def __init__(
         self,
         order: KeepOrder,
-        controls: Sequence[SettingsClient],
+        control: SettingsClient,
         target: Target,
         say: Callable[[str], None],
     ) -> None:
         self._order = order
-        self._controls = controls
+        self._control = control
         self._target = target
         self._say = say
         self._keeper = Keeper(order.rules, order.plan.policy.parameters, order.plan.recipe.sla)
@@ -84,7 +83,7 @@ class KeptTuned:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; the servers keep their settings."""
+        """End; the server keeps its settings."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -116,7 +115,7 @@ class KeptTuned:
         traffic, served = self._log.requests(since_s)
         unfinished = self._log.unfinished()
         seen = Seen(since_s, traffic, served, unfinished, self._slowdown())
-        state = self._controls[0].get()
+        state = self._control.get()
         if state.lease is not None and state.lease.owner != OWNER:
             return Step("wait", f"{state.lease.owner} tunes this server: nothing is changed")
         current = {name: state.values[name] for name in order.rules.bounds if name in state.values}
@@ -125,10 +124,7 @@ class KeptTuned:
             self._keeper.forget()
             return replace(step, settings={})
         if step.settings:
-            self._controls[0].set(step.settings, step.line)
-        if step.kind == "good":  # the others follow
-            for control in self._controls[1:]:
-                control.set(current, step.line)
+            self._control.set(step.settings, step.line)
         return step
 
     def _refit(self, since_s: float) -> None:
@@ -160,7 +156,7 @@ class KeptTuned:
         self._said = line
         self._say(line)
         try:
-            self._controls[0].tell(line)
+            self._control.tell(line)
         except InputError as error:
             self._say(f"keep-tuned: {error.message}")
 

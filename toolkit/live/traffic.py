@@ -34,7 +34,7 @@ class _Request:
     ended: bool = False
 
 
-class Lengths:
+class OutputLengths:
     """The lengths of outputs that have ended, and what they say of one that has not."""
 
     def __init__(self, ended: NDArray[np.int64]) -> None:
@@ -165,9 +165,9 @@ class TrafficLog:
             for one in left
         ]
 
-    def _lengths(self) -> Lengths:
+    def _lengths(self) -> OutputLengths:
         ended = [one.generated for one in self._requests.values() if one.ended]
-        return Lengths(np.array(ended, dtype=np.int64))
+        return OutputLengths(np.array(ended, dtype=np.int64))
 
     def found_share(self, since_s: float) -> float:
         """The share of prompt tokens that admitted requests found in the cache."""

@@ -25,6 +25,7 @@ from toolkit.serve.helper import Helper
 from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.live import ActiveRequest
+from toolkit.serve.own_control import refuse_fixed, with_control
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
@@ -46,6 +47,7 @@ class OwnWorkers:
         ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
             this machine.
         room_timeout_s: for the cluster to have room for all workers.
+        control_key: the policy's parameters can be changed with it; '': they cannot.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class OwnWorkers:
     on_foreign: OnForeign | None = None
     ray: str = ""
     room_timeout_s: float = 60.0
+    control_key: str = ""
 
 
 class EngineFront(FrontServer):
@@ -129,9 +132,13 @@ def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFro
         if serving.checks:
             workers = CheckedWorkers(workers, serving.checks, serving.on_checked)
         driver = _driver(serving, workers, opened)
+        if serving.control_key:
+            refuse_fixed(driver.scheduler)
         status = Status(driver, facts_of(plan, settings.model)) if settings.status_page else None
         helper = Helper(plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        app = make_app(driver, tokenizer, settings, opened.keyring, helper, status)
+        app: ASGIApp = make_app(driver, tokenizer, settings, opened.keyring, helper, status)
+        if serving.control_key:
+            app = with_control(app, driver, serving.control_key, opened.say)
         limits = WireLimits(client_share=opened.client_share)
         front = EngineFront(driver, app, helper, limits, opened.say)
         if status is not None:

@@ -1,24 +1,20 @@
 """The settings that a scheduler inside vLLM takes between two passes, without dropping a request.
 
-A knob says what it is called (as vLLM's flag), how its value is read and applied, and its bounds.
-The bounds follow from the start: buffers, CUDA graphs and the profile of memory were made for its
-values, and a lower value uses a part of them. A request that was accepted is always served: fewer
-requests at once let those that run end, and no bound lets a prompt wait for ever.
+Knobs (`toolkit.sched.live`) are called as vLLM's flags, those of llmctl's policy inside it
+`policy.NAME`. Bounds follow from the start: buffers, CUDA graphs and the profile of memory were
+made for its values, and a lower value uses a part of them. A request that was accepted is always
+served: fewer requests at once let those that run end, and no bound lets a prompt wait for ever.
 
-`LiveSettings` holds the knobs of one scheduler: vLLM's own, or llmctl's class inside it. The
-parameters of that class's policy are knobs, too (`policy.NAME`). `NEEDS_RESTART` says why other
-settings are none.
+`LiveSettings` holds the knobs of one scheduler: vLLM's own, or llmctl's class inside it.
+`NEEDS_RESTART` says why other settings are none.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from toolkit.errors import InputError, nearest
-from toolkit.sched.policies.parameters import LARGEST_WHOLE, Parameter, Value, check
+from toolkit.sched.live import Knob, Settings, knobs_of_policy
+from toolkit.sched.policies.parameters import Parameter
 
 POLICIES = ("fcfs", "priority")  # vLLM's `SchedulingPolicy`
 NEEDS_RESTART = {
@@ -36,95 +32,11 @@ NEEDS_RESTART = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A setting of a scheduler. `limits` are those of the value, with its meaning; `beyond` says
-    what a value above them needs.
-    """
-
-    name: str
-    kind: type
-    limits: Parameter
-    read: Callable[[], Value]
-    apply: Callable[[Any], None]
-    beyond: str = ""
-
-
-class LiveSettings:
-    """The knobs of a scheduler, which has just been made: its values are those of the start.
-
-    Attributes:
-        start: the values of the start, by name.
-    """
+class LiveSettings(Settings):
+    """The knobs of a scheduler inside vLLM, which has just been made."""
 
     def __init__(self, scheduler: Any) -> None:
-        found = [*_of_vllm(scheduler), *_of_policy(scheduler)]
-        self._knobs = {knob.name: knob for knob in found}
-        self.start = self.values()
-
-    def values(self) -> dict[str, Value]:
-        """The current values, by name."""
-        return {name: knob.read() for name, knob in self._knobs.items()}
-
-    def described(self) -> list[dict[str, Any]]:
-        """Each knob as plain values: name, value, start, bounds, choices, meaning."""
-        lines: list[dict[str, Any]] = []
-        for name, knob in self._knobs.items():
-            limits = knob.limits
-            numeric = knob.kind in (int, float)
-            lines.append(
-                {
-                    "name": name,
-                    "value": knob.read(),
-                    "start": self.start[name],
-                    "low": limits.low if numeric else None,
-                    "high": limits.high if numeric and limits.high < math.inf else None,
-                    "choices": list(limits.choices) or ([] if numeric else [False, True]),
-                    "doc": limits.doc,
-                    "beyond": knob.beyond,
-                }
-            )
-        return lines
-
-    def refuse(self, settings: Mapping[str, Any]) -> None:
-        """`InputError` for a setting that is no knob here, and for a value outside its bounds."""
-        for name, value in settings.items():
-            knob = self._knobs.get(name)
-            if knob is None:
-                if name in NEEDS_RESTART:
-                    raise InputError(f"{name} needs {NEEDS_RESTART[name]}", "tune it offline")
-                raise InputError(
-                    f"there is no live setting '{name[:80]}'", nearest(name, [*self._knobs])
-                )
-            _check(knob, value)
-
-    def apply(self, settings: Mapping[str, Any]) -> dict[str, Value]:
-        """Give the scheduler new values, all or none. Returns those that changed. Call it between
-        two passes. Raises as `refuse`.
-        """
-        self.refuse(settings)
-        changed: dict[str, Value] = {}
-        for name, value in settings.items():
-            knob = self._knobs[name]
-            if knob.kind is float:
-                value = float(value)
-            if knob.read() != value:
-                knob.apply(value)
-                changed[name] = value
-        return changed
-
-
-def _check(knob: Knob, value: Any) -> None:
-    """`InputError` for a value outside the knob's bounds, with the bounds."""
-    limits = knob.limits
-    try:
-        check("the running server", knob.name, knob.kind, value, limits)
-    except InputError as error:
-        hint = error.hint
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if knob.beyond and is_number and value > limits.high:
-            hint = knob.beyond
-        raise InputError(error.message, hint) from None
+        super().__init__([*_of_vllm(scheduler), *_of_policy(scheduler)], NEEDS_RESTART)
 
 
 def _of_vllm(scheduler: Any) -> list[Knob]:
@@ -260,23 +172,4 @@ def _set_policy(scheduler: Any, name: str) -> None:
 def _of_policy(scheduler: Any) -> list[Knob]:
     """The parameters of llmctl's policy inside vLLM, as far as they can change."""
     steps = getattr(scheduler, "steps", None)
-    if steps is None:
-        return []
-    ours = steps.scheduler
-
-    def knob(name: str, limits: Parameter, kind: type) -> Knob:
-        return Knob(
-            f"policy.{name}",
-            kind,
-            limits,
-            lambda: getattr(ours.policy, name),
-            lambda value: steps.configure({name: value}),
-        )
-
-    found = []
-    for name, limits in ours.live_parameters().items():
-        kind = type(getattr(ours.policy, name))
-        high = min(limits.high, float(LARGEST_WHOLE)) if kind is int else limits.high
-        bounded = Parameter(limits.low, high, limits.search, limits.log, limits.doc, limits.choices)
-        found.append(knob(name, bounded, kind))
-    return found
+    return [] if steps is None else knobs_of_policy(steps.scheduler, steps.configure)
