@@ -103,7 +103,7 @@ def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, kee
 
 EVERY = pytest.mark.parametrize("policy", SERVED)
 QUICK = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

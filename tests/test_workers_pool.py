@@ -626,15 +626,22 @@ asyncio.run(main())
 """
 
 
-def test_workers_end_when_their_front_is_killed() -> None:
-    command = [sys.executable, "-c", FRONT, str(Path(__file__).parent)]
+def left_by(program: str, *words: object) -> tuple[int, int, list[psutil.Process]]:
+    """Run a program that prints numbers of processes. Its exit code, how many it printed, and those
+    that do not end after it.
+    """
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), *map(str, words)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    workers = list(map(int, front.stdout.split()))
-    left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
+    printed = list(map(int, front.stdout.split()))
+    left = [psutil.Process(pid) for pid in printed if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(left, timeout=30)
     for process in alive:
         process.kill()
-    assert (front.returncode, len(workers), alive) == (-signal.SIGKILL, 4, [])
+    return front.returncode, len(printed), alive
+
+
+def test_workers_end_when_their_front_is_killed() -> None:
+    assert left_by(FRONT) == (-signal.SIGKILL, 4, [])
 
 
 STOPPED_AT_START = """
@@ -658,14 +665,7 @@ asyncio.run(main())
 
 
 def test_a_worker_stopped_early_ends_with_its_front() -> None:
-    command = [sys.executable, "-c", STOPPED_AT_START, str(Path(__file__).parent)]
-    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    pid = int(front.stdout)
-    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
-    _, alive = psutil.wait_procs(left, timeout=30)
-    for process in alive:
-        process.kill()
-    assert (front.returncode, alive) == (-signal.SIGKILL, [])
+    assert left_by(STOPPED_AT_START) == (-signal.SIGKILL, 1, [])
 
 
 BENCH = """
@@ -684,17 +684,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_stopped_engine_ends_with_the_profiler(
-    tmp_path: Path,
-) -> None:
-    command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
-    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    pid = int(front.stdout)
-    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
-    _, alive = psutil.wait_procs(left, timeout=30)
-    for process in alive:
-        process.kill()
-    assert (front.returncode, alive) == (-signal.SIGKILL, [])
+def test_a_stopped_engine_ends_with_the_profiler(tmp_path: Path) -> None:
+    assert left_by(BENCH, tmp_path) == (-signal.SIGKILL, 1, [])
 
 
 def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
