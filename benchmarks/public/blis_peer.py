@@ -92,7 +92,7 @@ def ask(data: Path, blis: Path, row: Row) -> tuple[float, float] | str:
             "gpu-memory-utilization": protocol.share,
             "max-model-len": row.prompt + row.output + 200,
         }
-        command = [blis / "blis", "run", *(f"--{key}={value}" for key, value in flags.items())]
+        command = [str(blis / "blis"), "run", *(f"--{key}={value}" for key, value in flags.items())]
         if protocol.whole_experts:
             command.append("--enable-expert-parallel")
         try:

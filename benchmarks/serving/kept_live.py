@@ -147,11 +147,11 @@ class Contest:
     part_s: float
     sla: Mapping[str, float]
 
-    def replay(self, trace: Trace) -> np.ndarray:  # type: ignore[type-arg]
+    def replay(self, trace: Trace) -> np.ndarray:
         """Which requests kept all targets."""
         load = replace(self.load, seed=unused_seed(), timeout_s=self.part_s)
         samples = run_whole(self.target, trace, load, lambda: None)
-        good: np.ndarray = meets_sla(served(samples), self.sla)  # type: ignore[type-arg]
+        good: np.ndarray = meets_sla(served(samples), self.sla)
         return good
 
     def whole(self) -> list[float]:

@@ -40,6 +40,7 @@ from toolkit.metrics import Served, meets_sla
 from toolkit.sim.api import requests_of, simulate
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.ledger import Ledger
+from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedRun
 from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
@@ -116,6 +117,7 @@ class Server:
     def unfinished(self, lengths: OutputLengths) -> list[Unfinished]:
         """The requests that it has, as its log of passes tells them."""
         scheduler = self._run._scheduler
+        assert isinstance(scheduler, PagedScheduler)
         found = []
         for row in [*scheduler.running, *scheduler.waiting, *self._run._arrived]:
             tokens = row.prompt
@@ -215,11 +217,11 @@ def run(
     for one in parts:
         alone = [simulate(one, policy_of({}, each), world).served for each in grid]
         best.append(max(float(goods(each).mean()) for each in alone))
-    kept = [float(goods(whole)[of_part == k].mean()) for k in number]
-    usual = [float(goods(fixed)[of_part == k].mean()) for k in number]
+    as_kept = [float(goods(whole)[of_part == k].mean()) for k in number]
+    as_fixed = [float(goods(fixed)[of_part == k].mean()) for k in number]
     if show:
-        print(f"  parts {order}: kept {kept}, fixed {usual}, best {best}")
-    return Outcome(order, kept, usual, best, kinds.count("change"), kinds.count("back"))
+        print(f"  parts {order}: kept {as_kept}, fixed {as_fixed}, best {best}")
+    return Outcome(order, as_kept, as_fixed, best, kinds.count("change"), kinds.count("back"))
 
 
 def shifted(served: Served, since_s: float) -> Served:

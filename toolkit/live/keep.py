@@ -366,8 +366,8 @@ def steady_since(traffic: Trace, now_s: float, block_s: float, least: int) -> fl
     # blocks that end now: number 0 is the newest one
     ages = ((now_s - traffic.arrival_s) // block_s).astype(int)
     known = (ages >= 0) & (ages < whole)
-    columns = [
-        np.bincount(ages[known], weights=weights[known], minlength=whole)
+    columns: list[Floats] = [
+        np.bincount(ages[known], weights=weights[known], minlength=whole).astype(float)
         for weights in (
             np.ones(len(traffic)),
             traffic.prompt_tokens.astype(float),

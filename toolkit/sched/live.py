@@ -131,7 +131,7 @@ def knobs_of_policy(
             f"policy.{name}",
             kind,
             limits,
-            lambda: getattr(scheduler.policy, name),  # type: ignore[no-any-return]
+            lambda: getattr(scheduler.policy, name),
             lambda value: configure({name: value}),
         )
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 ROUTE = "/llmctl/settings"
@@ -20,9 +20,9 @@ MAX_BODY_BYTES = 1 << 14
 BODY_S = 5.0  # for a body to arrive
 MAX_WAITING = 8  # requests with the key that are answered in turn
 
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
