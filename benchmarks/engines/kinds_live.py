@@ -13,8 +13,8 @@ times in turn; the table has the medians of the errors.
 How many drafts are accepted depends on the texts. So other windows are served first, and the
 acceptance that vLLM's metrics then show goes into the recipe, as `llmctl trace from-metrics` prints
 it. It is one rate for all places of an output, while n-grams are found the more the longer a text
-is. So the trace of `drafts` is a generated one whose outputs are about equally long; with --chat it
-is the shipped one.
+is. So the trace of `drafts` is a generated one with outputs of about equal length; with --chat
+it is the shipped one.
 
 Each result is a file in DIR, and the same command continues after those that are there.
 """
@@ -70,7 +70,7 @@ def prepare(arguments: argparse.Namespace, kind: str) -> None:
     recipe = recipe_of(kind)
     if kind == "drafts":
         run(arguments, "trace", "generate", "--out", EQUAL, *GENERATED.split())
-        recipe = with_acceptance(work, {"length": 1.5})  # of a prediction that nobody reads
+        recipe = with_acceptance(work, {"length": 1.5})  # of a prediction that is not read
         render(arguments, recipe, "drafts", "first.json")
         with serving(arguments, "first.json") as url:
             replay(arguments, url, kind, "first.json", "calibration.json", CALIBRATION_SEED)
@@ -84,7 +84,7 @@ def prepare(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def with_acceptance(work: Path, given: Mapping[str, object]) -> Path:
-    """The recipe of drafts, whose last section is `serve`, with so many of them accepted."""
+    """The recipe of drafts with so many of them accepted; its last section is `serve`."""
     path = work / "drafts.yaml"
     path.write_text(recipe_of("drafts").read_text() + f"  acceptance: {json.dumps(given)}\n")
     return path
@@ -186,7 +186,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = options()
     for kind in arguments.kind:
-        arguments.recipe = recipe_of(kind)  # whose engine the client stays apart from
+        arguments.recipe = recipe_of(kind)  # the client stays apart from its engine
         prepare(arguments, kind)
         measure(arguments, kind)
     results = results_of(arguments)

@@ -11,7 +11,7 @@ from toolkit.cli.arguments import JsonOption, command_of, option
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError, nearest
 
-WORKLOADS = 100
+WORKLOADS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class VllmCheckOptions:
     )
     workloads: int = option(
         WORKLOADS,
-        "So many made-up workloads of each kind with each of vLLM's two schedulers.",
+        "So many made-up workloads of each kind with each of vLLM's two schedulers; without --kind "
+        "fewer of a slow kind.",
         min=1,
         max=10_000,
     )

@@ -28,6 +28,7 @@ class ModelKind:
         needs: what of vLLM it touches.
         cited: verdicts about models of these classes cite it; not one of a setting of its own.
         since: the first release that has it; '': all have.
+        one_in: it takes so many times as long as the others, and gets one workload in so many.
         order: where it is in the list.
     """
 
@@ -37,6 +38,7 @@ class ModelKind:
     differs: Callable[[Case, list[Pass]], int | None]
     needs: Need = "simulation"
     since: str = ""
+    one_in: int = 1
     cited: bool = True
     order: int = 100
 

@@ -143,4 +143,4 @@ def differs(case: Case, theirs: list[Pass]) -> int | None:
     return first_difference(ours, theirs)
 
 
-KIND = ModelKind("data parallel", ("data parallel",), make, differs, order=50)
+KIND = ModelKind("data parallel", ("data parallel",), make, differs, one_in=10, order=50)
