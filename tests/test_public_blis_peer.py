@@ -54,14 +54,17 @@ def test_lengths_are_even_and_the_requests_those_of_the_protocol() -> None:
     json.dumps(found)
 
 
+@pytest.mark.slow
 def test_an_answer_is_read_in_milliseconds(tmp_path: Path) -> None:
     assert blis_peer.ask(*program(tmp_path, ANSWER), ROW) == (80.25, 12.5)
 
 
+@pytest.mark.slow
 def test_a_refusal_has_its_own_words(tmp_path: Path) -> None:
     assert blis_peer.ask(*program(tmp_path, REFUSAL), ROW) == "no such GPU"
 
 
+@pytest.mark.slow
 def test_flags_are_those_of_the_protocol(tmp_path: Path) -> None:
     words = blis_peer.ask(*program(tmp_path, ECHO), ROW)
     assert isinstance(words, str)
