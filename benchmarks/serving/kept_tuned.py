@@ -116,7 +116,7 @@ class Server:
 
     def unfinished(self, lengths: OutputLengths) -> list[Unfinished]:
         """The requests that it has, as its log of passes tells them."""
-        scheduler = self._run._scheduler
+        scheduler = self._run.scheduler
         assert isinstance(scheduler, PagedScheduler)
         found = []
         for row in [*scheduler.running, *scheduler.waiting, *self._run._arrived]:

@@ -53,7 +53,7 @@ def ahead(
     run = PagedRun(0, engine, policy, ledger, shares=False, tells=False)
     for number, one in enumerate(unfinished):
         row = PagedRequest(number, one.tokens, one.left)
-        pool = run._scheduler.pool
+        pool = run.scheduler.pool
         if one.cached and isinstance(pool, BlockPool):
             count = pool.needed(one.cached)
             if count <= pool.free:

@@ -385,6 +385,7 @@ class PagedRun:
 
     Attributes:
         next_s: when `work` is to be called next; infinity while it has nothing to do.
+        scheduler: plans its passes.
         first_tokens: (time, number) of first tokens here that the caller has not taken yet.
         ends: (time, number, rows that ran) of requests that ended, likewise.
     """
@@ -422,7 +423,7 @@ class PagedRun:
 
     def _restart(self, now_s: float) -> None:
         """It begins with an empty cache and without requests."""
-        self._scheduler = self._engine.scheduler(self._flags, shares=self._shares)
+        self.scheduler = self._engine.scheduler(self._flags, shares=self._shares)
         self._arrived: list[PagedRequest] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
         self._leap: PagedPass | None = None  # the first of the passes that are under way
@@ -464,7 +465,7 @@ class PagedRun:
             until_s: no other request comes before that time, if it is known.
         """
         now_s = self.next_s
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         flight = self._flight
         leap = self._leap
         tokens: Tokens | None = None  # of passes that end when the next one is launched
@@ -520,7 +521,7 @@ class PagedRun:
                 flight.keep(ended)
                 self._give(self._commit(leap), end_s)
         self._count()
-        rows = [*self._scheduler.abort(), *self._arrived]
+        rows = [*self.scheduler.abort(), *self._arrived]
         for row in rows:
             if row.mark:
                 self._close(row, self._last_s)
@@ -529,7 +530,7 @@ class PagedRun:
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         flight = self._flight
         used = self._blocks - scheduler.pool.free
         if self._leap is not None and flight.steps > 1:
@@ -541,12 +542,12 @@ class PagedRun:
     def close(self) -> None:
         """It will do no more: write what was found in the cache into the ledger."""
         self._count()
-        self._scheduler.close()
+        self.scheduler.close()
 
     def _count(self) -> None:
         """Write what was found in the cache into the ledger."""
         ledger = self._ledger
-        pool = self._scheduler.pool
+        pool = self.scheduler.pool
         ledger.query_tokens += pool.queries
         ledger.hit_tokens += pool.hits
         ledger.lost_tokens += pool.lost
@@ -555,7 +556,7 @@ class PagedRun:
 
     def _planned(self) -> PagedPass:
         """Plan the next pass, with all requests that have come."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         for settings in self._changed:
             scheduler.change(settings)
         self._changed.clear()
@@ -568,7 +569,7 @@ class PagedRun:
 
     def _begin(self, plan: PagedPass, now_s: float, until_s: float) -> None:
         """The planned pass begins, and with it those that decode the same rows."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         flight = self._flight
         steps = scheduler.ahead()
         self._can_cut = steps > 1 and not scheduler.waiting
@@ -583,7 +584,7 @@ class PagedRun:
 
     def _commit(self, plan: PagedPass) -> Tokens:
         """Record the passes that are under way, but for their times."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         ledger = self._ledger
         steps = self._flight.steps
         decoding = scheduler.decoding

@@ -220,12 +220,12 @@ class Rank(PagedRun):
     @property
     def unfinished(self) -> bool:
         """Whether a request that it knows is unfinished, as far as it knows."""
-        return bool(self._scheduler.running) or bool(self._scheduler.waiting)
+        return bool(self.scheduler.running) or bool(self.scheduler.waiting)
 
     @property
     def waits(self) -> bool:
         """Whether a request waits here."""
-        return bool(self._arrived) or bool(self._scheduler.waiting)
+        return bool(self._arrived) or bool(self.scheduler.waiting)
 
     def arrive(self, row: PagedRequest, now_s: float, *, has_tokens: bool = False) -> None:
         self._arrived.append(row)
@@ -233,7 +233,7 @@ class Rank(PagedRun):
     def enter(self) -> None:
         """Take the requests that have come."""
         for row in self._arrived:
-            self._scheduler.add(row)
+            self.scheduler.add(row)
         self._arrived.clear()
 
     def plan(self) -> PagedPass | None:
@@ -251,7 +251,7 @@ class Rank(PagedRun):
     def most_steps(self, plan: PagedPass | None) -> int:
         """How many passes of the same rows follow, this one included; 0: any number, of dummies."""
         if plan is not None:
-            return self._scheduler.ahead()
+            return self.scheduler.ahead()
         return 1 if self.unfinished else 0
 
     def begin(self, plan: PagedPass | None) -> None:
@@ -273,14 +273,14 @@ class Rank(PagedRun):
         """It learns of the tokens of the last pass, or with `ahead` of the one before."""
         ended = tokens.ended if tokens is not None else []
         if self._ahead:
-            self._scheduler.settle(self._under_way)
+            self.scheduler.settle(self._under_way)
             self._under_way = ended
         else:
-            self._scheduler.settle(ended)
+            self.scheduler.settle(ended)
 
     def tell(self, coordinator: Coordinator, waves: Waves, now_s: float) -> None:
         """Tell the coordinator its figures, if they have changed."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         counts = (len(scheduler.waiting), len(scheduler.running))
         if counts != self._told:
             self._told = counts
