@@ -74,6 +74,7 @@ def late(one: Seen) -> Seen:
     return replace(one, served=waited)
 
 
+@pytest.mark.slow
 def test_a_change_is_watched_and_stays_if_it_is_good():
     keeper = Keeper(RULES, {}, SLA)
     step = keeper.step(0.0, seen(NARROW, since_s=-30.0), NARROW, world())
@@ -104,6 +105,7 @@ def test_a_dry_run_watches_nothing():
     assert keeper.step(30.0, seen(NARROW), NARROW, world()).kind == "change"
 
 
+@pytest.mark.slow
 def test_settings_that_somebody_else_changed_are_not_taken_back():
     keeper = Keeper(RULES, {}, SLA)
     keeper.step(0.0, seen(NARROW, since_s=-30.0), NARROW, world())
