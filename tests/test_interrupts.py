@@ -279,6 +279,22 @@ def test_a_process_ends_with_130_and_one_line() -> None:
     assert "interrupted" in rest.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_an_alarm_does_not_kill_python_s_end() -> None:
+    """The alarm of a signal that came within a destructor, just before the command's end."""
+    program = """
+import atexit, signal
+last = lambda: print([signal.getsignal(one).name for one in (signal.SIGINT, signal.SIGALRM)])
+atexit.register(last)  # what is registered first runs last
+from toolkit import interrupts
+interrupts.catch()
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert shown.stdout == "['SIG_IGN', 'SIG_IGN']\n"
+
+
 @pytest.mark.parametrize(("ends", "code"), [("0", EXIT_CODE), ("3", 3)])
 def test_a_server_that_ctrl_c_has_drained_ends_with_130(monkeypatch, handler, ends, code):
     """Its own handler notes Ctrl-C; an error of the server's stays its exit code."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
-from toolkit.sched.ranked import RankedJobs
+from toolkit.sched.ranked import RankedJobs, Ranking
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
 
@@ -25,12 +25,16 @@ jobs_that_wait = st.lists(
 )
 
 
-def standing(job: Job, generated: int) -> float:
-    return float(job.priority)
+class ByPriority(Ranking):
+    def rank(self, job: Job, generated: int) -> float:
+        return float(job.priority)
+
+
+standing = ByPriority().rank
 
 
 def filled(rows) -> tuple[RankedJobs, list[Job]]:
-    inbox = RankedJobs(standing)
+    inbox = RankedJobs(ByPriority())
     left = []
     jobs = [
         Job(Request(str(k), 0.0, length, 10, queue), k, length, k % 2, waiting_since_s=since_s)

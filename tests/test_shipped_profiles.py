@@ -44,13 +44,23 @@ def test_profile_and_fit_are_of_the_recipe_as_it_is(name: str) -> None:
     )
 
 
+def rounded(value: object) -> object:
+    """Numbers to nine digits: sums come out otherwise in the last ones in another order."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
 @pytest.mark.parametrize("name", GPU_RECIPES)
 def test_a_user_without_a_gpu_can_tune_for_one(name: str) -> None:
     """Analytic, marked so, and what `llmctl profile --analytic` makes today."""
     shipped = read_file(Profile, shipped_profiles() / name / "profile.json")
     made = analytic_profile(load_recipe(recipe_path(name)), head({"recipe": recipe_path(name)}))
     own = {"tool_version", "environment", "inputs"}
-    assert shipped.model_dump(exclude=own) == made.model_dump(exclude=own), "see profiles/README.md"
+    found = rounded(made.model_dump(exclude=own))
+    assert rounded(shipped.model_dump(exclude=own)) == found, "see profiles/README.md"
     assert read_file(Fit, shipped_profiles() / name / "fit.json").engine.analytic
 
 

@@ -142,8 +142,9 @@ def catch() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _command_line)
-        # the last that Python does, when it no longer runs handlers
+        # the last that Python does, when it no longer runs handlers: the alarm of `_CommandLine`, too
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        atexit.register(signal.signal, signal.SIGALRM, signal.SIG_IGN)
 
 
 def done() -> None:
