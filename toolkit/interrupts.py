@@ -142,7 +142,7 @@ def catch() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _command_line)
-        # the last that Python does, when it no longer runs handlers: the alarm of `_CommandLine`, too
+        # the last that Python does, when it no longer runs handlers (of the alarm: `_send_again`)
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
         atexit.register(signal.signal, signal.SIGALRM, signal.SIG_IGN)
 
