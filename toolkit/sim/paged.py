@@ -116,7 +116,9 @@ class PagedScheduler(PassScheduler):
     def schedule(self) -> PagedPass:
         if self._interval > 1:
             self._defers = self._defers_prefills()
-        self._long = self._threshold if len(self.running) + len(self.waiting) > 1 else 0
+        self._long = 0
+        if self._threshold and len(self.running) + len(self.waiting) > 1:
+            self._long = self._threshold
         too_many = len(self.running) > self._most_tokens
         if too_many or (self._partials and not self._one_chunk_comes_last()):
             return self._plan_by_row()
@@ -135,10 +137,11 @@ class PagedScheduler(PassScheduler):
         if due:
             self.pool.take(due)
         pool = self.pool
-        for row in pool.writers:
-            pool.register(row, self._written(row))
+        if pool.writers:
+            for row in pool.writers:
+                pool.register(row, self._written(row))
         chunks: list[Chunk] = []
-        if not self._defers:
+        if self._partials and not self._defers:
             for row in self._partials:  # at most one
                 budget -= self._take_chunk(row, budget, chunks)
         self._missed = NO_ROWS
@@ -323,7 +326,8 @@ class PagedScheduler(PassScheduler):
             if not chunk.completes:
                 self._partials[row] = None
                 continue
-            self._partials.pop(row, None)
+            if self._partials:
+                self._partials.pop(row, None)
             row.filled = row.computed
             row.prompt += 1  # it has a token, and decodes
             row.left -= 1
@@ -433,7 +437,7 @@ class PagedScheduler(PassScheduler):
 
     def _due_chunk(self) -> int:
         """New blocks that the row with an incomplete input needs for the next pass."""
-        if self._defers:
+        if self._defers or not self._partials:
             return 0
         for row in self._partials:  # at most one
             # ended rows are in one more pass if their ends were not known

@@ -495,8 +495,9 @@ class PagedRun:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
                     self._close(row, self._last_s)
-            for row in plan.paused:
-                self._close(row, self._last_s)
+            if plan.paused:
+                for row in plan.paused:
+                    self._close(row, self._last_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
@@ -557,12 +558,14 @@ class PagedRun:
     def _planned(self) -> PagedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self.scheduler
-        for settings in self._changed:
-            scheduler.change(settings)
-        self._changed.clear()
-        for row in self._arrived:
-            scheduler.add(row)
-        self._arrived.clear()
+        if self._changed:
+            for settings in self._changed:
+                scheduler.change(settings)
+            self._changed.clear()
+        if self._arrived:
+            for row in self._arrived:
+                scheduler.add(row)
+            self._arrived.clear()
         plan = scheduler.schedule()
         self._ledger.evictions += len(plan.preempted)
         return plan
