@@ -190,9 +190,11 @@ def _ended(running: Iterable[Future[Any]]) -> list[Future[Any]]:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Ctrl-C waits until a child process is started, and in the child until it is ready for it."""
+    """Signals wait until a child process is started, and in the child until it simulates: threads
+    that libraries start there, such as those of BLAS, inherit that, and let none in meanwhile.
+    """
     with held():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             yield
         finally:
