@@ -5,7 +5,8 @@
 Takes some minutes. FOLDER is a checkout of inference-sim/inference-sim (Apache-2.0), built there
 with `go build -o blis main.go`. Each row is simulated with BLIS's defaults (its `trained-physics`),
 the config.json of the row's model, and the requests at once, lengths, flags and parallelism of the
-row's protocol (`benchmarks.public.silicon`). Lengths are drawn from 16 values, evenly from the
+row's protocol (`benchmarks.public.silicon`). Only models with a config.json in their precision are
+asked about (`CONFIGS`). Lengths are drawn from 16 values, evenly from the
 least to the largest. A row that it refuses has its words instead of times.
 """
 
@@ -73,7 +74,7 @@ def ask(data: Path, blis: Path, row: Row) -> tuple[float, float] | str:
     protocol = protocol_of(row)
     name = CONFIGS.get((row.model, row.precision))
     if name is None:
-        return f"not asked: {row.model} {row.precision}"
+        return "not asked"
     with tempfile.TemporaryDirectory() as folder:
         path = data / CORE / "model_configs" / f"{name}_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
