@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter
@@ -212,9 +213,37 @@ def _tie_to_parent() -> None:
         parent.join()
         os._exit(1)
 
+    global _target
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    _target = _SignalTarget()
     threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+class _SignalTarget:
+    """The only thread of a child process that `ENDING` may reach, and only while that is allowed.
+
+    All others have them blocked: also those that libraries start during a simulation, which would
+    inherit from a main thread that lets them in, and keep letting them in.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[int] = SimpleQueue()
+        self._is_set: SimpleQueue[None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def allow(self, *, ends: bool) -> None:
+        """From now on a signal ends the process, or waits."""
+        self._wanted.put(signal.SIG_UNBLOCK if ends else signal.SIG_BLOCK)
+        self._is_set.get()
+
+    def _run(self) -> None:
+        while True:
+            signal.pthread_sigmask(self._wanted.get(), ENDING)
+            self._is_set.put(None)
+
+
+_target: _SignalTarget | None = None  # in a child process
 
 
 class ClusterRunner:
@@ -247,11 +276,12 @@ def _simulate_in_child(piece: Piece) -> SimulatedWindow | _Failure:
     """Simulate a piece. Only meanwhile may a signal end the process: while it takes a task or sends
     a result it may hold a lock, or have sent half, and then the parent would wait for ever.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    assert _target is not None
+    _target.allow(ends=True)
     try:
         return _simulate(piece)
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        _target.allow(ends=False)
 
 
 def _simulate(piece: Piece) -> SimulatedWindow | _Failure:
