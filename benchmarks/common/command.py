@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.common.results_file import Recorder, put_section
+from toolkit.bench.client import InterruptedReplayError
+from toolkit.errors import LlmctlError
+from toolkit.interrupts import EXIT_CODE
 
 Case = TypeVar("Case", bound=tuple[Any, ...])
 Run = TypeVar("Run")
@@ -82,6 +85,22 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )
+
+
+def ended(run: Callable[[], object], resumes: str = "") -> int:
+    """The exit code of a run, as of a command of llmctl: an error and Ctrl-C end with one line.
+    `resumes`: what that of Ctrl-C says besides.
+    """
+    try:
+        run()
+    except LlmctlError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        print(f"error: {error.message}{hint}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, InterruptedReplayError):
+        print(f"\ninterrupted{resumes}", file=sys.stderr)
+        return EXIT_CODE
+    return 0
 
 
 def read_words(description: str | None, *names: str) -> list[str]:

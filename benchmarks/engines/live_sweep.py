@@ -35,20 +35,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.command import add_vllm, make_parser
+from benchmarks.common.command import add_vllm, ended, make_parser
 from benchmarks.common.results_file import keep
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm.backend import command_of
 from toolkit.backends.vllm.command import VllmServer, vllm_server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
-from toolkit.bench.client import InterruptedReplayError
 from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
 from toolkit.endpoints.target import find_target
-from toolkit.errors import EngineError, InputError, LlmctlError
+from toolkit.errors import EngineError, InputError
 from toolkit.files.io import digest, read_file
 from toolkit.files.live import BurstFigures, LiveTuning
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.interrupts import EXIT_CODE
 from toolkit.live.bursts import Bursts, mean_of
 from toolkit.live.search import interval
 from toolkit.live.space import Settings
@@ -366,16 +364,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("live-sweep"))
     given = parser.parse_args()
     os.environ[PYTHON_VARIABLE] = given.vllm_python
-    try:
-        run(given)
-    except LlmctlError as error:
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        print(f"error: {error.message}{hint}", file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, InterruptedReplayError):
-        print("\ninterrupted: the same command goes on", file=sys.stderr)
-        return EXIT_CODE
-    return 0
+    return ended(lambda: run(given), "; the same command goes on")
 
 
 if __name__ == "__main__":

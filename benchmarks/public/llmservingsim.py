@@ -517,13 +517,24 @@ def add_run(found: Tables, data: Path, folder: Path) -> None:
         found.errors.extend(errors_of(name, case, results))
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
+def asked(description: str | None) -> tuple[Path, list[Path]]:
+    """The checkout that the command line names, and the folders of its runs."""
+    parser = make_parser(description)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the checkout")
-    data = parser.parse_args().data
+    data: Path = parser.parse_args().data
+    return data, runs_of(data)
+
+
+def runs_of(data: Path) -> list[Path]:
+    """The folders of a checkout's runs; without any, the command ends."""
     folders = sorted(path.parent for path in data.glob("bench/examples/*/*/vllm/meta.json"))
     if not folders:
         raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
+    return folders
+
+
+def main() -> None:
+    data, folders = asked(__doc__)
     found = Tables([], [], [])
     for folder in folders:
         try:

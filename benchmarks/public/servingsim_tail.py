@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.command import make_parser
 from benchmarks.public.llmservingsim import (
     Case,
     all_reduce,
+    asked,
     read_attention,
     read_case,
     read_operators,
@@ -136,12 +136,7 @@ def lines_of(data: Path, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the checkout")
-    data = parser.parse_args().data
-    folders = sorted(path.parent for path in data.glob("bench/examples/*/*/vllm/meta.json"))
-    if not folders:
-        raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
+    data, folders = asked(__doc__)
     print(HEAD)
     for folder in folders:
         try:

@@ -29,21 +29,20 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.command import add_vllm, make_parser
+from benchmarks.common.command import add_vllm, ended, make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.serving.kept_tuned import joined
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm.backend import command_of, live_bounds
 from toolkit.backends.vllm.command import vllm_server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
-from toolkit.bench.client import InterruptedReplayError, LoadSpec, run_whole, served
+from toolkit.bench.client import LoadSpec, run_whole, served
 from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import Target, find_target
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import InputError
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.interrupts import EXIT_CODE
 from toolkit.live.keep import KeepRules
 from toolkit.live.kept import OWNER, KeepOrder, KeptTuned
 from toolkit.live.space import ROWS, THRESHOLD, TOKENS, Settings, policy_of
@@ -280,16 +279,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("kept-live"))
     given = parser.parse_args()
     os.environ[PYTHON_VARIABLE] = given.vllm_python
-    try:
-        run(given)
-    except LlmctlError as error:
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        print(f"error: {error.message}{hint}", file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, InterruptedReplayError):
-        print("\ninterrupted", file=sys.stderr)
-        return EXIT_CODE
-    return 0
+    return ended(lambda: run(given))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion, Version
-
 from toolkit.catalogue.models import SENSES, integer_at, special_of, text_config
 from toolkit.catalogue.quantization import Config
+from toolkit.catalogue.releases import Release, named, release_of
 from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
 from toolkit.errors import InputError
 
@@ -56,10 +55,9 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "other release": "this release schedules them by other rules than those that are modelled",
     "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
 }
-# The first release of vLLM with the rules that are modelled, and the first with others again (None:
-# none is known), by `llmctl vllm-check` (docs/reference/vllm-versions.md). What is not here has had
-# the same rules since 0.28.
-RELEASES: dict[str, tuple[str, str | None]] = {"states": ("0.32", None), "drafts": ("0.31", None)}
+# The first release of vLLM with the rules that are modelled, by `llmctl vllm-check`
+# (docs/reference/vllm-versions.md). What is not here has had the same rules since 0.28.
+RELEASES: dict[str, Release] = {"states": (0, 32), "drafts": (0, 31)}
 MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
 TEXT_ONLY = "--language-model-only"
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
@@ -226,17 +224,12 @@ def of_release(names: Iterable[str], version: str) -> list[ClassFound]:
     """Which of these classes a release of vLLM schedules by other rules; none where the release is
     not known.
     """
-    try:
-        known = Version(version)
-    except InvalidVersion:
-        return []
-    release = Version(f"{known.major}.{known.minor}")
+    release = release_of(version)
     found = []
     for name in names:
-        first, beyond = RELEASES.get(name, ("0", None))
-        if release < Version(first) or (beyond is not None and release >= Version(beyond)):
-            modelled = f"{first} and newer" if beyond is None else f"{first} to before {beyond}"
-            what = f"{name} in vLLM {version}, modelled of {modelled}"
+        first = RELEASES.get(name)
+        if release is not None and first is not None and release < first:
+            what = f"{name} in vLLM {version}, modelled of {named(first)} and newer"
             found.append(ClassFound("other release", what))
     return found
 

@@ -36,9 +36,9 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from packaging.version import InvalidVersion, Version
 
 from toolkit.catalogue.classes import DRAFTING
+from toolkit.catalogue.releases import release_of
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.steps import StepShape, chunk_attended
@@ -50,7 +50,7 @@ from toolkit.sim.passes import Chunk, PagedPass, PassScheduler
 DRAWS: Final = 1_000_003  # a prime: requests begin at places of their own in the table of draws
 APART: Final = 7_919  # places between two requests
 ROUNDS: Final = 100  # of the bisection
-KEEPS_KNOWN: Final = Version("0.33.0.dev0")  # of vLLM
+KEEPS_KNOWN: Final = (0, 33)  # the first release of vLLM
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,10 +127,8 @@ def keeps_known_outputs(version: str) -> bool:
     """Whether a release of vLLM, such as '0.33.0', keeps blocks of outputs as soon as their tokens
     are known; '': not known.
     """
-    try:
-        return Version(version) >= KEEPS_KNOWN
-    except InvalidVersion:
-        return False
+    release = release_of(version)
+    return release is not None and release >= KEEPS_KNOWN
 
 
 @lru_cache(maxsize=16)

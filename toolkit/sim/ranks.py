@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from toolkit.catalogue.releases import Release
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape
@@ -95,7 +96,7 @@ class DataParallel:
         return slowest_s
 
 
-def sync_rule(release: tuple[int, int]) -> tuple[int, bool]:
+def sync_rule(release: Release) -> tuple[int, bool]:
     """`sync_passes` and `syncs_first` of a release of vLLM, by default."""
     return (16, True) if release >= FIRST_SYNC else (32, False)
 

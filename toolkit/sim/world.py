@@ -11,11 +11,11 @@ The parts, in this order:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from toolkit.catalogue.classes import of_resolved, refuse
+from toolkit.catalogue.releases import release_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
@@ -325,9 +325,8 @@ def parallel_of(fit: Fit | None, size: int = 0, servers: int = 0) -> DataParalle
     if resolved is not None:
         others = [one for one in of_resolved(resolved) if one.name != "data parallel"]
         refuse(f"the server of the fit of '{fit.recipe_name}'", others)
-    found = re.match(r"(\d+)\.(\d+)", fit.engine.engine_version or "")
-    release = (int(found[1]), int(found[2])) if found else FIRST_SYNC
-    sync_passes, syncs_first = sync_rule(release)
+    release = release_of(fit.engine.engine_version)
+    sync_passes, syncs_first = sync_rule(release or FIRST_SYNC)
     graphs = steps.pipeline.graph_sizes if steps.pipeline and steps.pipeline.graph_mode else []
     return DataParallel(
         size,

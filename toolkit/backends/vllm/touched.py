@@ -19,8 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from packaging.version import InvalidVersion, Version
-
+from toolkit.catalogue.releases import release_of
 from toolkit.errors import EngineError, InputError
 
 Kind = Literal["import", "method", "attribute", "flag", "metric"]
@@ -288,24 +287,19 @@ class Installed:
     @property
     def release(self) -> tuple[int, int]:
         """Major and minor number; (0, 0) where the version is no number."""
-        try:
-            found = Version(self.version)
-        except InvalidVersion:
-            return 0, 0
-        return found.major, found.minor
+        return release_of(self.version) or (0, 0)
 
     def has(self, since: str) -> bool:
         """Whether it is the release `since` or a later one; '': it is."""
         if not since:
             return True
-        first = Version(since)
-        return self.release >= (first.major, first.minor)
+        return self.release >= (release_of(since) or (0, 0))
 
     def known(self, need: Need) -> bool:
         """Whether it is a release that was tried."""
         capability = CAPABILITIES[need]
-        last = Version(capability.last)
-        return self.has(capability.first) and self.release <= (last.major, last.minor)
+        last = release_of(capability.last) or (0, 0)
+        return self.has(capability.first) and self.release <= last
 
 
 # Without importing vLLM, which takes seconds: where the package is, and the distribution's version.

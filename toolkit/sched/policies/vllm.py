@@ -8,11 +8,11 @@ plan. Parameters are named as vLLM's flags. The defaults are those of its server
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from toolkit.catalogue.releases import Release, named, release_of
 from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import Value, defaults, parameter, validate
 
@@ -23,14 +23,14 @@ MOST_DRAFTS = 32
 class LaterFlag:
     """A flag that not every release of vLLM has; its default changes nothing."""
 
-    since: tuple[int, int]
+    since: Release
     default: Value
     search: tuple[int, int]
 
     def is_in(self, version: str) -> bool:
         """Whether a release, such as '0.33.0', has it; '': not known."""
-        found = re.match(r"(\d+)\.(\d+)", version)
-        return found is not None and (int(found[1]), int(found[2])) >= self.since
+        release = release_of(version)
+        return release is not None and release >= self.since
 
 
 LATER = {"prefill_schedule_interval": LaterFlag((0, 33), 1, (1, 8))}
@@ -41,10 +41,9 @@ def refuse_later(parameters: Mapping[str, Value], version: str) -> None:
     for name, flag in LATER.items():
         value = parameters.get(name, flag.default)
         if value != flag.default and version and not flag.is_in(version):
-            since = ".".join(map(str, flag.since))
             raise InputError(
                 f"policy 'vllm': {name} is {value}, and vLLM {version} does not have it",
-                f"vLLM {since} and newer do; leave it at {flag.default}",
+                f"vLLM {named(flag.since)} and newer do; leave it at {flag.default}",
             )
 
 

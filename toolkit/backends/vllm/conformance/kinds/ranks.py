@@ -10,11 +10,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from packaging.version import Version
-
 from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
 from toolkit.backends.vllm.conformance.kinds.full import rows_of, scheduler_of, step_of
 from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass, make_case
+from toolkit.catalogue.releases import release_of
 from toolkit.routing.rank_balancer import RankBalancer, RankFigures
 from toolkit.sim.blocks import Node, PagedRequest, copy_of
 from toolkit.sim.paged import PagedScheduler
@@ -90,9 +89,9 @@ def passes_of_ranks(case: Case) -> list[Pass]:
     """The passes of our model for a made-up workload."""
     ranks: int = case["ranks"]
     servers: int = case["servers"]
-    release = Version(case["version"])
-    sync_passes, first = sync_rule((release.major, release.minor))
-    if case["sync"] and (release.major, release.minor) >= FIRST_SYNC:
+    release = release_of(case["version"]) or FIRST_SYNC
+    sync_passes, first = sync_rule(release)
+    if case["sync"] and release >= FIRST_SYNC:
         sync_passes = case["sync"]
     waves = Waves(sync_passes, syncs_first=first)
     balancers = [RankBalancer(ranks, servers, server) for server in range(servers)]
