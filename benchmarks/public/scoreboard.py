@@ -52,16 +52,13 @@ KNOWLEDGE = {None: "the fit alone", "warmup": "the warm-up's front and speed"}
 def kaist_table(data: Path) -> str:
     """The runs of LLMServingSim, each predicted from attention at equal and at unequal lengths."""
     lines = [KAIST_HEAD]
-    runs = sorted(data.glob("bench/examples/*/*/vllm/meta.json"))
-    if not runs:
-        raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
-    for meta in runs:
-        name = " ".join(meta.parts[-4:-2])
+    for folder in llmservingsim.runs_of(data):
+        name = " ".join(folder.parts[-3:-1])
         try:
-            lines += kaist_lines(data, meta.parent)
+            lines += kaist_lines(data, folder)
         except InputError as error:
             lines.append(f"| {name} | not predicted: {error.message.partition(': ')[2]} | | | | |")
-        lines.append(peer_line(name, meta.parents[1] / "validation" / "summary.txt"))
+        lines.append(peer_line(name, folder.parent / "validation" / "summary.txt"))
     return "\n".join(lines) + "\n"
 
 
