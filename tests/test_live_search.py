@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from toolkit.bench.client import InterruptedReplayError
 from toolkit.endpoints.settings import LiveSetting, LiveState
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.live import BurstFigures
+from toolkit.interrupts import InterruptedReplayError
 from toolkit.live.bursts import Bursts
 from toolkit.live.search import (
     BurstJournal,

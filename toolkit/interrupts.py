@@ -34,6 +34,10 @@ class InterruptedByUserError(KeyboardInterrupt):
     """
 
 
+class InterruptedReplayError(Exception):
+    """Ctrl-C ended a replay against a server, or its warm-up, early."""
+
+
 class _Waiting:
     """The handler of SIGINT during `held` work: it remembers the signal for the one before it."""
 

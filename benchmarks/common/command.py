@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.common.results_file import Recorder, put_section
-from toolkit.bench.client import InterruptedReplayError
 from toolkit.errors import LlmctlError
-from toolkit.interrupts import EXIT_CODE
+from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 
 Case = TypeVar("Case", bound=tuple[Any, ...])
 Run = TypeVar("Run")

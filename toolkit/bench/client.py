@@ -29,7 +29,7 @@ from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn
 from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
-from toolkit.interrupts import cancelling
+from toolkit.interrupts import InterruptedReplayError, cancelling
 from toolkit.metrics import Served
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_lengths, scale_rate
@@ -155,10 +155,6 @@ class Replay:
     samples: list[Sample]
     interrupted: bool
     start_s: float = 0.0
-
-
-class InterruptedReplayError(Exception):
-    """Ctrl-C ended a warm-up or a window early."""
 
 
 def probe_dialect(

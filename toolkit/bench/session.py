@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.bench.client import (
-    InterruptedReplayError,
     Lengths,
     LoadSpec,
     Progress,
@@ -64,7 +63,7 @@ from toolkit.files.bench import (
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
-from toolkit.interrupts import held
+from toolkit.interrupts import InterruptedReplayError, held
 from toolkit.metrics import FRONT, Served, summarize
 from toolkit.sim.conditions import ServerConditions
 from toolkit.traces.types import Trace

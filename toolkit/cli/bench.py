@@ -35,7 +35,7 @@ from toolkit.errors import LlmctlError
 from toolkit.files.bench import SAME_RATE, BenchReport, Validation, took_text
 from toolkit.files.io import check_writable, read_file, write_file, write_text
 from toolkit.files.plan import Plan
-from toolkit.interrupts import EXIT_CODE, held
+from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
 from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ def bench(args: BenchOptions) -> None:
     times. With --concurrency the next one is sent when any one ends. Ctrl-C ends the replay early
     and reports the requests that were answered.
     """
-    from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold, unused_seed
     from toolkit.traces.windows import excerpt

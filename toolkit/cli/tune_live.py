@@ -21,7 +21,7 @@ from toolkit.errors import InputError
 from toolkit.files.io import check_writable, digest, head, read_file, write_file
 from toolkit.files.live import LiveTuning, PredictionError
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.interrupts import EXIT_CODE
+from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 from toolkit.units import seconds
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ WINDOW_S = (1.5, 30.0)
 
 def tune_live(args: TuneOptions) -> None:
     """Search on a running server; see `toolkit.live.search`."""
-    from toolkit.bench.client import InterruptedReplayError
     from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
     from toolkit.endpoints.target import find_target
     from toolkit.live.bursts import Bursts
