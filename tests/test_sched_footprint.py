@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.caches import RunningJobs
 from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy
@@ -202,3 +203,29 @@ def test_the_longest_resident_is_right_after_any_joins_and_leaves(moves):
 @pytest.mark.parametrize(("padded", "peak"), [(False, 3 + 5 + 2 * 2), (True, 2 * (5 + 2))])
 def test_the_peak_to_come(padded, peak):
     assert peak_to_come(np.array([3, 5]), np.array([4, 2]), padded=padded) == peak
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=20),
+    events=st.lists(st.tuples(st.sampled_from("jjslem"), st.integers(0, 19)), max_size=80),
+)
+def test_the_longest_job_is_known_as_jobs_come_change_and_go(jobs, events):
+    waiting = [job(length, limit) for length, limit in jobs]
+    running = RunningJobs()
+    for kind, place in events:
+        there = list(running.jobs)
+        if kind == "j" and waiting:
+            running.join(waiting.pop(place % len(waiting)))
+        elif kind == "s":
+            running.steps += 1 + place
+        elif there:
+            one = there[place % len(there)]
+            if kind == "l":
+                running.leave(one)
+                waiting.append(one)
+            elif kind == "e":
+                running.emitted([one])
+            elif kind == "m":
+                running.miss(one, place % 3)
+        assert running.longest == max((running.holds(one) for one in running.jobs), default=0)
+        assert running.longest_promise == max((one.limit_tokens for one in running.jobs), default=0)

@@ -51,7 +51,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, read_file, write_text
+from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import share_used
@@ -66,7 +66,8 @@ if TYPE_CHECKING:
     from toolkit.tuning.executor import Runner
 
 REQUESTS_BY_NUMBERS = 2000  # so many last longer than usual targets at a capacity
-SIMULATIONS = 20  # of each capacity, about
+SIMULATIONS = 14  # of each capacity, about
+LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
 CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
 
 
@@ -127,7 +128,13 @@ class CapacityOptions(LengthOptions):
     seed: int | None = option(
         None, "Draw memory limits and the policies' samples from this seed.", min=0
     )
-    jobs: int = option(1, "Simulate in this many processes.", min=1, max=1024)
+    jobs: int | None = option(
+        None,
+        "Simulate in this many processes; default: two, for traces of which a simulation takes "
+        "longer than the start of a process.",
+        min=1,
+        max=1024,
+    )
     png: Path | None = option(None, "Draw the curves to this file; needs the extra 'plot'.")
     html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
@@ -147,8 +154,8 @@ def command(args: CapacityOptions) -> None:
     """Find the highest rate, and the most requests at once, at which a recipe keeps all targets on
     a whole trace; for several recipes, policies and routers side by side.
 
-    The arrivals of the trace are compressed until a target breaks, by bisection to 1 %; all rates
-    have the same requests and draws. With --bench, workers are as fast as they were in that bench,
+    The arrivals of the trace are compressed until a target breaks, found to 1 %; all rates have the
+    same requests and draws. With --bench, workers are as fast as they were in that bench,
     which may be slower than they were in the profile. With a price, it says what requests and
     tokens cost at that rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means
     that no rate keeps the limits.
@@ -182,7 +189,8 @@ def command(args: CapacityOptions) -> None:
     note_rest(traces[0])
     found: list[Measured] = []
     total = SIMULATIONS * (1 + args.at_once) * len(deployments)
-    with _runner(args.jobs) as runner, progress("capacity", total) as advance:
+    jobs = args.jobs or _usual_jobs(max(len(trace) for trace in traces))
+    with _runner(jobs) as runner, progress("capacity", total) as advance:
         for deployment, trace in zip(deployments, traces, strict=True):
             told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
@@ -365,6 +373,11 @@ def _trace(args: CapacityOptions, recipe: Recipe, fit: Fit) -> Trace:
         return prepare(trace, recipe)
     Traffic(trace).refuse_longer(fit.engine.max_model_len)
     return trace
+
+
+def _usual_jobs(requests: int) -> int:
+    """The usual number of processes for a trace of so many requests: loads are tried in pairs."""
+    return min(2, usable_cpus()) if requests >= LONG_TRACE else 1
 
 
 @contextmanager

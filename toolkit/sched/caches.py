@@ -32,7 +32,8 @@ class RunningJobs:
     """
 
     __slots__ = (
-        "_emits", "_slots", "base", "committed", "jobs", "prefilling", "steps",
+        "_emits", "_longest", "_longest_promise", "_slots", "base", "committed", "jobs",
+        "prefilling", "steps",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -43,6 +44,10 @@ class RunningJobs:
         self._emits = False  # whether prefills give a token
         self.base = 0
         self._slots: list[Job] = []  # a job that leaves gives its place to the last
+        # The largest length - joined and the largest promise of a job. They are asked for before
+        # every round, and change only as jobs come, change and go: None after the largest did.
+        self._longest: int | None = None
+        self._longest_promise: int | None = None
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -60,12 +65,24 @@ class RunningJobs:
     @property
     def longest(self) -> int:
         """Tokens that the longest job holds; 0 if there is none."""
-        return max([job.length + self.steps - job.joined for job in self.jobs], default=0)
+        if not self.jobs:
+            return 0
+        longest = self._longest
+        if longest is None:
+            longest = max([job.length - job.joined for job in self.jobs])
+            self._longest = longest
+        return longest + self.steps
 
     @property
     def longest_promise(self) -> int:
         """The largest prompt + max_new_tokens of a job; 0 if there is none."""
-        return max([job.limit_tokens for job in self.jobs], default=0)
+        if not self.jobs:
+            return 0
+        longest = self._longest_promise
+        if longest is None:
+            longest = max([job.limit_tokens for job in self.jobs])
+            self._longest_promise = longest
+        return longest
 
     def join(self, job: Job) -> None:
         """The job decodes from now on, once its input is prefilled or its cache is back."""
@@ -74,8 +91,13 @@ class RunningJobs:
         job.slot = len(self._slots)
         self._slots.append(job)
         self.jobs[job] = None
-        self.base += job.length - steps
+        held = job.length - steps
+        self.base += held
         self.committed += job.limit_tokens
+        if self._longest is not None:
+            self._longest = max(self._longest, held)
+        if self._longest_promise is not None:
+            self._longest_promise = max(self._longest_promise, job.limit_tokens)
 
     def emitted(self, jobs: Iterable[Job]) -> None:
         """Prefill gave each of these jobs its next token."""
@@ -83,6 +105,8 @@ class RunningJobs:
             job.length += 1
             job.generated += 1
             self.base += 1
+            if self._longest is not None:
+                self._longest = max(self._longest, job.length - job.joined)
 
     def prefill_on(self, jobs: Iterable[Job], *, emits: bool) -> None:
         """Exactly these jobs are being prefilled. `emits`: whether prefill gives a token."""
@@ -99,8 +123,13 @@ class RunningJobs:
         if self.prefilling:
             self.prefilling.pop(job, None)
         decoded = self.steps - job.joined
-        self.base -= job.length - job.joined
+        held = job.length - job.joined
+        self.base -= held
         self.committed -= job.limit_tokens
+        if held == self._longest:
+            self._longest = None
+        if job.limit_tokens == self._longest_promise:
+            self._longest_promise = None
         job.length += decoded
         job.generated += decoded
         last = self._slots.pop()
@@ -110,6 +139,8 @@ class RunningJobs:
 
     def miss(self, job: Job, steps: int) -> None:
         """The job had no part in `steps` decode steps of this round, counted already or not yet."""
+        if job.length - job.joined == self._longest:
+            self._longest = None
         job.joined += steps
         self.base -= steps
 

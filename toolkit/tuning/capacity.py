@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,11 +29,12 @@ from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
 ROUGHLY = 0.2  # the tolerance of a rate that is only compared with others
-TOGETHER = 2  # loads that are tried at once; a constant, so that processes change only the time
 BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
 ABOVE = 1.05  # times the capacity: must be broken
-BEYOND = (1.2, 1.5)  # times the capacity, for the curve
-STEPS = (0.75, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)  # shares of a backlog's rate, while none is kept
+BEYOND = 1.2  # times the capacity, for the curve
+STEPS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)  # shares of a guess, while none is kept
+GROWTH = (1.25, 2.5)  # of a load that is kept, at least and at most
+SHRINKS = 0.5  # of the bracket, at most, by an interpolation; else it is split next
 ROUNDS = 6  # times that the answer is checked and mended, at most
 WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
 
@@ -117,8 +119,9 @@ class LoadSearch:
         cap = math.inf  # a broken load below which the capacity is sought
         for _ in range(ROUNDS):
             low, high = self._narrowed(low, high)
-            below = self.tried([share * low for share in BELOW])
-            if broken := [point.load for point in below if not point.kept and point.load < low]:
+            shares = BELOW if high is None else (*BELOW, ABOVE, BEYOND)
+            checked = self.tried([share * low for share in shares])
+            if broken := [point.load for point in checked if not point.kept and point.load < low]:
                 high = cap = min(broken)
                 kept = [p.load for p in self.points.values() if p.kept and p.load < high]
                 if not kept:
@@ -127,17 +130,15 @@ class LoadSearch:
                 continue
             if high is None or ABOVE * low >= cap:
                 break
-            [above] = self.tried([ABOVE * low])
-            if not above.kept or above.load <= low:
+            kept = [point.load for point in checked if point.kept and point.load > low]
+            if not kept:
                 break
-            low, high = self._bracket(above.load)
+            low, high = self._bracket(max(kept))
             assert low is not None
         return self._answer(low, high)
 
     def _answer(self, low: float, high: float | None) -> Capacity:
-        """The capacity with its points; a few more complete the curve."""
-        if high is not None:
-            self.tried([times * low for times in BEYOND])
+        """The capacity with its points."""
         points = sorted(self.points.values(), key=lambda point: point.load)
         above = [point for point in points if point.load > low and not point.kept]
         nearest = above[0].usage if above else self.points[low].usage
@@ -150,42 +151,67 @@ class LoadSearch:
         """
         low = None
         high = None
-        load = self._possible(guess)
-        [point] = self.tried([load])
-        if not point.kept:
-            for share in STEPS:
-                high = load
-                load = self._possible(share * guess)
-                [point] = self.tried([load])
-                if point.kept:
-                    break
-            else:
-                return None, high
-        low = load
+        for share, next_share in pairwise(STEPS):
+            first, second = self.tried([share * guess, next_share * guess])
+            if first.kept:
+                low = first.load
+                break
+            high = first.load
+            if second.kept:
+                low = second.load
+                break
+        if low is None:
+            return None, high
         while high is None and low < self.most:
-            load = self._possible(low * 1.25 + int(self.whole))
-            [point] = self.tried([load])
-            if point.kept:
-                low = load
-            else:
-                high = load
+            used = max(self.points[low].usage.values(), default=0.0)
+            growth = min(max(1.0 / used if used else math.inf, GROWTH[0]), GROWTH[1])
+            further = growth * low + int(self.whole)
+            for point in self.tried([further, GROWTH[0] * further]):
+                if not point.kept:
+                    high = point.load
+                    break
+                low = point.load
         return low, high
 
     def _narrowed(self, low: float, high: float | None) -> tuple[float, float | None]:
-        """The same bracket, narrowed to the tolerance."""
-        parts = TOGETHER + 1
+        """The same bracket, narrowed to the tolerance.
+
+        Two loads at once keep two processes busy. They are close to each other, around the load
+        where interpolation breaks the first limit. After a round in which that did not halve the
+        bracket, they split it into thirds.
+        """
+        interpolates = True
         while high is not None and high > low * (1.0 + self.tolerance):
-            inner = [low * (high / low) ** (k / parts) for k in range(1, parts)]
+            width = math.log(high / low)
+            if interpolates:
+                middle = self._crossing(low, high)
+                around = math.exp(0.45 * math.log1p(self.tolerance))
+                inner = [middle / around, middle * around]
+            else:
+                inner = [low * math.exp(width / 3), low * math.exp(2 * width / 3)]
             loads = [self._possible(load) for load in inner]
             loads = [load for load in loads if low < load < high]
-            if not loads:
+            if not loads and not interpolates:
                 break
             for point in self.tried(loads):
                 if not point.kept:
                     high = point.load
                     break
                 low = point.load
+            interpolates = math.log(high / low) < SHRINKS * width
         return low, high
+
+    def _crossing(self, low: float, high: float) -> float:
+        """The load between a kept and a broken one at which the first limit is used up: by straight
+        lines between both, of the logarithms of load and used share.
+        """
+        shares = [1.0]
+        for name, above in self.points[high].usage.items():
+            below = self.points[low].usage.get(name, 0.0)
+            if 0.0 < below < 1.0 < above < math.inf:
+                shares.append(math.log(1.0 / below) / math.log(above / below))
+        share = min(shares) if len(shares) > 1 else 0.5
+        return low * math.exp(share * math.log(high / low))
 
     def _possible(self, load: float) -> float:
         """The nearest load that can be simulated."""
