@@ -130,10 +130,10 @@ class LoadSearch:
                 continue
             if high is None or ABOVE * low >= cap:
                 break
-            kept = [point.load for point in checked if point.kept and point.load > low]
-            if not kept:
+            above = checked[len(BELOW)]
+            if not above.kept or above.load <= low:
                 break
-            low, high = self._bracket(max(kept))
+            low, high = (above.load, cap) if cap < math.inf else self._bracket(above.load)
             assert low is not None
         return self._answer(low, high)
 
