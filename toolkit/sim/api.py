@@ -86,6 +86,7 @@ def requests_of(
 
 
 @held()
+@collector_off()  # what reference cycles there are live as long as the caches
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
 
@@ -187,17 +188,15 @@ def _served_by_engines(
         if parallel is None:
             refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=drain)
         else:
-            with collector_off():  # what cycles there are live as long as the caches
-                refusals = serve_ranks(
-                    requests, policy, engine, parallel, ledger, reuse, front=front, drain=drain
-                )
+            refusals = serve_ranks(
+                requests, policy, engine, parallel, ledger, reuse, front=front, drain=drain
+            )
         usual = kinds[0].usual_front
         served = usual.seen(ledger.served())
         counts = counters(ledger, len(refusals), engine.capacity_tokens)
         return SimResult(served, counts, refusals, front_s=usual.first_s)
-    with collector_off():  # what cycles there are live as long as the caches
-        routed = RoutedRun(requests, kinds, ledger, reuse, routing)
-        refusals = routed.serve(drain=world.drain)
+    routed = RoutedRun(requests, kinds, ledger, reuse, routing)
+    refusals = routed.serve(drain=world.drain)
     if several:
         for one in kinds:
             ledger.add(one.ledger, engine.capacity_tokens / one.engine.capacity_tokens)

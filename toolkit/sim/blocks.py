@@ -119,34 +119,45 @@ class PagedRequest:
         self.place = self.registered = 0
 
 
-class BlockPool:
-    """Counts the free blocks of a paged cache for requests that share nothing; the caller counts
-    the blocks that each row holds. A new pool has `blocks` free blocks of `block_tokens` tokens.
+class Pool:
+    """The blocks of one engine. All `blocks` of a new pool are `free`.
+
+    Attributes:
+        queries, hits: tokens of the requests when they were first admitted, and how many of them
+            were found.
+        preempted_queries, preempted_hits: the same for requests that are admitted again.
+        lost: of `queries`, tokens that were not found, but once were there: their blocks were
+            given out. With several groups of caches, of a group of full attention.
+    """
+
+    __slots__ = (
+        "blocks", "free", "hits", "lost", "preempted_hits", "preempted_queries", "queries",
+    )  # fmt: skip
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.free = blocks
+        self.queries = self.hits = self.preempted_queries = self.preempted_hits = self.lost = 0
+
+
+class BlockPool(Pool):
+    """Counts the free blocks of a paged cache for requests that share nothing, of `block_tokens`
+    tokens each; the caller counts the blocks that each row holds.
 
     With prefix caching (`keeps`) a request admitted again finds what is left of its blocks.
 
     Attributes:
         held: how many blocks of those that `find` last found are held by running rows.
-        queries, hits: tokens of the requests when they were first admitted, and how many of them
-            were found.
-        preempted_queries, preempted_hits: the same for requests that are admitted again.
-        lost: of `queries`, tokens that were not found, but once were there: their blocks were
-            given out.
         writers: running rows with outputs that other requests may look for.
     """
 
-    __slots__ = (
-        "_kept", "_plain", "block_tokens", "blocks", "free", "held", "hits", "keeps", "lost",
-        "preempted_hits", "preempted_queries", "queries", "writers",
-    )  # fmt: skip
+    __slots__ = ("_kept", "_plain", "block_tokens", "held", "keeps", "writers")
 
     def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
-        self.blocks = blocks
+        super().__init__(blocks)
         self.block_tokens = block_tokens
         self.keeps = keeps
-        self.free = blocks
         self.held = 0
-        self.queries = self.hits = self.preempted_queries = self.preempted_hits = self.lost = 0
         self.writers: dict[PagedRequest, None] = {}
         self._plain = blocks  # free blocks without cached tokens
         # request number to its free blocks with cached tokens, freed longest ago first

@@ -446,7 +446,7 @@ class DraftScheduler(PassScheduler):
     def _has_room(self, one: DraftRow, new: int) -> bool:
         """Give a running row the blocks for `new` tokens; False if they are not free."""
         computed = one.computed
-        pool = self.pool
+        pool = self._pool
         needed = pool.needed(min(computed + new + self._lookahead, self._longest)) - one.blocks
         if needed > pool.free:
             return False
@@ -458,7 +458,7 @@ class DraftScheduler(PassScheduler):
 
     def _admit(self, plan: list[DraftPart], budget: int, ran_chunk: bool) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
-        pool = self.pool
+        pool = self._pool
         queue = self._queue
         order = self._order
         count = self._count
@@ -564,8 +564,8 @@ class DraftScheduler(PassScheduler):
         """The first `tokens` tokens of a running row are in its cache."""
         found = min(tokens, one.known - self._hash_lookahead)
         if self._caches and found // self._size > one.row.registered:
-            self.pool.register(one.row, found)
+            self._pool.register(one.row, found)
 
     def _free(self, one: DraftRow) -> None:
-        self.pool.give(one.row, one.blocks * self._size, 0)
+        self._pool.give(one.row, one.blocks * self._size, 0)
         one.blocks = 0

@@ -68,7 +68,7 @@ class InstalledScheduler(PassScheduler):
 
     def schedule(self) -> PagedPass:
         plan = self._link.plan(self._number)
-        pool = self.pool
+        pool = self._pool
         rows = self._rows
         preempted: list[PagedRequest] = []
         for number in plan.preempted:
@@ -157,7 +157,7 @@ class InstalledScheduler(PassScheduler):
         if under_way and (not self._ahead or len(under_way) == 2 or self._idle):
             accepted, offered = under_way.popleft()
             updated = self._link.update(self._number, accepted, offered)
-            self.pool.free = updated.free
+            self._pool.free = updated.free
             expected = sorted([row.number for row in ended])
             if sorted(updated.ended) != expected:
                 raise EngineError(

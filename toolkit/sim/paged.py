@@ -35,7 +35,7 @@ from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, PagedRequest, SharedPool
-from toolkit.sim.passes import NO_ROWS, Chunk, PagedPass, PassScheduler
+from toolkit.sim.passes import Chunk, PagedPass, PassScheduler, RowsApart
 
 
 class PagedScheduler(PassScheduler):
@@ -74,6 +74,9 @@ class PagedScheduler(PassScheduler):
         self._shares = shares and flags.prefix_caching
         self._reserves_input = reserves
         self._interval: int = flags.prefill_schedule_interval
+        self._may_go_by_row = (
+            self._most_rows > self._most_tokens or self._threshold > 0 or self._interval > 1
+        )
         self._executed = 0  # passes that computed something
         self._last_prefill = -self._interval  # the last of them with a prefill
         self._bound = False  # requests were left waiting when prefills were let in
@@ -91,7 +94,7 @@ class PagedScheduler(PassScheduler):
         self._partials: dict[PagedRequest, None] = {}
         self._long = 0  # the most tokens of a chunk in the pass that is planned; 0: no such limit
         self._idle: dict[PagedRequest, None] = {}  # decoding rows that missed the last pass
-        self._missed: list[PagedRequest] = NO_ROWS  # those that miss the planned one
+        self._missed: list[PagedRequest] = []  # those that miss the planned one
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
         self._plan: PagedPass | None = None
 
@@ -107,11 +110,12 @@ class PagedScheduler(PassScheduler):
             elif name == "long_prefill_token_threshold":
                 self._threshold = int(value)
             elif name == "watermark":
-                self._reserve = int(float(value) * (self.pool.blocks + 1))
+                self._reserve = int(float(value) * (self._pool.blocks + 1))
             elif name == "scheduler_reserve_full_isl":
                 self._reserves_input = bool(value)
             elif name != "policy":
                 raise ValueError(f"{name} is no setting of a running vLLM")
+        self._may_go_by_row = True
 
     def schedule(self) -> PagedPass:
         if self._interval > 1:
@@ -119,12 +123,11 @@ class PagedScheduler(PassScheduler):
         self._long = 0
         if self._threshold and len(self.running) + len(self.waiting) > 1:
             self._long = self._threshold
-        too_many = len(self.running) > self._most_tokens
-        if too_many or (self._partials and not self._one_chunk_comes_last()):
+        if self._may_go_by_row and self._goes_by_row():
             return self._plan_by_row()
         due = self._due()
         preempted: list[PagedRequest] = []
-        if due + self._due_chunk() > self.pool.free:
+        if due + self._due_chunk() > self._pool.free:
             taken = self._make_room(preempted)
             due = self._due() - taken
         decodes = self.decoding
@@ -135,8 +138,8 @@ class PagedScheduler(PassScheduler):
                 cached += row.computed + self._steps
         budget = self._most_tokens - decodes
         if due:
-            self.pool.take(due)
-        pool = self.pool
+            self._pool.take(due)
+        pool = self._pool
         if pool.writers:
             for row in pool.writers:
                 pool.register(row, self._written(row))
@@ -144,16 +147,21 @@ class PagedScheduler(PassScheduler):
         if self._partials and not self._defers:
             for row in self._partials:  # at most one
                 budget -= self._take_chunk(row, budget, chunks)
-        self._missed = NO_ROWS
         return self._planned(decodes, cached, budget, chunks, preempted)
 
-    def _one_chunk_comes_last(self) -> bool:
-        """Whether one row has an incomplete input, and all others have their tokens before it."""
-        return len(self._partials) == 1 and next(reversed(self.running)) in self._partials
+    def _goes_by_row(self) -> bool:
+        """Whether a pass may lack tokens for a decoding row, or rows with an incomplete input are
+        not one, the last.
+        """
+        if len(self.running) > self._most_tokens:
+            return True
+        if not self._partials:
+            return False
+        return len(self._partials) > 1 or next(reversed(self.running)) not in self._partials
 
     def _plan_by_row(self) -> PagedPass:
         """As `schedule`: each row takes its tokens and blocks in turn, in order of admission."""
-        pool = self.pool
+        pool = self._pool
         steps = self._steps
         budget = self._most_tokens
         chunks: list[Chunk] = []
@@ -220,9 +228,9 @@ class PagedScheduler(PassScheduler):
         if self._idle or self._missed:
             out = [row for row in self._missed if row.end]
             there = [row for row in self._idle if row.end and row in self.running]
-            plan.paused = [row for row in out if row not in self._idle]
-            plan.resumed = [row for row in there if row not in out]
-            plan.apart = len(out) + len(plan.resumed)
+            paused = [row for row in out if row not in self._idle]
+            resumed = [row for row in there if row not in out]
+            plan.apart = RowsApart(paused, resumed, len(out) + len(resumed))
         self._plan = plan
         return plan
 
@@ -230,7 +238,7 @@ class PagedScheduler(PassScheduler):
         """Plan the next chunk of a running row's input, and return its tokens. Its blocks are
         free.
         """
-        pool = self.pool
+        pool = self._pool
         computed = row.computed
         new = self._chunk_tokens(row, budget)
         pool.take(pool.needed(computed + new) - pool.needed(computed))
@@ -279,13 +287,13 @@ class PagedScheduler(PassScheduler):
             return 1
         if self._interval > 1 and self.waiting:
             return 1  # a prefill may be let in
-        if self.waiting and self.pool.writers:
+        if self.waiting and self._pool.writers:
             return 1  # a block that is written may let one in
         ends = self._ends
         while ends[0][2].end != ends[0][0]:
             heappop(ends)
         most = ends[0][0] - self._steps
-        free = self.pool.free
+        free = self._pool.free
         tokens = self._block_tokens
         if self.decoding * (most // tokens + 1) <= free:
             return most
@@ -304,7 +312,7 @@ class PagedScheduler(PassScheduler):
             crossings = count // tokens * self.decoding
             for k in range(1, 1 + count % tokens):
                 crossings += self._fill[-(self._steps + k) % tokens]
-            self.pool.take(crossings)
+            self._pool.take(crossings)
             self._executed += count
         self._plan = None
         if self._missed or self._idle:
@@ -320,6 +328,7 @@ class PagedScheduler(PassScheduler):
             if row.end == end:
                 self._leave(row)
                 ended.append(row)
+        decoded = len(ended)
         for chunk in plan.chunks:
             row = chunk.row
             row.computed = chunk.computed + chunk.new
@@ -340,7 +349,7 @@ class PagedScheduler(PassScheduler):
             self._key_sum += row.computed
             self._fill[row.computed % tokens] += 1
             heappush(ends, (row.end, row.order, row))
-        if plan.chunks and len(ended) > 1:  # a row with a chunk may be before one that decodes
+        if decoded and len(ended) > decoded:  # a row with a chunk may be before one that decodes
             ended.sort(key=_admitted)
         self._ended += ended
         return ended
@@ -348,11 +357,11 @@ class PagedScheduler(PassScheduler):
     def _miss(self) -> None:
         """Some rows had no part in the pass that is committed."""
         missed = self._missed
-        self._missed = NO_ROWS
+        self._missed = []
         self._idle = dict.fromkeys(missed)
         for row in missed:
-            if self._unknown and row in self.pool.writers:  # nothing of it is under way
-                self.pool.register(row, row.computed + self._steps)
+            if self._unknown and row in self._pool.writers:  # nothing of it is under way
+                self._pool.register(row, row.computed + self._steps)
             if not row.end:
                 row.stops = False  # all of its tokens are known now, as those of any ended row
                 continue
@@ -371,7 +380,7 @@ class PagedScheduler(PassScheduler):
                 self._ended.remove(row)
                 held = row.computed + self._steps
                 # a row that stopped was in one more pass, which computed nothing that is known
-                self.pool.give(row, held, held - (self._unknown if row.stops else 0))
+                self._pool.give(row, held, held - (self._unknown if row.stops else 0))
 
     def abort(self) -> list[PagedRequest]:
         for row in self.running:
@@ -386,7 +395,7 @@ class PagedScheduler(PassScheduler):
         Rows take blocks in the order of their admission: the first ones have theirs when one finds
         none and another is preempted for it.
         """
-        pool = self.pool
+        pool = self._pool
         taken = 0
         while True:
             due = self._due() - taken
@@ -410,7 +419,7 @@ class PagedScheduler(PassScheduler):
                 self._leave(row)
             else:
                 self._ended.remove(row)  # its last token is under way
-        self.pool.give(row, held, known)
+        self._pool.give(row, held, known)
         row.computed = 0
         row.preempted = True
         preempted.append(row)
@@ -444,7 +453,7 @@ class PagedScheduler(PassScheduler):
             late = sum([row.stops for row in self._ended])
             budget = self._most_tokens - self.decoding - late
             end = row.computed + self._chunk_tokens(row, budget)
-            return self.pool.needed(end) - self.pool.needed(row.computed)
+            return self._pool.needed(end) - self._pool.needed(row.computed)
         return 0
 
     def _defers_prefills(self) -> bool:
@@ -467,7 +476,7 @@ class PagedScheduler(PassScheduler):
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
-        pool = self.pool
+        pool = self._pool
         waiting = self.waiting
         running = self.running
         most = self._most_rows

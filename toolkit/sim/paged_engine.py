@@ -42,17 +42,18 @@ from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.groups.caches import CacheSettings
+from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.link import SchedulerLink
 from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.passes import PagedPass, PassScheduler
+from toolkit.sim.passes import EngineScheduler, PagedPass
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
-EngineScheduler: TypeAlias = PassScheduler | GroupedScheduler
+AnyScheduler: TypeAlias = EngineScheduler[PagedRequest] | EngineScheduler[GroupRow]
 
 
 @dataclass(slots=True, frozen=True)
@@ -174,7 +175,7 @@ class PagedEngine:
             return flags
         return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
 
-    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> EngineScheduler:
+    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> AnyScheduler:
         """A scheduler of its passes, with an empty cache; `shares`: requests have contents.
 
         Raises `InputError` where vLLM would not start with these flags, or they are not modelled.
@@ -413,6 +414,7 @@ class PagedRun:
         self._tokens_per_block: float = float(engine.block_tokens)
         if engine.caches is not None:
             self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
+        self._most_held = 0  # blocks
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self._moved_here: set[int] = set()  # requests that had tokens when they came
@@ -495,8 +497,8 @@ class PagedRun:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
                     self._close(row, self._last_s)
-            if plan.paused:
-                for row in plan.paused:
+            if plan.apart is not None:
+                for row in plan.apart.paused:
                     self._close(row, self._last_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
@@ -592,22 +594,24 @@ class PagedRun:
         steps = self._flight.steps
         decoding = scheduler.decoding
         joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
-        if plan.resumed:
-            joined += plan.resumed
-        decoding -= plan.apart
-        size = self._tokens_per_block
-        used_first = (self._blocks - scheduler.pool.free) * size
+        if plan.apart is not None:
+            joined += plan.apart.resumed
+            decoding -= plan.apart.count
+        pool = scheduler.pool
+        held_first = self._blocks - pool.free
         ended = scheduler.commit(steps)
-        used = (self._blocks - scheduler.pool.free) * size
+        held = self._blocks - pool.free
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows
         if plan.chunks:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
-        ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
-        if used > ledger.peak_tokens:
-            ledger.peak_tokens = float(used)
+        # blocks are taken one by one
+        ledger.memory_token_steps += 0.5 * steps * (held_first + held) * self._tokens_per_block
+        if held > self._most_held:
+            self._most_held = held
+            ledger.peak_tokens = max(ledger.peak_tokens, held * self._tokens_per_block)
         valid = self._engine.valid
         if valid is not None:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
@@ -771,9 +775,10 @@ def refusal(
     """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    limit = f"the cache holds {engine.longest:,}"
-    if most <= engine.longest:
-        if flags.chunked_prefill or most <= flags.max_num_batched_tokens:
-            return None
+    if most > engine.longest:
+        limit = f"the cache holds {engine.longest:,}"
+    elif most > flags.max_num_batched_tokens and not flags.chunked_prefill:
         limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"
+    else:
+        return None
     return Refusal(request.request_id, f"it may grow to {most:,} tokens; {limit}")

@@ -1,19 +1,22 @@
 """The scheduler of a paged engine as the simulator drives it: it plans passes, and knows no time.
 
-`PassScheduler` is what all of them have in common: the model of vLLM's (`toolkit.sim.paged`), the
-model of vLLM's with drafts (`toolkit.sim.drafts`), and the installed vLLM's own
-(`toolkit.sim.installed`).
+`EngineScheduler` is what all of them have in common: the models of vLLM's with one group of caches
+(`toolkit.sim.paged`), with drafts (`toolkit.sim.drafts`) and with several groups
+(`toolkit.sim.groups`), and the installed vLLM's own (`toolkit.sim.installed`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape
 from toolkit.sched.policies.parameters import Value
-from toolkit.sim.blocks import BlockPool, PagedRequest
+from toolkit.sim.blocks import BlockPool, PagedRequest, Pool
+
+Row = TypeVar("Row")
 
 
 class Chunk:
@@ -32,19 +35,29 @@ class Chunk:
         return self.computed + self.new >= self.row.prompt
 
 
-NO_ROWS: list[PagedRequest] = []  # of passes where each row that decodes gets its token
-
-
-class PagedPass:
-    """What the next forward pass computes, and the rows that were preempted for it.
+class RowsApart:
+    """Decoding rows that a pass treats unlike the rest.
 
     Attributes:
         paused: rows that decode, but get no token in this pass as in those before.
         resumed: rows that decode again after such a pass.
-        apart: how many of the scheduler's decoding rows get no token, or are `resumed`.
+        count: how many of the scheduler's decoding rows get no token, or are `resumed`.
     """
 
-    __slots__ = ("apart", "chunks", "paused", "preempted", "resumed", "rows", "shape")
+    __slots__ = ("count", "paused", "resumed")
+
+    def __init__(self, paused: list[PagedRequest], resumed: list[PagedRequest], count: int) -> None:
+        self.paused = paused
+        self.resumed = resumed
+        self.count = count
+
+
+class PagedPass:
+    """What the next forward pass computes, and the rows that were preempted for it. `apart`: None
+    where each row that decodes gets its token.
+    """
+
+    __slots__ = ("apart", "chunks", "preempted", "rows", "shape")
 
     def __init__(
         self, shape: StepShape, chunks: list[Chunk], preempted: list[PagedRequest]
@@ -53,12 +66,10 @@ class PagedPass:
         self.rows = shape.rows  # kept, because each pass reads it several times
         self.chunks = chunks
         self.preempted = preempted
-        self.paused: list[PagedRequest] = NO_ROWS
-        self.resumed: list[PagedRequest] = NO_ROWS
-        self.apart = 0
+        self.apart: RowsApart | None = None
 
 
-class PassScheduler:
+class EngineScheduler(Generic[Row]):
     """The passes of one engine. `schedule` plans one, `commit` records that it was made (and more
     of the same rows), `settle` tells the scheduler the tokens of the oldest pass that it does not
     know yet: without a queue those of the last one, with a queue of two those of the one before.
@@ -72,23 +83,24 @@ class PassScheduler:
         drafted: drafts that its pass verified.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.waiting: deque[PagedRequest] = deque()
-        self.running: dict[PagedRequest, None] = {}
+        self.waiting: deque[Row] = deque()
+        self.running: dict[Row, None] = {}
         self.decoding = 0
         self.accepted = 0
         self.drafted = 0
 
     def add(self, row: PagedRequest) -> None:
         """A request arrives."""
-        self.waiting.append(row)
+        raise NotImplementedError
 
     def change(self, settings: Mapping[str, Value]) -> None:
         """New values of flags, from the next pass on. `InputError` where that is not modelled."""
         raise InputError(
-            "settings of a running engine are modelled with one group of caches, without drafts",
-            "simulate each setting on its own",
+            f"new settings of a running server ({', '.join(settings)}) are modelled with one group "
+            "of caches, without drafts",
+            "simulate each setting from its own start",
         )
 
     def schedule(self) -> PagedPass:
@@ -118,3 +130,14 @@ class PassScheduler:
 
     def close(self) -> None:
         """It is needed no more."""
+
+
+class PassScheduler(EngineScheduler[PagedRequest]):
+    """A scheduler of rows that share one group of caches."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self._pool = pool
+
+    def add(self, row: PagedRequest) -> None:
+        self.waiting.append(row)

@@ -245,8 +245,9 @@ class Rank(PagedRun):
         for row in plan.preempted:
             if row.mark:  # it had its last token with the last pass; else none since admitted
                 self._close(row, self._last_s)
-        for row in plan.paused:
-            self._close(row, self._last_s)
+        if plan.apart is not None:
+            for row in plan.apart.paused:
+                self._close(row, self._last_s)
         return plan if plan.rows else None
 
     def most_steps(self, plan: PagedPass | None) -> int:

@@ -146,7 +146,7 @@ class FullGroup:
         keyed = table.keyed
         given = [place for place in keyed if place < stop]
         given.sort(reverse=True)
-        pool.plain += stop - table.gone - len(given)
+        pool.give_plain(stop - table.gone - len(given))
         pool.give([keyed.pop(place) for place in given])
         table.gone = stop
 
@@ -200,7 +200,7 @@ class FullGroup:
         table = row.tables[self.number]
         pool = self.rules.pool
         keyed = table.keyed
-        pool.plain += table.length - table.gone - len(keyed)
+        pool.give_plain(table.length - table.gone - len(keyed))
         pool.give([keyed[place] for place in sorted(keyed, reverse=True)])
         row.tables[self.number] = self.table()
 

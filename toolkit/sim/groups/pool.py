@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from toolkit.sim.blocks import Node
+from toolkit.sim.blocks import Node, Pool
 
 # a group's number, the node of the block's last token, and the tokens up to its end
 Key: TypeAlias = tuple[int, Node, int]
@@ -28,38 +28,26 @@ class Block:
         self.rows = 1
 
 
-class GroupPool:
-    """The blocks of one engine. All `blocks` of a new pool are free.
+class GroupPool(Pool):
+    """The blocks of all groups of one engine.
 
     Attributes:
         plain: free blocks without a key.
         changes: how often what can be found has changed.
-        queries, hits: tokens of the requests when they were first admitted, and how many of them
-            were found.
-        preempted_queries, preempted_hits: the same for requests that are admitted again.
-        lost: of `queries`, tokens that were not found, but once were in a group of full attention.
     """
 
-    __slots__ = (
-        "_index", "_kept", "blocks", "changes", "hits", "lost", "plain", "preempted_hits",
-        "preempted_queries", "queries",
-    )  # fmt: skip
+    __slots__ = ("_index", "_kept", "changes", "plain")
 
     def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
+        super().__init__(blocks)
         self.plain = blocks
         self.changes = 0
-        self.queries = self.hits = self.preempted_queries = self.preempted_hits = self.lost = 0
         self._kept: OrderedDict[Block, None] = OrderedDict()  # free blocks with keys
         self._index: dict[Key, list[Block]] = {}  # in the order of registration
 
-    @property
-    def free(self) -> int:
-        """Blocks that can be given out."""
-        return self.plain + len(self._kept)
-
     def take(self, count: int) -> None:
         """Give out `count` blocks; as many must be free."""
+        self.free -= count
         self.plain -= count
         while self.plain < 0:
             block, _ = self._kept.popitem(last=False)
@@ -106,7 +94,13 @@ class GroupPool:
         """One more row holds the block."""
         if not block.rows:
             del self._kept[block]
+            self.free -= 1
         block.rows += 1
+
+    def give_plain(self, count: int) -> None:
+        """A row gives back so many blocks that never had a key."""
+        self.free += count
+        self.plain += count
 
     def give(self, blocks: Iterable[Block]) -> None:
         """A row gives blocks back; the first of them is given out first."""
@@ -114,6 +108,7 @@ class GroupPool:
             block.rows -= 1
             if block.rows:
                 continue
+            self.free += 1
             if block.key is None:
                 self.plain += 1
             else:

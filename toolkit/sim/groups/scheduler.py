@@ -21,20 +21,18 @@ Not modelled: drafts, and everything that `toolkit.sim.paged` does not model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
-from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.groups.caches import CacheSettings, GroupedCache
 from toolkit.sim.groups.full import ceil_div
-from toolkit.sim.groups.pool import GroupPool
 from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.steady import SteadyRows
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.passes import Chunk, PagedPass
+from toolkit.sim.passes import Chunk, EngineScheduler, PagedPass, RowsApart
 
 LEAP_MAX = 1 << 30  # passes
 # So many passes in a row that only preempt their last row, without a token for any: a live-lock.
@@ -56,9 +54,8 @@ class Part:
         self.samples = False
 
 
-class GroupedScheduler:
-    """The passes of one engine; calls, `pool`, `waiting`, `running` and `decoding` as of
-    `PassScheduler`. Args as of `PagedScheduler`, with `settings` of the cache groups.
+class GroupedScheduler(EngineScheduler[GroupRow]):
+    """The passes of one engine. Args as of `PagedScheduler`, with `settings` of the cache groups.
 
     Raises `InputError` where vLLM would not start with these flags and blocks.
     """
@@ -79,6 +76,8 @@ class GroupedScheduler:
                 "leave long_prefill_token_threshold at 0",
             )
         self._cache = GroupedCache(settings, blocks, flags, ahead=ahead)
+        super().__init__(self._cache.pool)
+        self._pool = self._cache.pool
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
         self._chunked: bool = flags.chunked_prefill
@@ -86,9 +85,6 @@ class GroupedScheduler:
         self._ahead = ahead
         self._late = int(ahead)
         self._reserves_input = reserves
-        self.pool: GroupPool = self._cache.pool
-        self.waiting: deque[GroupRow] = deque()
-        self.running: dict[GroupRow, None] = {}  # in order of admission
         self._single: list[GroupRow] = []  # the running rows that are not in step, in that order
         self._steady = SteadyRows(self._cache.groups, self._late, self._window)
         # outputs of rows in step are registered when they are on their own again, and windows and
@@ -96,9 +92,6 @@ class GroupedScheduler:
         self._can_count = settings.can_count(flags)
         self._admissions = 0
         self._admitted_before = 0  # the pass that is planned
-        self.decoding = 0  # rows of the planned pass that get one token after another
-        self.accepted = 0  # it has no drafts
-        self.drafted = 0
         self._plan: list[Part] | None = None
         self._made: deque[list[Part]] = deque()  # passes with outputs that are not known yet
         self._passes = 0  # with rows
@@ -110,17 +103,7 @@ class GroupedScheduler:
         self._has_preempted = False
         self._fruitless = 0  # passes that only preempted, since the last token
 
-    def change(self, settings: Mapping[str, Value]) -> None:
-        """`InputError`: what new settings of a running server do here is not modelled."""
-        if settings:
-            raise InputError(
-                f"new settings of a running server ({', '.join(settings)}) are not modelled for a "
-                "model with several groups of caches",
-                "simulate each setting from its own start",
-            )
-
     def add(self, row: PagedRequest) -> None:
-        """A request arrives."""
         waits = GroupRow(row)
         self._cache.add(waits)
         self.waiting.append(waits)
@@ -138,10 +121,10 @@ class GroupedScheduler:
             due = steady.due()
             given = steady.given()
             needed = self._needed_by_single()
-            if due + needed > self.pool.free or self._comes_between():
+            if due + needed > self._pool.free or self._comes_between():
                 self._leave_all()
-            elif due + needed <= self.pool.plain and not (self._single and steady.has_keyed()):
-                steady.step(self.pool, due, given)
+            elif due + needed <= self._pool.plain and not (self._single and steady.has_keyed()):
+                steady.step(self._pool, due, given)
             else:
                 events = steady.events()
         if self._interval > 1:
@@ -200,7 +183,7 @@ class GroupedScheduler:
             return 1  # blocks that are given back may let one in
         if self.waiting and self._interval > 1:
             return 1  # a prefill may be let in
-        return steady.alike(LEAP_MAX, self.pool)
+        return steady.alike(LEAP_MAX, self._pool)
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
         """Record the planned pass and `steps` - 1 more of its rows; return those that ended."""
@@ -209,7 +192,7 @@ class GroupedScheduler:
         self._plan = None
         steady = self._steady
         if steps > 1:
-            steady.leap(steps - 1, self.pool)
+            steady.leap(steps - 1, self._pool)
             self._executed += steps - 1
         self._passes += steps
         steady.steps += steps
@@ -340,7 +323,7 @@ class GroupedScheduler:
         """Give the running rows, in order, what they compute; the tokens that are left. `events`:
         the rows in step that take or give blocks meanwhile.
         """
-        pool = self.pool
+        pool = self._pool
         budget = self._most_tokens - self._steady.count
         place = 0
         for row in self._single:
@@ -453,7 +436,7 @@ class GroupedScheduler:
         return max(end - start, 0)
 
     def _count(self, row: GroupRow, found: int) -> None:
-        pool = self.pool
+        pool = self._pool
         if not self._cache.caches:
             return
         if row.preempted:
@@ -468,7 +451,7 @@ class GroupedScheduler:
         """Raise `SimulationStalledError` where requests wait and none will ever run."""
         if parts or self._steady.count:
             return
-        blocks = self.pool.blocks
+        blocks = self._pool.blocks
         if preempted:
             self._fruitless += 1
             if self._fruitless > FRUITLESS_MAX:
@@ -526,9 +509,9 @@ class GroupedScheduler:
             decodes, cached, len(chunks), new, attended, before, inside, new_inside, growing
         )
         found = PagedPass(shape, chunks, [row.request for row in preempted])
-        found.resumed = resumed
-        if len(parts) < len(self._single):
-            found.paused = self._paused(parts)
+        paused = self._paused(parts) if len(parts) < len(self._single) else []
+        if paused or resumed:
+            found.apart = RowsApart(paused, resumed, 0)
         return found
 
     def _paused(self, parts: list[Part]) -> list[PagedRequest]:

@@ -271,7 +271,7 @@ class SteadyRows:
             _, _, group, place, row = one
             pool.give([row.tables[group].keyed.pop(place)])
             given -= 1
-        pool.plain += given
+        pool.give_plain(given)
         pool.take(due)
 
     def events(self) -> list[GroupRow]:
@@ -298,7 +298,7 @@ class SteadyRows:
         for number, place in given:
             block = row.tables[number].keyed.pop(place, None)
             if block is None:
-                pool.plain += 1
+                pool.give_plain(1)
             else:
                 pool.give([block])
         for rhythm in self.takes:
@@ -361,7 +361,7 @@ class SteadyRows:
             due += rhythm.blocks_in(self.steps + 1, passes)
         for rhythm in self.gives:
             given += rhythm.blocks_in(self.steps + 1, passes)
-        pool.plain += given
+        pool.give_plain(given)
         pool.take(due)
 
     def ended(self) -> list[GroupRow]:
