@@ -11,7 +11,7 @@ from commands import llmctl
 from test_cli_main import HEAVY
 
 from toolkit.cli import arguments
-from toolkit.cli.simulate import StageOptions, open_stage
+from toolkit.cli.stage import StageOptions, open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
 from toolkit.files.shipped import load_recipe, shipped_names

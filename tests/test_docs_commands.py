@@ -25,6 +25,7 @@ from typing import TypeVar
 import certificates
 import fake_vllm_server
 import pytest
+import yaml
 from filelock import FileLock
 from test_traces_from_metrics import EARLY, LATE
 from test_traces_from_metrics import page as metrics_page
@@ -51,9 +52,8 @@ SHORTER = {
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
     "--check 8 --strict": "--check 2",
-    # so many that one of the only policy that the engine runs is within the limits
     "llmctl tune fleet.yaml --trace chat-small": (
-        "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0"
+        "llmctl tune fleet.yaml --trace chat-small --policies own --trials 12 --draws 0"
     ),
 }
 # What commands that do not say it get, by their first word. A process takes seconds to start.
@@ -369,6 +369,21 @@ def stand_in_for_vllm(folder: Folder) -> None:
     folder.environment["LLMCTL_VLLM_PYTHON"] = fake_vllm_server.install(folder.path / "vllm")
 
 
+def stand_in_and_a_short_grid(folder: Folder) -> None:
+    """The page's recipe with a third of the measurements."""
+    stand_in_for_vllm(folder)
+    own = folder.installed.site / "toolkit" / "_data" / "recipes" / "tiny-llama-vllm.yaml"
+    recipe = yaml.safe_load(own.read_text(encoding="utf-8"))
+    recipe["profile"] |= {
+        "batch_sizes": [1, 4, 16],
+        "input_lengths": [16, 64, 160],
+        "cached_lengths": [32, 96, 240],
+        "repeats": 1,
+    }
+    folder.words["tiny-llama-vllm"] = "short.yaml"
+    (folder.path / "short.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+
 def planned_for_this_machine(folder: Folder) -> None:
     """The plan of a GPU as if it had been profiled on this CPU, for the stand-in to serve."""
     plan = json.loads((folder.path / "plan.json").read_text())
@@ -489,7 +504,7 @@ SCRIPTS = RESULTS | {
         },
     ),
     "docs/how-to/vllm.md": Script(
-        prepare=stand_in_for_vllm, elsewhere={"llmctl vllm-check": CHECKED}
+        prepare=stand_in_and_a_short_grid, elsewhere={"llmctl vllm-check": CHECKED}
     ),
     "docs/how-to/live.md": Script(elsewhere={"llmctl": LIVE}),
     "docs/how-to/replicas.md": Script(

@@ -7,7 +7,7 @@ import pytest
 from commands import llmctl
 from said import says
 
-from toolkit.cli.simulate import StageOptions, open_stage
+from toolkit.cli.stage import StageOptions, open_stage
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, head, read_file, shipped_fit

@@ -20,7 +20,7 @@ from test_fleet_files import write_fleet, write_server
 from test_tuning import HEAD
 
 from toolkit.cli.basis import open_fleet, plan_from
-from toolkit.cli.tune import show
+from toolkit.cli.tune_output import show
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import CountRange, fleet_sources, sized

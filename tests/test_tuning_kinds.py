@@ -15,7 +15,7 @@ from test_tuning import HEAD
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.serve_start import override
-from toolkit.cli.tune import show
+from toolkit.cli.tune_output import show
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit

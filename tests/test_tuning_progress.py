@@ -3,7 +3,7 @@
 import pytest
 from said import says
 
-from toolkit.cli.tune import DRIFT, ESTIMATE_AFTER, RECENT, TuneProgress
+from toolkit.cli.tune_output import DRIFT, ESTIMATE_AFTER, RECENT, TuneProgress
 
 TOTAL = 400
 

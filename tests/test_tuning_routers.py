@@ -9,7 +9,7 @@ import samples
 from lean import without_capacity
 from test_tuning import HEAD
 
-from toolkit.cli.tune import show
+from toolkit.cli.tune_output import show
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import digest, head

@@ -21,10 +21,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from itertools import product
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,7 @@ SERVED = 0.95  # of the requests, by the best settings, at the highest rate
 KINDS = ("chats", "documents", "bursts")
 SHARES = {"chats": (0.08, 0.1), "documents": (0.55, 0.05), "bursts": (0.12, 0.08)}  # of the context
 PERIOD_S = 20.0  # of bursts: three times the rate in a third of it
+SETTLES = 0.15  # of each part's requests, before the first replay
 LEAST_RPS = 0.25  # that is looked for
 MOST_RPS = 500.0
 HALVINGS = 3
@@ -169,6 +172,32 @@ class Contest:
         return found
 
 
+@contextmanager
+def keeper_beside(order: KeepOrder, url: str) -> Iterator[None]:
+    """Keep the server tuned until the block ends, in a process of its own, as `llmctl serve` is
+    one: in the client's process it would hold the client up.
+    """
+    context = get_context("spawn")
+    stop = context.Event()
+    process = context.Process(target=_keep, args=(order, url, time.monotonic(), stop))
+    process.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        process.join()
+
+
+def _keep(order: KeepOrder, url: str, since_s: float, stop: Event) -> None:
+    def say(line: str) -> None:
+        print(f"  {time.monotonic() - since_s:6.0f} s {line}", flush=True)
+
+    keeper = KeptTuned(order, SettingsClient(url, KEY, OWNER), find_target(url), say)
+    keeper.start()
+    stop.wait()
+    keeper.stop()
+
+
 def run(given: argparse.Namespace) -> None:
     """Serve, replay three times, print."""
     plan = read_file(Plan, given.plan)
@@ -205,7 +234,7 @@ def run(given: argparse.Namespace) -> None:
         (given.work / "vllm.log").open("w", encoding="utf-8") as output,
         redirect_stderr(output),
     ):
-        order = ServerOrder(
+        command = ServerOrder(
             plan,
             recipe.name,
             "127.0.0.1",
@@ -214,32 +243,26 @@ def run(given: argparse.Namespace) -> None:
             pass_log=passes,
             control_key=KEY,
         )
-        with vllm_server(command_of(order, Path(folder)), quiet=False) as server:
+        with vllm_server(command_of(command, Path(folder)), quiet=False) as server:
             target = find_target(server.url)
             control = SettingsClient(server.url, KEY, OWNER)
             start = {name: control.get().values[name] for name in bounds}
             asked = RequestSettings(None, seed=unused_seed(), loop="open", scaled=False)
             setup = prepare_replay(target, parts[0].trace, plan, asked, lambda _: None)
             contest = Contest(target, setup.load, control, parts, given.part, recipe.sla)
-            contest.replay(parts[0].trace.take(slice(0, 20)))  # the server settles
-            keeper = KeptTuned(
-                KeepOrder(
-                    plan,
-                    passes,
-                    False,
-                    rules,
-                    dry=False,
-                    horizon_s=3.0 * given.part,
-                    every_s=given.every,
-                ),
-                control,
-                target,
-                lambda line: print(f"  {time.monotonic() - since_s:6.0f} s {line}", flush=True),
+            for one in parts:  # the server settles
+                contest.replay(one.trace.take(slice(0, int(len(one.trace) * SETTLES))))
+            order = KeepOrder(
+                plan,
+                passes,
+                owned=False,
+                rules=rules,
+                dry=False,
+                horizon_s=3.0 * given.part,
+                every_s=given.every,
             )
-            since_s = time.monotonic()
-            keeper.start()
-            kept = contest.whole()
-            keeper.stop()
+            with keeper_beside(order, server.url):
+                kept = contest.whole()
             control.set(start, "the plan's, throughout")
             fixed = contest.whole()
             best = contest.at_best()

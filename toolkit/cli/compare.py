@@ -28,7 +28,7 @@ from toolkit.cli.output import (
     table,
 )
 from toolkit.cli.results import ComparedRun, Comparison
-from toolkit.cli.simulate import StageOptions, open_stage, result_notes, sharing_notes
+from toolkit.cli.stage import StageOptions, open_stage, result_notes, sharing_notes
 from toolkit.errors import InputError, nearest
 from toolkit.files.io import check_writable
 from toolkit.interrupts import EXIT_CODE, held

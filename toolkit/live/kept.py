@@ -7,6 +7,8 @@ keeper. A dry run says what it would do and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,7 @@ from toolkit.sim.world import world_of
 OWNER = "llmctl serve --keep-tuned"
 REFIT_EVERY = 4  # steps
 IDLE = 3.0  # times the time of a step that it waits at least: simulations take a processor
+BEHIND_THE_SERVER = 15  # the niceness of its simulations
 FOUND_MOST = 0.1  # of the prompts' tokens in the cache; more is traffic that the log does not show
 
 
@@ -87,6 +90,8 @@ class KeptTuned:
         self._ended.set()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own: after the server's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_THE_SERVER)
         wait_s = self._order.every_s
         while not self._ended.wait(wait_s):
             begun_s = time.monotonic()

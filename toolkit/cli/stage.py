@@ -1,0 +1,514 @@
+"""What `simulate` and `compare` run: a trace, laws, and the settings of one or more policies.
+
+`open_stage` reads the files and finds the settings: the command line's, else those that a tuning
+recommends, else the recipe's own, which `tune` judges first. `Stage.contenders` gives each policy
+with the world that it runs in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.cli import arguments
+from toolkit.cli.arguments import (
+    SetOption,
+    SlaOption,
+    limit_workers,
+    option,
+    parse_settings,
+    parse_sla,
+    refuse_useless,
+    resolve_recipe,
+)
+from toolkit.cli.basis import note_bases, note_scaling, open_fleet, read_tuning, refuse_workers
+from toolkit.cli.output import note
+from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.fleet import sized
+from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
+from toolkit.files.modelled import refuse_recipe
+from toolkit.files.plan import Kind
+from toolkit.files.recipe import PolicySpec, Recipe
+from toolkit.files.shipped import load_recipe
+from toolkit.files.tuning import REFUSED, Outcome, Tuning
+from toolkit.units import word
+
+if TYPE_CHECKING:
+    from toolkit.sched.policies.parameters import Value
+    from toolkit.sched.protocols import AnyPolicy
+    from toolkit.sched.types import Refusal
+    from toolkit.sim.world import World
+    from toolkit.traces.types import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions(TrafficOptions):
+    """The options of a command that simulates a trace."""
+
+    fit: str = option(
+        "fit.json",
+        "fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock of steps).",
+        autocompletion=arguments.fits_and_clock,
+    )
+    recipe: Path | None = option(
+        None,
+        "The recipe of the fit: lengths, policy, targets, workers, router and seed, which options "
+        "replace; default: the one beside the fit, in the current folder, or shipped.",
+        callback=resolve_recipe,
+    )
+    fleet: Path | None = option(
+        None, "Workers of several kinds, in place of --fit; see the docs on fleets."
+    )
+    tuning: Path | None = option(
+        None,
+        "Simulate what this tuning.json of the fit or the fleet recommends: policy, parameters, "
+        "router, workers, targets and seed. Options replace them.",
+    )
+    settings: SetOption = None
+    sla: SlaOption = None
+    workers: int | None = option(
+        None,
+        "The number of workers; default: as tuned, the recipe's, as profiled, or 1.",
+        min=1,
+        callback=limit_workers,
+    )
+    max_new_tokens: int | None = option(
+        None,
+        "The limit of requests without one in the trace; default: the recipe's, or 4096 in "
+        "unit-step.",
+        min=1,
+    )
+    fit_lengths: bool = option(True, "Scale the lengths to the model's context.")
+    seed: int | None = option(
+        None,
+        "Draw the memory limits and the policies' samples from this seed; default: the tuning's, "
+        "the recipe's, or 0.",
+        min=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSettings:
+    """What runs where the command line does not say: what a tuning recommends, or the settings of
+    the recipe.
+    """
+
+    outcome: Outcome  # its metrics do not count
+    refuses: bool  # the front of replicas refuses what would miss a target
+
+    @classmethod
+    def of_tuning(cls, tuning: Tuning) -> OwnSettings:
+        """What a tuning recommends."""
+        return cls(tuning.recommended, REFUSED in tuning.recommended.metrics)
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, targets: Mapping[str, float], workers: int) -> OwnSettings:
+        """The recipe's settings with these targets and workers of all kinds, as `tune` judges them
+        first. `InputError` for a router that does not exist.
+        """
+        from toolkit.routing.admission import UNLIMITED, LatencyLimits
+        from toolkit.routing.routers import router_of
+
+        own = recipe.policy
+        router = router_of(recipe.model_copy(update={"sla": targets}), workers=workers)
+        limited = recipe.tune.max_refused_percent is not None
+        refuses = limited and recipe.serve.admission == "targets" and router is not None
+        outcome = Outcome(
+            policy=own.name, parameters=own.parameters, metrics={}, replica_router=router
+        )
+        return cls(outcome, refuses and LatencyLimits.of(targets) != UNLIMITED)
+
+    def front(self, given: Mapping[str, Value]) -> dict[str, Value]:
+        """The router before replicas and whether their front refuses, as `--set` takes them; no
+        router where another one is `given`.
+        """
+        settings: dict[str, Value] = {"admission": "targets"} if self.refuses else {}
+        router = self.outcome.replica_router
+        if router and given.get("replica_router", router.name) == router.name:
+            settings["replica_router"] = router.name
+            settings |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        return settings
+
+    def parameters(self, given: Mapping[str, Value], kinds: Sequence[str]) -> dict[str, Value]:
+        """The policy's parameters, and the flags of a fleet's `kinds`, as `--set` takes them; not
+        where another value is `given` for all kinds.
+        """
+        from toolkit.sched.policies import BUILT_IN
+
+        own = self.outcome
+        first = kinds[0] if kinds and own.policy in BUILT_IN else own.policy
+        settings: dict[str, Value] = {}
+        for owner, flags in {first: own.parameters, **own.kind_parameters}.items():
+            if owner in (first, *kinds):
+                for key, value in flags.items():
+                    if not {key, f"{own.policy}.{key}"} & given.keys():
+                        settings[f"{owner}.{key}"] = value
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy, and the world that it runs in."""
+
+    policy: AnyPolicy
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Requests that will be simulated, the laws, and what the command line and the files say about
+    the rest.
+
+    Without a `fit` it is the token-step world. Of a fleet, the first of its `kinds` has the fit and
+    the recipe.
+    """
+
+    trace: Trace
+    traffic: Traffic
+    fit: Fit | None
+    recipe: Recipe | None
+    tuning: Tuning | None
+    kinds: Sequence[Kind]
+    own: OwnSettings | None  # None: there is no recipe
+    recipe_says: Sequence[str]  # what was taken from the recipe besides its policy and router
+    given: Mapping[str, Value]  # by --set
+    targets: Mapping[str, float]
+    max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
+    workers: int  # of the fit
+    seed: int
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines of the laws; none in the token-step world."""
+        if self.kinds:
+            return [kind.fit.engine.engine for kind in self.kinds]
+        return [self.fit.engine.engine] if self.fit else []
+
+    @property
+    def own_policy(self) -> str:
+        """The policy of the tuning or the recipe; without either the one that the fit's engine has
+        built in, or else the default of recipes.
+        """
+        from toolkit.sched.policies import BUILT_IN
+        from toolkit.sim.api import usual_policies
+
+        if self.own:
+            return self.own.outcome.policy
+        built_in = [name for name in usual_policies(self.fit) if name in BUILT_IN]
+        return built_in[0] if built_in else PolicySpec().name
+
+    def policies(self, named: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
+        """The policies to simulate: the `named` ones, else the `usual` ones. Tuned servers behind a
+        router run no policy but their own. `InputError` where the tuning's policy is not `named`.
+        """
+        tuned = self.tuning.recommended if self.tuning else None
+        if tuned and named and tuned.policy not in named:
+            raise InputError(
+                f"the tuning recommends policy '{tuned.policy}', which is not among those to "
+                f"simulate: {', '.join(named)}",
+                f"name {tuned.policy}, or leave --tuning out",
+            )
+        if tuned and tuned.replica_router and not named:
+            return [tuned.policy]
+        return named or usual
+
+    def contenders(self, names: Sequence[str], failures: Path | None = None) -> list[Contender]:
+        """The policies of these names, each with the world that it runs in; print what the recipe
+        gave. A router is only before a policy that is built into an engine.
+
+        Args:
+            failures: a file of failures of replicas.
+
+        Raises `InputError` for an unknown policy, and for settings that cannot be.
+        """
+        from toolkit.sched.policies import BUILT_IN
+        from toolkit.sim.world import assign_settings, check_capacity
+
+        kinds = [kind.recipe.name for kind in self.kinds]
+        front: Mapping[str, Value] = {}
+        own: Mapping[str, Value] | None = None  # the recipe's policy is not among them
+        if self.own and BUILT_IN.keys() & names:
+            front = self.own.front(self.given)
+        if self.own and self.own_policy in names:
+            own = self.own.parameters(self.given, kinds)
+        of_world, of_policy = assign_settings(names, {**front, **(own or {}), **self.given}, kinds)
+        of_others = {k: v for k, v in of_world.items() if k in self.given or k not in front}
+        found = []
+        for name in names:
+            built_in = name in BUILT_IN
+            settings = of_world if built_in else of_others
+            flags = of_policy[name]
+            world = self._world(settings, flags if built_in else {}, failures)
+            check_capacity(settings, world, self.trace)
+            found.append(Contender(self._policy(name, flags), world))
+        self._note_recipe(front, own)
+        return found
+
+    def _note_recipe(self, front: Mapping[str, Value], own: Mapping[str, Value] | None) -> None:
+        """Print in one line what was taken from the recipe: policy, router and `recipe_says`."""
+        if self.recipe is None or self.own is None or self.tuning:
+            return
+        said = list(self.recipe_says)
+        if "replica_router" in front:
+            said.insert(0, f"router {front['replica_router']}")
+        if own is not None:
+            flags = {name.rpartition(".")[2]: value for name, value in own.items()}
+            said.insert(0, f"policy {self.own_policy}{f' ({_words(flags)})' if flags else ''}")
+        if said:
+            note(f"from recipe {self.recipe.name}: {'; '.join(said)}")
+
+    def _policy(self, name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
+        """The policy of this name with the given parameters. The scheduler of a fleet's servers has
+        those of the first kind's recipe, too.
+        """
+        from toolkit.sched.policies import BUILT_IN
+        from toolkit.sim.world import flags_of, policy_for, settings_of_kinds
+
+        own = settings_of_kinds(parameters, self.kinds)[0] if self.kinds else parameters
+        if len(self.kinds) > 1 and name in BUILT_IN:
+            return flags_of(self.kinds[0], own)
+        return policy_for(self.fit, name, own)
+
+    def _world(
+        self, settings: Mapping[str, Value], flags: Mapping[str, Value], failures: Path | None
+    ) -> World:
+        """The simulated world with these settings, `flags` of the scheduler of a fleet's servers,
+        the targets for its router and its front, and a file of failures of replicas.
+
+        `InputError` for a setting that it cannot have.
+        """
+        from toolkit.routing.admission import UNLIMITED, LatencyLimits
+        from toolkit.routing.routers import make_router, targets_of
+        from toolkit.sched.policies.parameters import parameters
+        from toolkit.sim.replicas import Routing, read_outages
+        from toolkit.sim.world import flagged, make_world
+
+        others = self.kinds[1:]
+        world = make_world(
+            self.fit,
+            settings,
+            workers=self.workers,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            others=others,
+        )
+        world = flagged(world, self.kinds, flags)
+        if self.recipe:
+            further = [
+                _of_recipe(one, k.recipe) for one, k in zip(world.others, others, strict=True)
+            ]
+            world = replace(_of_recipe(world, self.recipe), others=tuple(further))
+        traffic = self.traffic
+        world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
+        routing = world.routing or Routing()
+        if failures is not None:
+            routing = replace(routing, outages=read_outages(failures, world.size))
+        elif world.routing is None:
+            return world
+        router = routing.router
+        wanted = targets_of(router.name, self.targets)
+        known = {k: v for k, v in wanted.items() if f"{router.name}.{k}" not in settings}
+        refuses = settings.get("admission") == "targets"
+        limits = LatencyLimits.of(self.targets) if refuses else UNLIMITED
+        if refuses and limits == UNLIMITED:
+            raise InputError(
+                "admission is 'targets', and no target for TTFT or E2E is given",
+                "add one, such as --sla ttft_p99_s=1",
+            )
+        made = make_router(router.name, parameters(router) | known)
+        return replace(world, routing=replace(routing, router=made, limits=limits))
+
+
+def _of_recipe(world: World, recipe: Recipe) -> World:
+    """The world with what a recipe says and a fit does not."""
+    acceptance = world.acceptance or recipe.serve.acceptance
+    return replace(world, flush_s=recipe.engine.flush_s, acceptance=acceptance)
+
+
+def open_stage(args: StageOptions, rate: object = None) -> Stage:
+    """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
+    rests on. `rate` is the command's.
+
+    Lengths of a trace are scaled as in `tune`, by the limits of the recipe that the fit was made
+    from; `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed, for
+    files that are missing or of another kind, and where that recipe is not found; without a fit it
+    names those that ship. `StaleError` for a tuning of another fit or fleet.
+    """
+    from toolkit.sim.world import UNIT_STEP
+    from toolkit.traces.windows import prepare, scale_lengths
+
+    given = parse_settings(args.settings)
+    targets = parse_sla(args.sla)
+    traffic = read_traffic(args, rate, seed=args.seed or 0)
+    kinds: Sequence[Kind] = ()
+    bases: dict[Path, Fit] = {}
+    spec: Recipe | None = None
+    fitted: Fit | None = None
+    tuning: Tuning | None = None
+    fleet = None
+    if args.fleet is not None:
+        refuse_useless({"--recipe": args.recipe}, "a fleet names its recipes")
+        refuse_workers(args.workers)
+        fleet = open_fleet(args.fleet)
+        tuning = read_tuning(args.tuning, fleet.inputs)
+        kinds = sized(fleet.kinds, tuning)
+        spec = kinds[0].recipe
+        fitted = kinds[0].fit
+    elif args.fit == UNIT_STEP and not Path(args.fit).exists():
+        refuse_useless({"--recipe": args.recipe}, f"--fit {UNIT_STEP} has none")
+        refuse_useless({"--tuning": args.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
+    else:
+        path = _existing_fit(args.fit)
+        fitted = read_file(Fit, path)
+        spec = _recipe_of(fitted, path, args.recipe, needed=args.max_new_tokens is None)
+        if spec is not None:
+            refuse_recipe(spec)
+        made_from = {"fit": path} | ({"recipe": args.recipe} if args.recipe else {})
+        tuning = read_tuning(args.tuning, made_from)
+        if tuning and "fleet" in tuning.inputs:
+            raise InputError(
+                f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
+                "name the fleet with --fleet in place of --fit",
+            )
+        bases[path] = fitted
+    limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
+    requests = traffic.trace
+    if traffic.path is None:
+        limited = fitted is not None and not traits_of(fitted.engine.engine).server
+        context = fitted.engine.max_model_len if fitted else None
+        traffic.refuse_longer(context, limit if limited else None)
+    elif args.fit_lengths and spec:
+        serve = spec.serve.model_copy(update={"max_new_tokens": limit})
+        requests = prepare(requests, spec.model_copy(update={"serve": serve}))
+    elif args.fit_lengths and fitted:
+        requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
+    note_scaling(requests)
+    if fleet:
+        fleet.note_bases(tuning)
+    note_bases(bases)
+    if args.tuning and tuning:
+        note(f"{args.tuning.name} recommends {tuning.recommended.key}")
+    if tuning and tuning.concurrency and rate is None and not traffic.concurrency:
+        traffic = replace(traffic, concurrency=tuning.concurrency)
+    recipe_says: list[str] = []
+    workers = args.workers or 0
+    seed = args.seed or 0
+    own: OwnSettings | None = None
+    if tuning:
+        own = OwnSettings.of_tuning(tuning)
+        targets = targets or tuning.sla
+        workers = args.workers or tuning.workers
+        seed = tuning.seed if args.seed is None else args.seed
+    elif spec:
+        targets = targets or spec.sla
+        workers = args.workers or spec.workers
+        seed = spec.tune.seed if args.seed is None else args.seed
+        own = OwnSettings.of_recipe(spec, targets, sum(kind.workers for kind in kinds) or workers)
+        if not args.sla:
+            recipe_says.append(f"targets {_words(spec.sla)}" if spec.sla else "no targets")
+        if args.workers is None and not kinds:
+            recipe_says.append(f"{workers} worker{'s' * (workers > 1)}")
+        if args.seed is None:
+            recipe_says.append(f"seed {seed}")
+    return Stage(
+        trace=requests,
+        traffic=traffic,
+        fit=fitted,
+        recipe=spec,
+        tuning=tuning,
+        kinds=kinds,
+        own=own,
+        recipe_says=recipe_says,
+        given=given,
+        targets=targets,
+        max_new_tokens=limit,
+        workers=kinds[0].workers if kinds else workers,
+        seed=seed,
+    )
+
+
+def _words(values: Mapping[str, Value]) -> str:
+    """Names and values in one line."""
+    return ", ".join(f"{name} {word(value)}" for name, value in values.items())
+
+
+def _existing_fit(fit: str) -> Path:
+    """The file of --fit. `InputError` where there is none."""
+    from toolkit.sim.world import UNIT_STEP
+
+    path = fit_path(fit)
+    if not path.exists():
+        made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
+        raise InputError(
+            f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
+        )
+    return path
+
+
+def _recipe_of(fit: Fit, path: Path, recipe: Path | None, *, needed: bool) -> Recipe | None:
+    """The recipe that `fit` was made from: `recipe`, or the one at the usual places.
+
+    `InputError` where it is `needed` and not found, `StaleError` where `recipe` is another.
+    """
+    if recipe is not None:
+        read_file(Fit, path, {"recipe": recipe})
+        return load_recipe(recipe)
+    found = find_recipe(fit, path)
+    if found is None and needed:
+        raise InputError(
+            f"{path}: its recipe '{fit.recipe_name}', which limits the outputs"
+            " (serve.max_new_tokens), is not found or has changed since",
+            "name the recipe with --recipe, or give the limit with --max-new-tokens",
+        )
+    return found
+
+
+def result_notes(
+    refusals: Sequence[Refusal], metrics: Mapping[str, float], measured: object = None
+) -> list[str]:
+    """What a reader must know before trusting the figures of a simulation, a line each: requests
+    that can never be served, batches outside the `measured` range of the laws, if that is given,
+    hits of a prefix cache, and unfinished requests.
+    """
+    from toolkit.sim.world import extrapolation_warning
+
+    lines = []
+    if refusals:
+        first = refusals[0]
+        count = len(refusals)
+        counted = "1 request" if count == 1 else f"{count:,} requests"
+        example = f"for example number {int(first.request_id) + 1}: {first.reason}"
+        lines.append(f"{counted} rejected; {example}")
+    beyond_percent = metrics.get("extrapolated_batches_percent", 0.0)
+    if measured is not None and beyond_percent:
+        lines.append(f"warning: {extrapolation_warning(beyond_percent, measured)}")
+    if "hit_percent" in metrics:
+        hit_percent = metrics["hit_percent"]
+        tokens = metrics["query_tokens"]
+        line = f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found"
+        if "lost_hit_tokens" in metrics:
+            lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
+            line += f", {lost_percent:.3g} % lost to eviction"
+        lines.append(line)
+    if metrics["unfinished"]:
+        unfinished = f"{metrics['unfinished']:,.0f} had not ended"
+        lines.append(f"stopped when the last request was admitted; {unfinished}")
+    return lines
+
+
+def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
+    """A line on the policies that ignore what the trace says that prompts share; else none."""
+    from toolkit.sched.policies import BUILT_IN
+
+    if trace.shared is None and trace.sessions is None:
+        return []
+    without = [name for name in policies if name not in BUILT_IN]
+    which = f"{len(without)} of the policies reuse"
+    if len(without) == 1:
+        which = f"policy '{without[0]}' reuses"
+    return [f"{which} no prompts: simulated as if they shared nothing"] if without else []

@@ -1,0 +1,255 @@
+"""What `llmctl tune` prints: how long the search will take, and its result as tables and charts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from textwrap import fill
+
+from toolkit.cli.output import WIDTH, PlotPoint, note, scatter, table
+from toolkit.files.tuning import Outcome, ParameterValue, Sizing, SizingRow, Tuning, share_used
+from toolkit.units import number, seconds, word
+
+ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
+RECENT = 24  # evaluations by which the rest is estimated: three batches
+DRIFT = 1.5  # ratio of the remaining time to what was printed last
+MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
+NOTED_MORE = 20  # simulations of a fleet's counts that are announced
+BROKEN_SHOWN = 4  # counts of a fleet that break a limit, of each settings
+METRICS = (
+    "goodput_rps",
+    "throughput_rps",
+    "sla_attainment_percent",
+    "sla_attainment_lower_percent",
+    "ttft_mean_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "e2e_mean_s",
+    "e2e_p95_s",
+    "batch_size_mean",
+    "oom_percent",
+    "evicted_percent",
+    "hit_percent",
+)
+
+
+class TuneProgress:
+    """Moves the progress bar, and prints the remaining time at the rate of the last evaluations.
+
+    Evaluations differ in cost: overloaded settings take longer, and each part of a tuning simulates
+    others. So the time is printed again when it differs by `DRIFT` from what was printed.
+
+    Args:
+        total: about how many evaluations there are.
+        remembered: how many of them are kept from an earlier run, and come at once.
+        jobs: processes; the first evaluation of each includes its start, and is not timed.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        advance: Callable[..., None],
+        total: int,
+        remembered: int,
+        jobs: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._advance = advance
+        self._total = total
+        self._jobs = jobs
+        self._clock = clock
+        self._untimed = remembered + jobs - 1
+        self._done = 0
+        self._recent_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last ones were done
+        self._end_s: float | None = None  # as it was printed last
+
+    def __call__(self, best: float) -> None:
+        self._done += 1
+        self._advance(text=f"best {number(best)} good requests/s" if best else "")
+        if self._done <= self._untimed:
+            return
+        now_s = self._clock()
+        recent_s = self._recent_s
+        recent_s.append(now_s)
+        timed = len(recent_s) - 1
+        left = self._total - self._done
+        if timed < ESTIMATE_AFTER:
+            return
+        left_s = (now_s - recent_s[0]) / timed * left
+        what = f"for {left} more simulations, {self._jobs} at a time"
+        if self._end_s is None and left_s > MIN_ESTIMATE_S:
+            note(f"about {seconds(left_s)} {what}")
+            self._end_s = now_s + left_s
+        elif self._end_s is not None and timed == RECENT:
+            said_s = max(self._end_s - now_s, 0.0)
+            less_s, more_s = sorted((said_s, left_s))
+            if more_s >= DRIFT * less_s and more_s - less_s > MIN_ESTIMATE_S:
+                taken = "longer" if left_s > said_s else "less"
+                note(f"now about {seconds(left_s)} {what}: the last {timed} took {taken}")
+                self._end_s = now_s + left_s
+
+    def expect(self, more: int) -> None:
+        """Expect at most `more` further simulations; negative: fewer. Many are announced, with a
+        new estimate of the time.
+        """
+        self._total += more
+        self._advance(0, total=self._total)
+        if more >= NOTED_MORE:
+            note(f"at most {more:,} more simulations of cheaper counts")
+            self._end_s = None
+
+
+def show(result: Tuning) -> None:
+    """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
+    from toolkit.report.verdict import size_lines, verdict
+
+    before = result.defaults
+    after = result.best
+    same = before.key == after.key
+    if result.sizing:
+        print("\n".join([*size_lines(result), ""]))
+        _show_sizing(result.sizing)
+    if result.parallel:
+        _show_parallel(result)
+    if len(result.policies) > 1:
+        _show_policies(result)
+    rate = f"{result.load} on {result.workers} workers"
+    first = _settings(before)
+    best = _settings(after)
+    rows = [
+        (name, *([word(first[name])] if same else []), word(value)) for name, value in best.items()
+    ]
+    title = f"policy '{after.policy}', {len(result.trials)} trials at {rate}"
+    table(["parameter", *(["default"] if same else []), "best"], rows, title=title)
+    changes = []
+    for name in METRICS:
+        if name in before.metrics and name in after.metrics:
+            old = before.metrics[name]
+            new = after.metrics[name]
+            changes.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "-"))
+    names = ["default", "best"]
+    if not same:
+        names = [f"{_short(before)}, default", f"{_short(after)}, best"]
+    title = f"predicted on {result.judged.requests:,} requests of the trace"
+    table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
+    limits = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]
+    what = "the recipe's settings" if result.keep_defaults else "the best settings"
+    title = f"{what} beside the limits"
+    table(["limit", ">allowed", ">predicted", "kept"], limits, title=title)
+    of_best = [one.importance for one in result.policies if one.outcome.key == after.key]
+    shares = of_best[0] if of_best else {}
+    swings: list[tuple[object, ...]] = []
+    for swept in result.sensitivity:
+        share = f"{100 * shares[swept.parameter]:.0f} %" if swept.parameter in shares else "-"
+        over = f"{word(swept.values[0])} .. {word(swept.values[-1])}"
+        swings.append((swept.parameter, f"{swept.swing_percent:.1f} %", share, over))
+    title = "how far goodput moves with one parameter, and its weight among all trials"
+    table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
+    _show_chart(result)
+    for line in verdict(result):
+        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
+    """The policy's parameters, those of further kinds, then the router and its parameters."""
+    router = outcome.replica_router
+    found = outcome.every_parameter
+    if router is None:
+        return found
+    own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+    return {**found, "replica_router": router.name, **own}
+
+
+def _show_parallel(result: Tuning) -> None:
+    """Print the tensor parallelisms that were compared on the same GPUs."""
+    rows: list[list[object]] = []
+    for one in result.parallel:
+        rate = "not searched" if one.outcome is None else "-"
+        if one.capacity_rps is not None:
+            rate = number(one.capacity_rps)
+        latency_s = one.outcome.metrics.get("e2e_mean_s") if one.outcome else None
+        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, latency_s])
+    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">mean E2E, s"]
+    table(columns, rows, title="the same GPUs, by tensor parallelism")
+
+
+def _show_policies(result: Tuning) -> None:
+    from toolkit.sched.policies import footnote, marked
+
+    latency = result.latency_metric
+    what = "router" if result.best.replica_router else "policy"
+    rows: list[tuple[str, int, float, float, bool]] = []
+    for one in result.policies:
+        router = one.outcome.replica_router
+        metrics = one.outcome.metrics
+        name = router.name if router else marked(one.policy, result.engines)
+        goodput_rps = metrics.get("goodput_rps", 0.0)
+        latency_s = metrics.get(latency, 0.0)
+        rows.append((name, one.trials, goodput_rps, latency_s, one.feasible))
+    rows.sort(key=lambda row: (not row[4], -row[2]))
+    title = f"each {what}'s best settings, on the whole trace"
+    table([what, ">trials", ">goodput_rps", f">{latency}", "in limits"], rows, title=title)
+    remark = footnote([one.policy for one in result.policies], result.engines)
+    if remark:
+        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+
+
+def _show_sizing(sizing: Sizing) -> None:
+    """Print the tried numbers of workers; of a fleet those that keep the limits, and for each
+    settings the last few that break them.
+    """
+    shown: list[SizingRow] = []
+    broken: Counter[str] = Counter()
+    for one in reversed(sizing.rows):
+        broken[one.settings] += not one.feasible
+        if not sizing.kinds or one.feasible or broken[one.settings] <= BROKEN_SHOWN:
+            shown.insert(0, one)
+    rows: list[list[object]] = []
+    for one in shown:
+        counts = " + ".join(map(str, one.counts)) or one.workers
+        rows.append([one.settings, counts, one.feasible])
+        rows[-1] += [] if sizing.kinds else [one.goodput_rps]
+        used = share_used(one.binding_ratio).removesuffix(" of its limit")
+        rows[-1] += [f"{one.attainment_percent:.1f} %", f"{one.binding} {used}"]
+    columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
+    title = "numbers of workers that were tried, on the whole trace"
+    if sizing.kinds:
+        columns[1:4] = [">servers", "fits"]
+        title = f"{' + '.join(kind.recipe for kind in sizing.kinds)}, on the whole trace"
+    table(columns, rows, title=title)
+    if len(shown) < len(sizing.rows):
+        print(f"{len(shown)} of {len(sizing.rows)} tried counts; the file has all\n")
+
+
+def _show_chart(result: Tuning) -> None:
+    latency = result.latency_metric
+    known = [t for t in result.trials if latency in t.outcome.metrics and t.whole]
+    if len(known) < 2:
+        return
+    marks: dict[str, str] = {}  # of each policy, the first letter that no other has
+    for name in [_short(one.outcome) for one in result.policies]:
+        letters = [c for c in name if c.isalpha() and c != "o" and c not in marks.values()]
+        marks[name] = letters[0] if letters else "."
+    best = [trial for trial in known if trial.outcome.same_settings(result.best)][:1]
+    points = []
+    for mark, trials in (
+        ("", known),
+        ("o", [trial for trial in known if trial.number in result.front]),
+        ("D", [trial for trial in known if trial.number == 0]),
+        ("B", best),
+    ):
+        for trial in trials:
+            metrics = trial.outcome.metrics
+            own = marks.get(_short(trial.outcome), ".")
+            points.append(PlotPoint(metrics[latency], metrics["goodput_rps"], mark or own))
+    print("\ngoodput_rps of the trials")
+    print("\n".join(scatter(points, x_name=latency)))
+    legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
+    text = f"{legend}; o on the front of goodput and latency, D defaults, B best"
+    print(fill(text, WIDTH) + "\n")
+
+
+def _short(outcome: Outcome) -> str:
+    """What the search compares: the router, or else the policy."""
+    return outcome.replica_router.name if outcome.replica_router else outcome.policy
