@@ -328,6 +328,19 @@ class GroupedCache:
         if full is not None:
             self._see(row, full, min(tokens, row.known) // full.block)
 
+    def has_prompt(self, row: GroupRow) -> bool:
+        """Whether the blocks that lie within the row's prompt can be found. Those of a size that is
+        not `whole` get their keys late: with the next multiple of `whole` tokens.
+        """
+        if not self.caches or self.smallest == self.rules.whole:
+            return True
+        for group in self.groups:
+            if isinstance(group, StateGroup | OneStateGroup):
+                continue  # its blocks are kept at multiples of `whole` only
+            if row.tables[group.number].looked < row.prompt // group.block:
+                return False
+        return True
+
     def lost(self, row: GroupRow, found: int) -> int:
         """Tokens behind those that a waiting row has found that were once in the first group of
         full attention: given out since, or of no use without the tail of a window or a state.

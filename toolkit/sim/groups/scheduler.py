@@ -267,6 +267,7 @@ class GroupedScheduler(EngineScheduler[GroupRow]):
                 and row.in_flight == late
                 and row.in_pass == self._passes
                 and not row.request.watched
+                and self._cache.has_prompt(row)
                 and self._steady.can_join(row)
             ):
                 self._steady.join(row)
