@@ -130,8 +130,8 @@ class CapacityOptions(LengthOptions):
     )
     jobs: int | None = option(
         None,
-        "Simulate in this many processes; default: two, for traces of which a simulation takes "
-        "longer than the start of a process.",
+        f"Simulate in this many processes; default: two for traces of {LONG_TRACE:,} requests and "
+        "more, else one.",
         min=1,
         max=1024,
     )

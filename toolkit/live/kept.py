@@ -91,7 +91,9 @@ class KeptTuned:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own: after the server's
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_THE_SERVER)
+            thread = threading.get_native_id()
+            niceness = max(os.getpriority(os.PRIO_PROCESS, thread), BEHIND_THE_SERVER)
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
         wait_s = self._order.every_s
         while not self._ended.wait(wait_s):
             begun_s = time.monotonic()
