@@ -137,7 +137,7 @@ class PassScheduler(EngineScheduler[PagedRequest]):
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
-        self._pool = pool
+        self._pool = pool  # the same, by its own type
 
     def add(self, row: PagedRequest) -> None:
         self.waiting.append(row)

@@ -77,7 +77,7 @@ class GroupedScheduler(EngineScheduler[GroupRow]):
             )
         self._cache = GroupedCache(settings, blocks, flags, ahead=ahead)
         super().__init__(self._cache.pool)
-        self._pool = self._cache.pool
+        self._pool = self._cache.pool  # the same, by its own type
         self._most_rows: int = flags.max_num_seqs
         self._most_tokens: int = flags.max_num_batched_tokens
         self._chunked: bool = flags.chunked_prefill
