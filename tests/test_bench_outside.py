@@ -6,7 +6,7 @@ import samples
 
 from toolkit.bench.predict import predicted, seen_by_clients
 from toolkit.deploy.plan import make_plan
-from toolkit.endpoints.wire import Sample
+from toolkit.endpoints.load import Sample
 from toolkit.files.plan import Plan
 from toolkit.metrics import Served
 from toolkit.sim.conditions import ServerConditions

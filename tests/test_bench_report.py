@@ -5,7 +5,7 @@ import samples
 
 from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction, compare, report, request_lines
-from toolkit.endpoints.wire import INTERRUPTED, Sample
+from toolkit.endpoints.load import INTERRUPTED, Sample
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_lines
 

@@ -26,6 +26,7 @@ from toolkit.bench.client import NOT_CONTINUED, LoadSpec, Prompts, replay, run
 from toolkit.bench.predict import other_requests, predicted
 from toolkit.bench.report import cache_use
 from toolkit.bench.session import RequestSettings, prepare_replay
+from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import (
     FULL,
     CacheCounts,
@@ -35,7 +36,6 @@ from toolkit.endpoints.target import (
     find_target,
     with_answer_ids,
 )
-from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec

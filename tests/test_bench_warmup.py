@@ -23,8 +23,8 @@ from toolkit.bench.predict import (
 )
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
+from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import find_target
-from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import COEFFICIENTS, GraphSettings, PipelineLaw
 from toolkit.files.bench import Front

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
-from toolkit.endpoints.wire import Sample
+from toolkit.endpoints.load import Sample
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 IN_S = 0.003

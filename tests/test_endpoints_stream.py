@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, head, tokens_event, usage_event, whole
 
-from toolkit.endpoints.wire import Sample, StreamCall
+from toolkit.endpoints.load import Sample, StreamCall
 
 
 class Transport(asyncio.Transport):

@@ -13,8 +13,8 @@ from sse_server import chunked, event, serve_request, sse_server, tokens_event, 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
 from toolkit.cli.main import run
+from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import Metric
-from toolkit.endpoints.wire import Sample
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.recipe import Recipe

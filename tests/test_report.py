@@ -19,7 +19,7 @@ from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction
 from toolkit.bench.report import report as bench_report
 from toolkit.deploy.plan import make_plan
-from toolkit.endpoints.wire import Sample
+from toolkit.endpoints.load import Sample
 from toolkit.files.bench import MetricError, RequestError, Validation, WindowResult
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file

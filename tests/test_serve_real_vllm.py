@@ -20,7 +20,7 @@ from real_vllm import differences, needed, recipe
 from toolkit.backends.openai import Endpoint
 from toolkit.backends.vllm.command import VllmCommand, vllm_server
 from toolkit.backends.vllm.profile import timed
-from toolkit.endpoints.wire import Sample
+from toolkit.endpoints.load import Sample
 from toolkit.engines.saved import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy

@@ -18,7 +18,7 @@ from sse_server import sse_server
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.endpoints.target import find_target, look
-from toolkit.endpoints.wire import Upstream, UpstreamError
+from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.server import certificate_source
 

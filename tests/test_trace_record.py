@@ -24,7 +24,7 @@ from said import says
 from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
-from toolkit.endpoints.wire import Upstream
+from toolkit.endpoints.upstream import Upstream
 from toolkit.serve import recording as large
 from toolkit.serve.prompt_blocks import PromptBlocks
 from toolkit.serve.recording import (

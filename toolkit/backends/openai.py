@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from toolkit.endpoints.load import ClientConnection, Sample, loop_factory
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
@@ -32,7 +33,6 @@ from toolkit.endpoints.target import (
     scrape,
     version,
 )
-from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
 from toolkit.engines.protocol import FinishReason, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts, HitPoint

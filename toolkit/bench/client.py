@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.endpoints.fronts import name_of
+from toolkit.endpoints.load import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
-from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
 from toolkit.interrupts import InterruptedReplayError, cancelling

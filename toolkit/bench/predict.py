@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.bench.client import LoadSpec, run_whole, served
+from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import Target, front_state, scrape, version
-from toolkit.endpoints.wire import Sample
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError, InputError
 from toolkit.files.bench import BenchReport, Front, Scheduling, Warmup

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from toolkit.bench.client import Lengths, Replay, send_lag_s, served
 from toolkit.bench.predict import ServerTimes
+from toolkit.endpoints.load import INTERRUPTED, Sample
 from toolkit.endpoints.target import CacheCounts
-from toolkit.endpoints.wire import INTERRUPTED, Sample
 from toolkit.files.bench import BenchReport, CacheUse, Compared, Scheduling, TargetResult, Warmup
 from toolkit.files.io import EnvelopeFields
 from toolkit.metrics import FRONT, Served, sla_ratios, summarize

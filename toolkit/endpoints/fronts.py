@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from toolkit.endpoints.wire import Sample
+from toolkit.endpoints.load import Sample
 from toolkit.files.profile import TrafficFront
 from toolkit.sched.iterations import LoggedPass
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
 
-from toolkit.endpoints.wire import UpstreamAnswer, UpstreamError
+from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
 from toolkit.gateway.answers import DIVERGED, Attempted, PassingAnswer
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import NO_ROUTE, NOT_SERVED, LiveReplica

@@ -14,7 +14,7 @@ from msgspec import Raw
 from starlette.types import Receive, Send
 
 from toolkit.endpoints.foreign import decoded
-from toolkit.endpoints.wire import RawHeaders, UpstreamError
+from toolkit.endpoints.upstream import RawHeaders, UpstreamError
 from toolkit.gateway.answers import StreamedUsage
 from toolkit.gateway.passing import BUSY, NO_REPLICA, kept_headers, send_whole, whole_body
 from toolkit.gateway.replicas import LiveReplica

@@ -28,7 +28,7 @@ import msgspec
 from toolkit.backends.openai import kv_tokens
 from toolkit.endpoints.foreign import decoded, plain
 from toolkit.endpoints.target import Models, Version, error_text, parsed_metrics
-from toolkit.endpoints.wire import OpenLinks, Upstream, UpstreamError
+from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
@@ -205,7 +205,7 @@ class ReplicaPool:
         self._free: list[list[int]] = [[] for _ in kinds]
         self.background = Background(say)
         self.listed: list[str] = []  # as `renew` was given them last
-        self.open_links = OpenLinks()
+        self.http = HttpClient(keeps=False)
         self._gone: dict[str, LiveReplica] = {}  # by URL
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
 
@@ -261,7 +261,7 @@ class ReplicaPool:
         return replica
 
     def _upstream(self, url: str) -> Upstream:
-        return Upstream(url, math.inf, open_links=self.open_links)
+        return Upstream(url, math.inf, http=self.http)
 
     def _index(self, kind: int) -> int:
         """A place in the balancer for a replica of this kind."""
@@ -383,8 +383,7 @@ class ReplicaPool:
 
     async def stop(self) -> None:
         await self.background.stop()
-        for replica in self.by_index.values():
-            replica.upstream.close()
+        await self.http.close()
 
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
         if replica.state == "up":
@@ -396,8 +395,6 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            if replica.state == "gone":
-                replica.upstream.close()
             if self.balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
                 self._free[replica.kind].append(replica.index)
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from toolkit.endpoints.foreign import UNREADABLE, decoded
-from toolkit.endpoints.wire import Upstream, UpstreamAnswer, UpstreamError
+from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
 from toolkit.serve.server import WatchedFiles

@@ -29,7 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from toolkit.endpoints.foreign import Count, decoded
 from toolkit.endpoints.sse import EventReader, data_of
-from toolkit.endpoints.wire import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
+from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
 from toolkit.serve.background import Background

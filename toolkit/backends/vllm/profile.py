@@ -39,7 +39,7 @@ from toolkit.catalogue.caches import is_plain, logged_tokens, window_of
 from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
 from toolkit.catalogue.models import EXPERTS, experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
-from toolkit.endpoints.wire import Sample
+from toolkit.endpoints.load import Sample
 from toolkit.engines.saved import saved_model
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import LAUNCHES

@@ -1,0 +1,246 @@
+"""Requests that are passed on to another server, by aiohttp, for fronts and the recorder.
+
+The answer comes back byte for byte, in pieces as they arrive. Nothing is decoded or followed:
+compression and redirects are between the client and the server. While pieces are unread, reading
+from the server pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import math
+import re
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+from yarl import URL
+
+from toolkit.endpoints.target import distrusted, server_url, trust
+from toolkit.errors import InputError
+
+MAX_HELD_BYTES = 1 << 18
+MAX_LINE_BYTES = 1 << 16  # of a head
+CONNECT_S = 10.0
+IDLE_S = 4.0  # servers close theirs after five seconds or more
+LARGE_BYTES = 1 << 20  # a body that is written in pieces
+NO_ROOM_HERE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+BAD_TARGET = re.compile(rb"[\x00-\x20\x7f-\xff]")
+NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")  # by aiohttp
+# The proxy sets these itself. It sends a body at once, so it does not pass `expect` on.
+SET_BY_PROXY = (b"host", b"content-length", b"expect")
+LOST = "the connection to the server behind this one was lost"
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: these headers are about one connection, not about the message.
+HOP_BY_HOP = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization"),
+        *(b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+    )
+)
+
+
+class UpstreamError(Exception):
+    """The answer did not arrive, or not completely. `timed_out`: the server was silent too long.
+    `here`: this process lacks what a connection needs, and the server is not at fault. `untrusted`:
+    why its certificate is not trusted.
+
+    The message may be shown to a proxy's client: it names no address of the server.
+    """
+
+    def __init__(
+        self, message: str, *, timed_out: bool = False, here: bool = False, untrusted: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+        self.here = here
+        self.untrusted = untrusted
+
+
+class HttpClient:
+    """The connections to other servers, opened in the event loop of the first request.
+
+    `keeps`: a connection is kept for the next request. A front opens one for each request: kept
+    ones would need descriptors that its clients need, and a replica that ends may close one at the
+    moment of its reuse.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.keeps = keeps
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            kept_s = IDLE_S if self.keeps else None
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, force_close=not self.keeps, keepalive_timeout=kept_s
+                ),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=NOT_ADDED,
+                read_bufsize=MAX_HELD_BYTES // 2,  # reading pauses at twice as much
+                max_line_size=MAX_LINE_BYTES,
+                max_field_size=MAX_LINE_BYTES,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close all connections; answers that were not read to their end break off."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class UpstreamAnswer:
+    """An answer: its head has arrived, its body is still to come."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.status = response.status
+        self.headers = _end_to_end(response.raw_headers)
+
+    def header(self, name: str) -> str:
+        """The value of a header; '' if it is absent."""
+        return self._response.headers.get(name, "")
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
+        try:
+            async for piece in self._response.content.iter_any():
+                yield piece
+        except (aiohttp.ClientError, OSError) as error:
+            self._response.close()
+            raise _lost(error) from None
+
+    async def aclose(self) -> None:  # for `contextlib.aclosing`
+        """Release the connection.
+
+        If the answer was not read to its end the connection is closed, which tells the server to
+        stop.
+        """
+        self._response.close()
+
+
+class Upstream:
+    """The server at `url`; a path in it is put before the paths of requests. Times are in seconds.
+
+    Raises `InputError` for an invalid `url`. `silence_s` bounds the wait for the start of an answer
+    and for each next piece. `authorities` is a file of the authorities that may have signed its
+    certificate, by default the system's. `http` has its connections, with those of others.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        silence_s: float,
+        authorities: Path | None = None,
+        http: HttpClient | None = None,
+    ) -> None:
+        self._url = server_url(url)
+        if self._url.userinfo or self._url.query or self._url.fragment:
+            text = "the URL of the server holds more than its address and a path"
+            raise InputError(text, "leave the rest out")
+        if authorities is not None and self._url.scheme != "https":
+            text = f"'{url}' shows no certificate that {authorities} could have signed"
+            raise InputError(text, "https://, or none")
+        self._base = str(self._url).rstrip("/").removesuffix("/v1")
+        self._tls = trust(authorities) if self._url.scheme == "https" else True
+        self._http = http or HttpClient()
+        self._timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=CONNECT_S,
+            sock_read=None if math.isinf(silence_s) else silence_s,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._url.host, self._url.port or (443 if self._url.scheme == "https" else 80)
+
+    @property
+    def shown(self) -> str:
+        """The URL for people, without secrets."""
+        return str(self._url)
+
+    async def send(
+        self, method: str, target: bytes, headers: RawHeaders, body: bytes
+    ) -> UpstreamAnswer:
+        """Pass a request on; `target` is its path and query as the client sent them.
+
+        Raises `UpstreamError` if there is no answer. The server may close a kept connection at the
+        moment of its reuse: if it ends without a byte of an answer, the request is sent once more,
+        as curl does.
+        """
+        if BAD_TARGET.search(target):
+            raise UpstreamError("the server behind this one does not accept this path")
+        kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
+        passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
+        url = URL(self._base + target.decode("ascii"), encoded=True)
+        tries = 2 if self._http.keeps else 1
+        while True:
+            tries -= 1
+            try:
+                async with asyncio.timeout(self._timeout.sock_read):  # behind an interim answer, too
+                    response = await self._http.session.request(
+                        method,
+                        url,
+                        headers=passed,
+                        data=(io.BytesIO(body) if len(body) > LARGE_BYTES else body) or None,
+                        allow_redirects=False,
+                        timeout=self._timeout,
+                        ssl=self._tls,
+                    )
+                break
+            except aiohttp.ServerDisconnectedError as error:
+                if not tries:
+                    raise _lost(error) from None
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                raise _lost(error) from None
+        if response.status < 200:  # another protocol, which nothing here speaks
+            response.close()
+            raise UpstreamError(LOST)
+        return UpstreamAnswer(response)
+
+    async def check_certificate(self) -> None:
+        """Raise `InputError` if the certificate is not trusted. An absent server is no error."""
+        if self._tls is True:
+            return
+        try:
+            await (await self.send("HEAD", b"/", [], b"")).aclose()
+        except UpstreamError as error:
+            if error.untrusted:
+                hint = "--upstream-ca FILE names the authority that signed it"
+                raise InputError(f"{self.shown}: {error.untrusted}", hint) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+
+def _lost(error: Exception) -> UpstreamError:
+    """What an error of aiohttp means for a proxy's client."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in NO_ROOM_HERE:
+        return UpstreamError("this server has no room for a connection", here=True)
+    if untrusted := distrusted(getattr(error, "certificate_error", error)):
+        text = "the server behind this one shows a certificate that is not trusted"
+        return UpstreamError(text, untrusted=untrusted)
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return UpstreamError("the server behind this one cannot be reached")
+    if isinstance(error, TimeoutError):
+        return UpstreamError("the server behind this one was silent for too long", timed_out=True)
+    return UpstreamError(LOST)
+
+
+def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """The headers of the message, without those of the connection and those that it names."""
+    left_out = set(HOP_BY_HOP)
+    for key, value in headers:
+        if key.lower() == b"connection":
+            left_out.update(name.strip().lower() for name in value.split(b","))
+    return [(key, value) for key, value in headers if key.lower() not in left_out]
