@@ -1,4 +1,4 @@
-"""One streaming request, fed with bytes at exact times: the times that it notes, and its ends."""
+"""One streaming request: the times that it notes, and its ends."""
 
 import asyncio
 import itertools
@@ -7,69 +7,41 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sse_server import DONE, chunked, event, head, tokens_event, usage_event, whole
+from sse_server import DONE, chunked, event, head, tokens_event, usage_event, sse_server, whole
 
-from toolkit.endpoints.load import Sample, StreamCall
-
-
-class Transport(asyncio.Transport):
-    """Remembers what was written, and whether it was closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.aborted = False
-
-    def write(self, data) -> None:
-        self.written += data
-
-    def abort(self) -> None:
-        self.aborted = True
+from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
+from toolkit.endpoints.target import Target
 
 
-def call_with(
-    *pieces: tuple[float, bytes], lost: bool = True
-) -> tuple[Sample, StreamCall, Transport]:
-    """A call that is connected at 0.5 s and gets each piece at its time."""
-    times = iter([0.5, *(at for at, _ in pieces)])
-
-    async def feed() -> tuple[Sample, StreamCall, Transport]:
-        sample = Sample(0.25, 10, 3)
-        transport = Transport()
-        call = StreamCall(b"POST ...", sample, lambda: next(times))
-        call.connection_made(transport)
-        for _, data in pieces:
-            call.data_received(data)
-        if lost:
-            call.connection_lost(None)
-        return sample, call, transport
-
-    return asyncio.run(feed())
+def fed(*pieces: tuple[float, bytes]) -> tuple[Sample, StreamedAnswer]:
+    """What an answer notes that gets each piece of its body at its time."""
+    sample = Sample(0.25, 10, 3)
+    answer = StreamedAnswer(sample)
+    for at_s, piece in pieces:
+        answer.feed(piece, at_s)
+    return sample, answer
 
 
-def answer(data: bytes) -> Sample:
-    return call_with((1.0, data))[0]
+def answer(data: bytes | None, timeout_s: float = 30.0) -> Sample:
+    """What the client notes whose server answers with these bytes, and closes."""
+    sample = Sample(0.25, 10, 3)
+
+    async def send(url: str) -> None:
+        request = make_request(Target(url, "", "m", None, own=False), {"prompt": [1]})
+        async with LoadClient() as client:
+            await client.send(request, sample, lambda: 0.5, timeout_s)
+
+    with sse_server(lambda _: data) as server:
+        asyncio.run(send(server.url))
+    return sample
 
 
 def test_the_times_of_tokens_are_noted_as_they_come():
-    start = head(extra="transfer-encoding: chunked\r\n")
-    piece = b"%x\r\n%s\r\n" % (len(tokens_event()), tokens_event())
-    tail = (
-        b"".join(b"%x\r\n%s\r\n" % (len(data), data) for data in (usage_event(3), DONE))
-        + b"0\r\n\r\n"
-    )
-    sample, call, transport = call_with(
-        (1.0, start), (1.5, piece), (3.5, piece), (4.0, piece), (4.5, tail)
-    )
-    assert transport.written == b"POST ..."
-    assert (sample.sent_s, sample.first_token_s, sample.last_token_s, sample.max_gap_s) == (
-        0.5,
-        1.5,
-        4.0,
-        2.0,
-    )
-    assert (sample.output_tokens, sample.failure) == (3, "")
-    assert (call.closed.is_set(), transport.aborted) == (True, True)
+    piece = tokens_event()
+    sample, answer = fed((1.5, piece), (3.5, piece), (4.0, piece), (4.5, usage_event(3) + DONE))
+    times = (sample.first_token_s, sample.last_token_s, sample.max_gap_s)
+    assert times == (1.5, 4.0, 2.0)
+    assert (sample.output_tokens, answer.complete, answer.failure) == (3, True, "")
 
 
 def test_tokens_are_counted_by_usage_not_by_events():
@@ -79,12 +51,9 @@ def test_tokens_are_counted_by_usage_not_by_events():
 
 def test_comments_and_lines_of_other_kinds_are_no_tokens():
     waiting = b": waiting\n\n" + b"event: ping\nid: 3\n\n"
-    sample, *_ = call_with(
-        (1.0, head() + waiting),
-        (2.0, tokens_event()),
-        (3.0, tokens_event() + usage_event(2) + DONE),
-    )
-    assert (sample.first_token_s, sample.failure) == (2.0, "")
+    end = tokens_event() + usage_event(2) + DONE
+    sample, answer = fed((1.0, waiting), (2.0, tokens_event()), (3.0, end))
+    assert (sample.first_token_s, answer.complete) == (2.0, True)
 
 
 def test_carriage_returns_and_a_missing_space_are_fine():
@@ -102,11 +71,12 @@ def test_a_stream_may_end_without_done():
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=30))
 def test_any_cut_of_the_bytes_gives_the_same_result(cuts):
-    data = chunked(b": waiting\n\n", tokens_event("ä"), tokens_event(), usage_event(2), DONE)
+    events = (b": waiting\n\n", tokens_event("ä"), tokens_event(), usage_event(2), DONE)
+    data = b"".join(events)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
-    sample, *_ = call_with(*((1.0, piece) for piece in pieces))
-    assert (sample.output_tokens, sample.max_gap_s, sample.failure) == (2, 0.0, "")
+    sample, answer = fed(*((1.0, piece) for piece in pieces))
+    assert (sample.output_tokens, sample.max_gap_s, answer.complete) == (2, 0.0, True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +98,7 @@ def test_any_cut_of_the_bytes_gives_the_same_result(cuts):
         (chunked(b"data: {broken\n\n"), "an event is not OpenAI's"),
         (chunked(b'data: {"choices": 3}\n\n'), "an event is not OpenAI's"),
         (chunked(tokens_event(), usage_event(1))[:120], "the connection was lost"),
-        (head() + tokens_event(), "the connection was lost"),
+        (head() + tokens_event(), "the stream ended without tokens or their usage"),
         (b"", "the connection was lost"),
         (b"SSH-2.0-OpenSSH\r\n", "the answer is not HTTP"),
     ],
@@ -138,10 +108,24 @@ def test_any_other_answer_is_a_failure_with_a_reason(data, failure):
 
 
 def test_the_first_reason_stands():
-    sample, call, _ = call_with((1.0, chunked(event({"error": "first"}))), lost=False)
-    call.end("second")
-    call.connection_lost(None)
-    assert sample.failure == "error in the stream: first"
+    _, answer = fed((1.0, event({"error": "first"})), (2.0, event({"error": "second"})))
+    assert answer.failure == "error in the stream: first"
+
+
+def test_a_silent_server_is_awaited_for_the_given_time():
+    assert answer(None, timeout_s=0.05).failure == "no end within 0.05 s"
+
+
+def test_a_server_that_is_gone_is_a_failure_too():
+    sample = Sample(0.0, 1, 1)
+    target = Target("http://127.0.0.1:1", "", "m", None, own=False)
+
+    async def send() -> None:
+        async with LoadClient() as client:
+            await client.send(make_request(target, {}), sample, lambda: 0.0, 5.0)
+
+    asyncio.run(send())
+    assert sample.failure.startswith("cannot connect")
 
 
 def test_an_event_that_never_happened_is_nan():

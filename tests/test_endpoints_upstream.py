@@ -133,6 +133,18 @@ def test_a_cut_off_or_malformed_answer_is_an_error(sent):
     behind(Behind(sent), use)
 
 
+def test_no_connection_is_kept_where_enough_are_in_use():
+    server = Behind(WHOLE, WHOLE)
+
+    async def use(upstream: Upstream) -> None:
+        upstream._http.kept_until = 0
+        for _ in range(2):
+            assert await read(upstream) == (200, b"ok")
+
+    behind(server, use)
+    assert [b"connection: close" in head.lower() for head in server.heads] == [True, True]
+
+
 def test_a_closed_kept_connection_costs_no_request():
     server = Behind(WHOLE, b"", WHOLE)
 

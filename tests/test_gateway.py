@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import samples
+from aiohttp.client_proto import ResponseHandler
 from said import says
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
@@ -22,7 +23,7 @@ from toolkit.backends import ServerOrder, StartsReplicas
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
-from toolkit.endpoints.wire import Link, Upstream, UpstreamError
+from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import EngineError, ForeignError, InputError
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.estimators.steps import StepLaw
@@ -236,7 +237,7 @@ def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_col
     def found(kind: type) -> set[int]:
         return {id(each) for each in gc.get_objects() if isinstance(each, kind)}
 
-    others = found(PassedRequest) | found(Link)  # what earlier tests of this process hold
+    others = found(PassedRequest) | found(ResponseHandler)  # what earlier tests of this process hold
 
     def kept(kind: type) -> bool:
         return bool(found(kind) - others)
@@ -252,11 +253,12 @@ def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_col
             front.pool.renew([])
             for each in servers:
                 each.kill()
-            while kept(Link):
+            while kept(ResponseHandler):
                 await asyncio.sleep(0.005)
-            with pytest.raises(UpstreamError):
-                await Upstream(servers[0].url, 5.0).send("GET", b"/health", [], b"")
-            assert not kept(Link)
+            async with Upstream(servers[0].url, 5.0) as upstream:
+                with pytest.raises(UpstreamError):
+                    await upstream.send("GET", b"/health", [])
+            assert not kept(ResponseHandler)
         finally:
             gc.enable()
 

@@ -589,11 +589,22 @@ def test_the_counters_of_a_replica_that_returns_do_not_fall():
     run(test)
 
 
-def test_no_idle_connection_to_a_replica_takes_a_descriptor():
+async def use_kept_connections_up(front: Front, servers: list[StandIn]) -> None:
+    """Let each request close its connection, until none is idle."""
+    front.pool.http.kept_until = 0
+    while any(each.connections for each in servers):
+        for replica in front.pool.replicas:
+            await front.pool._ask(replica, b"/health")
+
+
+def test_where_many_connections_are_in_use_none_is_kept():
     async def test(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+        assert any(each.connections for each in servers)
+        await use_kept_connections_up(front, servers)
         asking = [front.pool._ask(front.pool.replicas[0], b"/health") for _ in range(6)]
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}
-        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+        assert front.pool.http.in_use == 0
         front.pool.renew([])
         while any(each.connections for each in servers):
             await asyncio.sleep(0.005)
@@ -633,6 +644,7 @@ def test_the_log_has_no_session_verbatim_and_equal_ones_go_together(named: str):
 def test_a_front_without_descriptors_says_so_and_keeps_its_replicas():
     async def test(front: Front, servers: list[StandIn]) -> None:
         assert (await front.http.get("/health")).status_code == 200
+        await use_kept_connections_up(front, servers)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(0)  # the least number that is not used
         os.close(free)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.relay_clients [--streams 100] [--events 100] [--with aiohttp]
 
-Takes some seconds. `ours` is `toolkit.endpoints.wire.Upstream`; `--with` names a further library
-that is installed: aiohttp, httpx or httpx2. The server has a process of its own, and sends an event
-of each stream every 5 ms.
+Takes some seconds. `ours` is `toolkit.endpoints.upstream.Upstream`, over aiohttp; `--with` names a
+further library that is installed: aiohttp, httpx or httpx2. The server has a process of its own,
+and sends an event of each stream every 5 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.common.command import make_parser
-from toolkit.endpoints.wire import Upstream
+from toolkit.endpoints.upstream import Upstream
 
 EVENT = b'data: {"id":"cmpl-0","choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -85,10 +85,7 @@ async def relay(name: str, url: str, streams: int) -> tuple[float, int]:
     before_s = time.process_time()
     sizes = await asyncio.gather(*(one() for _ in range(streams)))
     spent_s = time.process_time() - before_s
-    if name == "ours":
-        http.close()
-    else:
-        await (http.close() if name == "aiohttp" else http.aclose())
+    await (http.close() if name in ("ours", "aiohttp") else http.aclose())
     return spent_s, sum(sizes)
 
 

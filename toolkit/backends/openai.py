@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from toolkit.endpoints.load import ClientConnection, Sample, loop_factory
+from toolkit.endpoints.load import LoadClient, Request, Sample, loop_factory, make_request
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
@@ -129,7 +129,6 @@ class Endpoint:
             url, recipe.engine.served_model, os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
         )
         self.dialect: Dialect = learn(self.target)
-        self._connection = ClientConnection(self.target)
         # A new seed for each run, so that no prompt is in a prefix cache.
         self._rng = np.random.default_rng(time.time_ns())
         self.vocab_size = 1  # token ids of prompts are below it
@@ -162,8 +161,8 @@ class Endpoint:
         prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
         names = names or [""] * len(samples)
         requests = [
-            self._connection.request(
-                dialect.request(model, prompt, sample.wanted_tokens), name=name
+            make_request(
+                self.target, dialect.request(model, prompt, sample.wanted_tokens), name=name
             )
             for sample, prompt, name in zip(samples, prompts, names, strict=True)
         ]
@@ -172,12 +171,13 @@ class Endpoint:
         def clock() -> float:
             return time.perf_counter() - zero_s
 
-        async def send(request: bytes, sample: Sample) -> None:
+        async def send(request: Request, sample: Sample) -> None:
             if sample.scheduled_s:
                 await asyncio.sleep(sample.scheduled_s - clock())
-            await self._connection.send(request, sample, clock, GROUP_TIMEOUT_S)
+            await client.send(request, sample, clock, GROUP_TIMEOUT_S)
 
-        await asyncio.gather(*[send(*pair) for pair in zip(requests, samples, strict=True)])
+        async with LoadClient() as client:
+            await asyncio.gather(*[send(*pair) for pair in zip(requests, samples, strict=True)])
         for sample in samples:
             if sample.failure:
                 raise Unmeasurable(sample.failure)

@@ -25,7 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.endpoints.fronts import name_of
-from toolkit.endpoints.load import INTERRUPTED, ClientConnection, Sample, loop_factory
+from toolkit.endpoints.load import (
+    INTERRUPTED,
+    LoadClient,
+    Request,
+    Sample,
+    loop_factory,
+    make_request,
+)
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
@@ -269,51 +276,38 @@ async def replay(
 ) -> Replay:
     """`run` on the caller's event loop; cancelling the task interrupts it."""
     samples = [Sample(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
-    sender = _Sender(target, trace, load, samples)
-    firsts = list(range(len(samples)))
-    if trace.sessions is not None:
-        firsts = np.flatnonzero(trace.sessions.previous < 0).tolist()
-    prepared = deque(sender.first(row) for row in firsts[:PREPARED])
-    running: set[asyncio.Task[None]] = set()
-    with before_others():
-        sender.start()
-        try:
-            if load.concurrency:
-                rows = iter(firsts)
-                for place in range(min(load.concurrency, len(firsts))):
-                    at_s = place * load.ramp_s / load.concurrency
-                    running.add(asyncio.create_task(sender.place(at_s, rows, prepared, on_done)))
-                await asyncio.gather(*running)
-            else:
-                for row in firsts:
-                    prompt, request = prepared.popleft() if prepared else sender.first(row)
-                    await asyncio.sleep(samples[row].scheduled_s - sender.clock())
-                    task = asyncio.create_task(sender.session(row, prompt, request, on_done))
-                    running.add(task)
-                    task.add_done_callback(running.discard)
-                while running:
-                    await asyncio.wait(running)
-        except asyncio.CancelledError:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            return Replay(samples, interrupted=True, start_s=sender.start_s)
-    return Replay(samples, interrupted=False, start_s=sender.start_s)
+    interrupted = False
+    async with LoadClient() as client:
+        sender = _Sender(client, target, trace, load, samples, on_done)
+        with before_others():
+            try:
+                await sender.send_all()
+            except asyncio.CancelledError:
+                interrupted = True
+                await sender.cancel()
+    return Replay(samples, interrupted, sender.start_s)
 
 
 NOT_CONTINUED = "the turn before failed"
 
 
 class _Sender:
-    """Makes requests and sends them. Its clock starts at 0 in `start`."""
+    """Makes requests and sends them. Its clock starts at 0 in `send_all`."""
 
     def __init__(
-        self, target: Target, trace: Trace, load: LoadSpec, samples: Sequence[Sample]
+        self,
+        client: LoadClient,
+        target: Target,
+        trace: Trace,
+        load: LoadSpec,
+        samples: Sequence[Sample],
+        on_done: Callable[[], None],
     ) -> None:
-        self._connection = ClientConnection(target)
-        self._model = target.model
+        self._client = client
+        self._target = target
         self._load = load
         self._samples = samples
+        self._on_done = on_done
         self._limits = trace.max_tokens.tolist()
         self._priorities = trace.priorities
         self._prompts = Prompts(trace, load.dialect, load.vocab_size, load.seed)
@@ -321,25 +315,55 @@ class _Sender:
         self._next: dict[int, int] = {}  # the row of the next turn
         self._think_s: list[float] = []
         self._sessions: list[int] = []  # of each row, as the simulator names them
+        self._firsts = list(range(len(samples)))  # the rows of first turns
         if trace.sessions is not None:
             self._sessions = trace.sessions.first.tolist()
             later = np.flatnonzero(trace.sessions.previous >= 0)
             before = trace.sessions.previous[later]
             self._next = dict(zip(before.tolist(), later.tolist(), strict=True))
             self._think_s = trace.sessions.think_s.tolist()
-
-    def start(self) -> None:
-        self.start_s = time.perf_counter()
+            self._firsts = np.flatnonzero(trace.sessions.previous < 0).tolist()
+        self._prepared = deque(self._make_first(row) for row in self._firsts[:PREPARED])
+        self._running: set[asyncio.Task[None]] = set()
 
     def clock(self) -> float:
         return time.perf_counter() - self.start_s
 
-    def first(self, row: int) -> tuple[Prompt, bytes]:
-        """The prompt of a first turn, if a later one will need it, and the bytes of its request."""
+    async def send_all(self) -> None:
+        """Send every request in time, and wait for the ends."""
+        self.start_s = time.perf_counter()
+        load = self._load
+        if load.concurrency:
+            rows = iter(self._firsts)
+            for place in range(min(load.concurrency, len(self._firsts))):
+                at_s = place * load.ramp_s / load.concurrency
+                self._running.add(asyncio.create_task(self._place(at_s, rows)))
+            await asyncio.gather(*self._running)
+            return
+        for row in self._firsts:
+            prompt, request = self._first(row)
+            await asyncio.sleep(self._samples[row].scheduled_s - self.clock())
+            task = asyncio.create_task(self._session(row, prompt, request))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def cancel(self) -> None:
+        """Interrupt the requests that run."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _first(self, row: int) -> tuple[Prompt, Request]:
+        """The prompt of a first turn, if a later one will need it, and its request."""
+        return self._prepared.popleft() if self._prepared else self._make_first(row)
+
+    def _make_first(self, row: int) -> tuple[Prompt, Request]:
         prompt = self._prompts.prompt(row)
         return prompt if row in self._next else "", self._request(row, prompt)
 
-    def _request(self, row: int, prompt: Prompt) -> bytes:
+    def _request(self, row: int, prompt: Prompt) -> Request:
         load = self._load
         sample = self._samples[row]
         if load.lengths == "hidden":
@@ -350,7 +374,7 @@ class _Sender:
             end_after = None
         sample.keeps_answer = row in self._next
         fields = load.dialect.request(
-            self._model,
+            self._target.model,
             prompt,
             tokens,
             end_after=end_after,
@@ -358,34 +382,28 @@ class _Sender:
             keep=sample.keeps_answer,
         )
         session = str(self._sessions[row]) if self._sessions else ""
-        return self._connection.request(fields, session, name_of(row) if load.named else "")
+        return make_request(self._target, fields, session, name_of(row) if load.named else "")
 
-    async def place(
-        self,
-        at_s: float,
-        rows: Iterator[int],
-        prepared: deque[tuple[Prompt, bytes]],
-        on_done: Callable[[], None],
-    ) -> None:
+    async def _place(self, at_s: float, rows: Iterator[int]) -> None:
         """From `at_s` on, take the next of `rows` and send its request, one after the other."""
         await asyncio.sleep(at_s - self.clock())
         for row in rows:
             sample = self._samples[row]
             sample.scheduled_s = self.clock()
-            _, request = prepared.popleft() if prepared else self.first(row)
-            await self._connection.send(request, sample, self.clock, self._load.timeout_s)
-            on_done()
+            _, request = self._first(row)
+            await self._send(request, sample)
             if sample.failure == INTERRUPTED:
                 return
 
-    async def session(
-        self, row: int, prompt: Prompt, request: bytes, on_done: Callable[[], None]
-    ) -> None:
+    async def _send(self, request: Request, sample: Sample) -> None:
+        await self._client.send(request, sample, self.clock, self._load.timeout_s)
+        self._on_done()
+
+    async def _session(self, row: int, prompt: Prompt, request: Request) -> None:
         """Send a request, then the later turns of its session in order, until one fails."""
         while True:
             sample = self._samples[row]
-            await self._connection.send(request, sample, self.clock, self._load.timeout_s)
-            on_done()
+            await self._send(request, sample)
             after = self._next.get(row)
             if after is None or sample.failure == INTERRUPTED:
                 return
@@ -394,7 +412,7 @@ class _Sender:
                 while left is not None:
                     self._samples[left].scheduled_s = self.clock()
                     self._samples[left].failure = NOT_CONTINUED
-                    on_done()
+                    self._on_done()
                     left = self._next.get(left)
                 return
             row = after

@@ -1,9 +1,7 @@
 """The load generator's HTTP client: one streaming request, with the time of each token.
 
-It shares the machine with the server that it measures, so it costs as little as possible: an
-asyncio protocol over httptools' parser takes 16 us of CPU per token with uvloop
-(docs/decisions/server.md has what libraries take). It reads OpenAI's event streams only: no
-redirects, no compression, no keep-alive.
+It reads OpenAI's event streams only: no redirects, no cookies, no keep-alive. It shares the machine
+with the server that it measures; docs/decisions/server.md has what that costs.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import cast
-from urllib.parse import urlsplit
+from typing import NamedTuple, Self
 
-import httptools
+import aiohttp
 import msgspec
+from yarl import URL
 
 from toolkit.endpoints.foreign import UNREADABLE, Count
 from toolkit.endpoints.sse import EventReader, data_of
@@ -80,85 +78,43 @@ class Sample:
     answer_ids: list[int] = field(default_factory=list)
 
 
-class StreamCall(asyncio.Protocol):
-    """Sends `request` once connected, and fills in `sample`. `closed` is set when the connection
-    is gone, or could not be made.
+class StreamedAnswer:
+    """Notes in `sample` what an event stream says, as its pieces come.
+
+    Attributes:
+        failure: what is wrong with the stream; '' so far. Of several reasons the first is kept.
     """
 
-    def __init__(self, request: bytes, sample: Sample, clock: Callable[[], float]) -> None:
-        self.closed = asyncio.Event()
-        self.ended = False
-        self._request = request
+    def __init__(self, sample: Sample) -> None:
+        self.failure = ""
         self._sample = sample
-        self._clock = clock
-        self._now_s = math.nan
-        self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
         self._reader = EventReader()
-        self._error = b""  # the body of an error
-        self._status = 0
         self._counted = False  # the server has told how many tokens it generated
 
-    def end(self, failure: str = "") -> None:
-        """End the call, and close the connection. Of several reasons the first is kept."""
-        if self.ended:
-            return
-        self.ended = True
-        self._sample.failure = failure
-        if self._transport is None:
-            self.closed.set()
-        else:
-            self._transport.abort()
+    @property
+    def complete(self) -> bool:
+        """Without usage it is not: an event may hold several tokens."""
+        has_tokens = not math.isnan(self._sample.first_token_s)
+        return self._counted and self._sample.output_tokens > 0 and has_tokens
 
-    # asyncio's callbacks
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A cast: uvloop's class is no subclass of asyncio's.
-        self._transport = cast(asyncio.Transport, transport)
-        self._sample.sent_s = self._clock()
-        self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._now_s = self._clock()
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.end("the answer is not HTTP")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._finish(cut_off=True)
-        self.closed.set()
-
-    # httptools' callbacks
-
-    def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        if self._status != 200:
-            self._error = (self._error + body)[:MAX_ERROR_BYTES]
-            return
-        for event in self._reader.feed(body):
-            if data := data_of(event):
-                self._on_event(data)
+    def feed(self, piece: bytes, now_s: float) -> None:
+        """Take a piece that arrived at `now_s`."""
+        for event in self._reader.feed(piece):
+            data = data_of(event)
+            if data and data != b"[DONE]":
+                self._on_event(data, now_s)
         if len(self._reader.rest) > MAX_EVENT_BYTES:
-            self.end("an event is too long")
+            self._fail("an event is too long")
 
-    def on_message_complete(self) -> None:
-        self._finish(cut_off=False)
-
-    def _on_event(self, data: bytes) -> None:
-        if data == b"[DONE]":
-            return
+    def _on_event(self, data: bytes, now_s: float) -> None:
         try:
             chunk = _decode(data)
         except UNREADABLE:
-            self.end("an event is not OpenAI's")
+            self._fail("an event is not OpenAI's")
             return
         if chunk.error is not None:
-            self.end(f"error in the stream: {error_text(data)}")
+            self._fail(f"error in the stream: {error_text(data)}")
         sample = self._sample
-        now_s = self._now_s
         if chunk.choices:
             if math.isnan(sample.first_token_s):
                 sample.first_token_s = now_s
@@ -177,23 +133,12 @@ class StreamCall(asyncio.Protocol):
             details = chunk.usage.prompt_tokens_details
             sample.cached_tokens = details.cached_tokens if details else None
 
-    def _finish(self, *, cut_off: bool) -> None:
-        """End the call. Without usage it failed: an event may hold several tokens."""
-        if self.ended:
-            return
-        has_tokens = not math.isnan(self._sample.first_token_s)
-        if self._status not in (0, 200):
-            self._sample.refused = self._status in OVERLOADED
-            self.end(f"HTTP {self._status}: {error_text(self._error)}")
-        elif self._counted and self._sample.output_tokens > 0 and has_tokens:
-            self.end()
-        elif cut_off:
-            self.end("the connection was lost")
-        else:
-            self.end("the stream ended without tokens or their usage")
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
 
 
 INTERRUPTED = "interrupted"
+LOST = "the connection was lost"
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -206,44 +151,93 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-class ClientConnection:
-    """How requests reach a target. Building them before the clock starts costs nothing later."""
+class Request(NamedTuple):
+    """One request for completions. Making it before the clock starts costs nothing later."""
 
-    def __init__(self, target: Target) -> None:
-        parts = urlsplit(target.url)
-        self._tls = parts.scheme == "https"
-        self._host = parts.hostname or ""
-        self._port = parts.port or (443 if self._tls else 80)
-        host = parts.netloc.rpartition("@")[2]
-        lines = [f"POST {parts.path}/v1/completions HTTP/1.1", f"host: {host}", "connection: close"]
-        lines += ["content-type: application/json", "accept: text/event-stream"]
-        lines += [f"{name}: {value}" for name, value in target.headers.items()]
-        self._head = "\r\n".join(lines).encode()
+    url: URL
+    headers: dict[str, str]
+    body: bytes
 
-    def request(self, fields: dict[str, object], session: str = "", name: str = "") -> bytes:
-        """The bytes of one request, head and body; `session` names its conversation, `name` the
-        request itself.
-        """
-        body = msgspec.json.encode(fields)
-        named = b"\r\nx-session-id: %s" % session.encode() if session else b""
-        named += b"\r\nx-request-id: %s" % name.encode() if name else b""
-        return b"%s%s\r\ncontent-length: %d\r\n\r\n%s" % (self._head, named, len(body), body)
+
+def make_request(
+    target: Target, fields: dict[str, object], session: str = "", name: str = ""
+) -> Request:
+    """A request with these fields; `session` names its conversation, `name` the request itself."""
+    headers = {"content-type": "application/json", "accept": "text/event-stream"}
+    headers |= target.headers
+    if session:
+        headers["x-session-id"] = session
+    if name:
+        headers["x-request-id"] = name
+    url = URL(f"{target.url}/v1/completions", encoded=True).with_user(None)
+    return Request(url, headers, msgspec.json.encode(fields))
+
+
+class LoadClient:
+    """Sends streaming requests within `async with`, each on a connection of its own."""
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept-encoding", "user-agent"),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
 
     async def send(
-        self, request: bytes, sample: Sample, clock: Callable[[], float], timeout_s: float
+        self, request: Request, sample: Sample, clock: Callable[[], float], timeout_s: float
     ) -> None:
         """Send one request and wait for its end. Failures are in `sample`; none is raised."""
-        call = StreamCall(request, sample, clock)
+        sample.sent_s = clock()
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: call, self._host, self._port, ssl=self._tls or None
-                )
-                await call.closed.wait()
+                sample.failure = await self._answered(request, sample, clock)
         except TimeoutError:
-            call.end(f"no end within {timeout_s:g} s")
-        except OSError as error:
-            call.end(f"cannot connect: {error.strerror or error}")
+            sample.failure = f"no end within {timeout_s:g} s"
+        except aiohttp.ClientConnectorCertificateError as error:
+            sample.failure = f"cannot connect: {error.certificate_error}"
+        except aiohttp.ClientConnectorError as error:
+            sample.failure = f"cannot connect: {error.strerror or error}"
+        except aiohttp.ClientResponseError:
+            sample.failure = "the answer is not HTTP"
+        except (aiohttp.ClientError, OSError):
+            sample.failure = LOST
         except asyncio.CancelledError:
-            call.end(INTERRUPTED)
-        await call.closed.wait()
+            sample.failure = INTERRUPTED
+
+    async def _answered(
+        self, request: Request, sample: Sample, clock: Callable[[], float]
+    ) -> str:
+        """Read the answer to its end; what is wrong with it, or ''."""
+        answer = StreamedAnswer(sample)
+        ended = "the stream ended without tokens or their usage"
+        async with self._session.post(
+            request.url, data=request.body, headers=request.headers, allow_redirects=False
+        ) as response:
+            if response.status != 200:
+                sample.refused = response.status in OVERLOADED
+                return f"HTTP {response.status}: {error_text(await _begin_of(response))}"
+            try:
+                async for piece in response.content.iter_any():
+                    answer.feed(piece, clock())
+                    if answer.failure:
+                        response.close()
+                        return answer.failure
+            except (aiohttp.ClientError, OSError):
+                ended = LOST
+        return "" if answer.complete else ended
+
+
+async def _begin_of(response: aiohttp.ClientResponse) -> bytes:
+    """What comes of an error's body, up to a bound."""
+    body = b""
+    with suppress(aiohttp.ClientError, OSError):
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) >= MAX_ERROR_BYTES:
+                break
+    return body[:MAX_ERROR_BYTES]

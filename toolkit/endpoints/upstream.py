@@ -13,8 +13,10 @@ import io
 import math
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from yarl import URL
@@ -32,6 +34,8 @@ BAD_TARGET = re.compile(rb"[\x00-\x20\x7f-\xff]")
 NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")  # by aiohttp
 # The proxy sets these itself. It sends a body at once, so it does not pass `expect` on.
 SET_BY_PROXY = (b"host", b"content-length", b"expect")
+# What a kept connection that the server closes at the moment of its reuse ends with.
+STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 LOST = "the connection to the server behind this one was lost"
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -61,26 +65,37 @@ class UpstreamError(Exception):
         self.untrusted = untrusted
 
 
+@dataclass
+class Connection:
+    """Of one request. `kept`: a request before had it, too."""
+
+    kept: bool = False
+
+
+async def _note_kept(_session: aiohttp.ClientSession, trace: Any, _params: object) -> None:
+    trace.trace_request_ctx.kept = True
+
+
 class HttpClient:
     """The connections to other servers, opened in the event loop of the first request.
 
-    `keeps`: a connection is kept for the next request. A front opens one for each request: kept
-    ones would need descriptors that its clients need, and a replica that ends may close one at the
-    moment of its reuse.
+    A connection is kept for the next request while at most `kept_until` are in use: an idle one has
+    a file descriptor, which a client may need.
     """
 
-    def __init__(self, *, keeps: bool = True) -> None:
-        self.keeps = keeps
+    def __init__(self, kept_until: int = 1 << 30) -> None:
+        self.kept_until = kept_until
+        self.in_use = 0
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            kept_s = IDLE_S if self.keeps else None
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_reuseconn.append(_note_kept)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, force_close=not self.keeps, keepalive_timeout=kept_s
-                ),
+                trace_configs=[trace],
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=NOT_ADDED,
@@ -99,8 +114,10 @@ class HttpClient:
 class UpstreamAnswer:
     """An answer: its head has arrived, its body is still to come."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, http: HttpClient) -> None:
         self._response = response
+        self._http: HttpClient | None = http  # while the connection is in use
+        http.in_use += 1
         self.status = response.status
         self.headers = _end_to_end(response.raw_headers)
 
@@ -124,6 +141,9 @@ class UpstreamAnswer:
         stop.
         """
         self._response.close()
+        if self._http is not None:
+            self._http.in_use -= 1
+            self._http = None
 
 
 class Upstream:
@@ -167,43 +187,57 @@ class Upstream:
         return str(self._url)
 
     async def send(
-        self, method: str, target: bytes, headers: RawHeaders, body: bytes
+        self, method: str, target: bytes, headers: RawHeaders, body: bytes = b""
     ) -> UpstreamAnswer:
         """Pass a request on; `target` is its path and query as the client sent them.
 
         Raises `UpstreamError` if there is no answer. The server may close a kept connection at the
-        moment of its reuse: if it ends without a byte of an answer, the request is sent once more,
-        as curl does.
+        moment of its reuse: if it ends without an answer, the request is sent once more, as curl
+        does.
         """
         if BAD_TARGET.search(target):
             raise UpstreamError("the server behind this one does not accept this path")
         kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
         passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
+        if self._http.in_use >= self._http.kept_until:
+            passed.append(("connection", "close"))
         url = URL(self._base + target.decode("ascii"), encoded=True)
-        tries = 2 if self._http.keeps else 1
-        while True:
-            tries -= 1
+        request = partial(self._answered, method, url, passed, body)
+        connection = Connection()
+        try:
             try:
-                async with asyncio.timeout(self._timeout.sock_read):  # behind an interim answer, too
-                    response = await self._http.session.request(
-                        method,
-                        url,
-                        headers=passed,
-                        data=(io.BytesIO(body) if len(body) > LARGE_BYTES else body) or None,
-                        allow_redirects=False,
-                        timeout=self._timeout,
-                        ssl=self._tls,
-                    )
-                break
-            except aiohttp.ServerDisconnectedError as error:
-                if not tries:
-                    raise _lost(error) from None
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise _lost(error) from None
+                response = await request(connection)
+            except STALE:
+                if not connection.kept:
+                    raise
+                response = await request(Connection())
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _lost(error) from None
         if response.status < 200:  # another protocol, which nothing here speaks
             response.close()
             raise UpstreamError(LOST)
-        return UpstreamAnswer(response)
+        return UpstreamAnswer(response, self._http)
+
+    async def _answered(
+        self,
+        method: str,
+        url: URL,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        connection: Connection,
+    ) -> aiohttp.ClientResponse:
+        data = io.BytesIO(body) if len(body) > LARGE_BYTES else body
+        async with asyncio.timeout(self._timeout.sock_read):  # also behind an interim answer
+            return await self._http.session.request(
+                method,
+                url,
+                headers=headers,
+                data=data or None,
+                allow_redirects=False,
+                timeout=self._timeout,
+                ssl=self._tls,
+                trace_request_ctx=connection,
+            )
 
     async def check_certificate(self) -> None:
         """Raise `InputError` if the certificate is not trusted. An absent server is no error."""
@@ -220,6 +254,10 @@ class Upstream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close its connections, and those of others with which it shares them."""
         await self._http.close()
 
 

@@ -40,7 +40,7 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.assemble import model_name
 from toolkit.serve.control import SettingsMiddleware
 from toolkit.serve.launch import FrontServer, OpenedFront
-from toolkit.serve.limits import WireLimits
+from toolkit.serve.limits import WireLimits, possible_connections
 from toolkit.serve.server import Ending, Followed, WatchedFiles, first_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import Facts, facts_of
@@ -186,6 +186,7 @@ class ReplicaFront(FrontServer):
         self._own: OwnReplicas | None = None
         if serving.own is not None:
             self._own = OwnReplicas(serving, pool, self._show, shared)
+        pool.http.kept_until = possible_connections(limits) // 4
         if self._own is not None and serving.reread is not None:  # at SIGHUP alone
             self.followed = [Followed(WatchedFiles([], serving.reread), self._own.renew)]
         start = pool.background.start

@@ -205,7 +205,7 @@ class ReplicaPool:
         self._free: list[list[int]] = [[] for _ in kinds]
         self.background = Background(say)
         self.listed: list[str] = []  # as `renew` was given them last
-        self.http = HttpClient(keeps=False)
+        self.http = HttpClient()
         self._gone: dict[str, LiveReplica] = {}  # by URL
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
 

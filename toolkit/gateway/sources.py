@@ -10,8 +10,9 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -206,7 +207,8 @@ class SlicedReplicas(ReplicaSource):
             where = f"[{host}]" if ":" in host else host
             api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         authorities = account / "ca.crt" if api.startswith("https:") else None
-        self._api = Upstream(api, WATCH_S + ANSWER_S, authorities)
+        self._server = partial(Upstream, api, WATCH_S + ANSWER_S, authorities)
+        self._server()  # raises for a URL or a certificate that cannot be used
         self._account = account
         self._port = port
         self._where = f"{namespace}/{service}"
@@ -236,7 +238,7 @@ class SlicedReplicas(ReplicaSource):
         if not self._version:
             self._fail()  # unless they can be listed
             try:
-                async with asyncio.timeout(ANSWER_S), aclosing(await self._ask("")) as answer:
+                async with asyncio.timeout(ANSWER_S), self._asked("") as answer:
                     body = bytearray()
                     async for piece in answer.body():
                         body += piece
@@ -266,7 +268,7 @@ class SlicedReplicas(ReplicaSource):
     async def _watch(self) -> AsyncGenerator[None, None]:
         """Yield after each change until the watch ends; it clears `_version` if that is too old."""
         watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
-        async with aclosing(await self._ask(f"{watch}&resourceVersion={self._version}")) as answer:
+        async with self._asked(f"{watch}&resourceVersion={self._version}") as answer:
             if answer.status == 410:
                 self._version = ""
                 return
@@ -294,12 +296,15 @@ class SlicedReplicas(ReplicaSource):
                     self._pause_s = 0.0
                     yield
 
-    async def _ask(self, query: str) -> UpstreamAnswer:
+    @asynccontextmanager
+    async def _asked(self, query: str) -> AsyncIterator[UpstreamAnswer]:
         headers = [(b"accept", b"application/json")]
         with suppress(OSError):  # a token is replaced while the pod runs
             token = (self._account / "token").read_text(encoding="ascii").strip()
             headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
-        return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
+        path = (self._path + query).encode("ascii")
+        async with self._server() as api, aclosing(await api.send("GET", path, headers)) as answer:
+            yield answer
 
 
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
