@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sse_server import DONE, chunked, event, head, tokens_event, usage_event, sse_server, whole
+from sse_server import DONE, chunked, event, head, sse_server, tokens_event, usage_event, whole
 
 from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
 from toolkit.endpoints.target import Target

@@ -137,7 +137,7 @@ def test_no_connection_is_kept_where_enough_are_in_use():
     server = Behind(WHOLE, WHOLE)
 
     async def use(upstream: Upstream) -> None:
-        upstream._http.kept_until = 0
+        upstream._http.most_kept = 0
         for _ in range(2):
             assert await read(upstream) == (200, b"ok")
 

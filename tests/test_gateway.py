@@ -237,7 +237,9 @@ def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_col
     def found(kind: type) -> set[int]:
         return {id(each) for each in gc.get_objects() if isinstance(each, kind)}
 
-    others = found(PassedRequest) | found(ResponseHandler)  # what earlier tests of this process hold
+    others = found(PassedRequest) | found(
+        ResponseHandler
+    )  # what earlier tests of this process hold
 
     def kept(kind: type) -> bool:
         return bool(found(kind) - others)

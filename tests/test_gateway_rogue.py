@@ -591,7 +591,7 @@ def test_the_counters_of_a_replica_that_returns_do_not_fall():
 
 async def use_kept_connections_up(front: Front, servers: list[StandIn]) -> None:
     """Let each request close its connection, until none is idle."""
-    front.pool.http.kept_until = 0
+    front.pool.http.most_kept = 0
     while any(each.connections for each in servers):
         for replica in front.pool.replicas:
             await front.pool._ask(replica, b"/health")

@@ -125,6 +125,7 @@ class ApiServer:
         self.asked = list[str]()
         self.tokens = set[str]()
         self.url = ""
+        self.read = asyncio.Event()  # what came before a connection breaks off is read
 
     async def __aenter__(self) -> "ApiServer":
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
@@ -146,6 +147,7 @@ class ApiServer:
             writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
             for piece in pieces:
                 if piece == b"cut":
+                    await self.read.wait()
                     writer.transport.abort()
                     return
                 if piece == b"wait":  # a watch without news
@@ -180,22 +182,23 @@ def test_endpoints_are_watched_and_listed_again_only_where_the_version_is_gone(
         (200, [changed[:30], changed[30:], event("BOOKMARK", slice_of(15)), b"cut"]),
         (200, [event("MODIFIED", slice_of(16, ends, two))]),  # the API server ends the watch
         (200, [event("ERROR", {"kind": "Status", "code": 410, "metadata": {}})]),
-        (410, [b""]),
+        (410, []),
         listed(30, ends),  # every endpoint ends, and one still serves
-        (410, [b""]),
+        (410, []),
         listed(40, ended, two),
         (200, [event("DELETED", slice_of(41, ended, two)), b"wait"]),
     ]
     answers[5:6] = [listed(20, two)]
-    answers[6:6] = [(410, [b""])]
+    answers[6:6] = [(410, [])]
     applied: list[list[str]] = []
     said: list[str] = []
 
-    def apply(urls: list[str]) -> str:
-        applied.append([url[7:-5] for url in urls])
-        return "changed"
-
     async def follow() -> list[str]:
+        def apply(urls: list[str]) -> str:
+            applied.append([url[7:-5] for url in urls])
+            server.read.set()
+            return "changed"
+
         async with ApiServer(*answers) as server:
             source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
             with pytest.raises(InputError, match="answered 500"):
@@ -267,7 +270,7 @@ def test_an_odd_change_ends_no_watch(line: bytes, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sources, "PAUSE_MAX_S", 0.002)
     one = ("10.0.0.1", True, False)
     two = ("10.0.0.2", True, False)
-    answers = [listed(10, one), (200, [line, b"cut"]), (410, [b""]), listed(11, one, two)]
+    answers = [listed(10, one), (200, [line, b"cut"]), (410, []), listed(11, one, two)]
     applied: list[list[str]] = []
 
     def apply(urls: list[str]) -> str:
@@ -278,6 +281,7 @@ def test_an_odd_change_ends_no_watch(line: bytes, tmp_path: Path, monkeypatch: p
 
     async def follow() -> None:
         async with ApiServer(*answers) as server:
+            server.read.set()
             source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
             task = asyncio.create_task(follow_source(source, apply, lambda _: None))
             async with asyncio.timeout(20):

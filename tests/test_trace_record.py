@@ -96,7 +96,7 @@ def test_a_stream_is_counted_by_a_hidden_usage(tmp_path: Path):
 
     server = through(tmp_path / "log", use)
     assert server.bodies == [body(stream=True, stream_options={"include_usage": True})]
-    assert f"authorization: Bearer {SECRET}" in server.heads[0]
+    assert f"authorization: Bearer {SECRET}" in server.heads[0].lower()
     (row,) = rows(tmp_path / "log")
     assert (row["input_length"], row["output_length"], row["max_tokens"], row["status"]) == (
         1,
@@ -128,7 +128,7 @@ def test_a_client_that_asks_for_usage_gets_it(tmp_path: Path):
 
     server = through(tmp_path / "log", use)
     assert server.bodies == [json.loads(asked)]
-    assert f"content-length: {len(asked)}\r\n" in server.heads[0]
+    assert f"content-length: {len(asked)}\r\n" in server.heads[0].lower()
     assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
 
 

@@ -291,6 +291,18 @@ class StandInConnection(asyncio.Protocol):
         self.body += body
 
     def on_message_complete(self) -> None:
+        self._answer()
+        if self.is_idle:
+            self._end_if_asked()
+        elif self.task is not None:
+            self.task.add_done_callback(lambda _: self._end_if_asked())
+
+    def _end_if_asked(self) -> None:
+        """Close where the request says `connection: close`."""
+        if self.transport is not None and not self.parser.should_keep_alive():
+            self.transport.close()
+
+    def _answer(self) -> None:
         server = self.server
         path = self.path.decode()
         server.asked[path] += 1

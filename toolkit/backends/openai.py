@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from toolkit.endpoints.load import LoadClient, Request, Sample, loop_factory, make_request
+from toolkit.endpoints.load import LoadClient, LoadRequest, Sample, loop_factory, make_request
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
@@ -171,7 +171,7 @@ class Endpoint:
         def clock() -> float:
             return time.perf_counter() - zero_s
 
-        async def send(request: Request, sample: Sample) -> None:
+        async def send(request: LoadRequest, sample: Sample) -> None:
             if sample.scheduled_s:
                 await asyncio.sleep(sample.scheduled_s - clock())
             await client.send(request, sample, clock, GROUP_TIMEOUT_S)

@@ -28,7 +28,7 @@ from toolkit.endpoints.fronts import name_of
 from toolkit.endpoints.load import (
     INTERRUPTED,
     LoadClient,
-    Request,
+    LoadRequest,
     Sample,
     loop_factory,
     make_request,
@@ -355,15 +355,15 @@ class _Sender:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _first(self, row: int) -> tuple[Prompt, Request]:
+    def _first(self, row: int) -> tuple[Prompt, LoadRequest]:
         """The prompt of a first turn, if a later one will need it, and its request."""
         return self._prepared.popleft() if self._prepared else self._make_first(row)
 
-    def _make_first(self, row: int) -> tuple[Prompt, Request]:
+    def _make_first(self, row: int) -> tuple[Prompt, LoadRequest]:
         prompt = self._prompts.prompt(row)
         return prompt if row in self._next else "", self._request(row, prompt)
 
-    def _request(self, row: int, prompt: Prompt) -> Request:
+    def _request(self, row: int, prompt: Prompt) -> LoadRequest:
         load = self._load
         sample = self._samples[row]
         if load.lengths == "hidden":
@@ -395,11 +395,11 @@ class _Sender:
             if sample.failure == INTERRUPTED:
                 return
 
-    async def _send(self, request: Request, sample: Sample) -> None:
+    async def _send(self, request: LoadRequest, sample: Sample) -> None:
         await self._client.send(request, sample, self.clock, self._load.timeout_s)
         self._on_done()
 
-    async def _session(self, row: int, prompt: Prompt, request: Request) -> None:
+    async def _session(self, row: int, prompt: Prompt, request: LoadRequest) -> None:
         """Send a request, then the later turns of its session in order, until one fails."""
         while True:
             sample = self._samples[row]

@@ -151,7 +151,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-class Request(NamedTuple):
+class LoadRequest(NamedTuple):
     """One request for completions. Making it before the clock starts costs nothing later."""
 
     url: URL
@@ -161,7 +161,7 @@ class Request(NamedTuple):
 
 def make_request(
     target: Target, fields: dict[str, object], session: str = "", name: str = ""
-) -> Request:
+) -> LoadRequest:
     """A request with these fields; `session` names its conversation, `name` the request itself."""
     headers = {"content-type": "application/json", "accept": "text/event-stream"}
     headers |= target.headers
@@ -170,7 +170,7 @@ def make_request(
     if name:
         headers["x-request-id"] = name
     url = URL(f"{target.url}/v1/completions", encoded=True).with_user(None)
-    return Request(url, headers, msgspec.json.encode(fields))
+    return LoadRequest(url, headers, msgspec.json.encode(fields))
 
 
 class LoadClient:
@@ -189,7 +189,7 @@ class LoadClient:
         await self._session.close()
 
     async def send(
-        self, request: Request, sample: Sample, clock: Callable[[], float], timeout_s: float
+        self, request: LoadRequest, sample: Sample, clock: Callable[[], float], timeout_s: float
     ) -> None:
         """Send one request and wait for its end. Failures are in `sample`; none is raised."""
         sample.sent_s = clock()
@@ -199,8 +199,10 @@ class LoadClient:
         except TimeoutError:
             sample.failure = f"no end within {timeout_s:g} s"
         except aiohttp.ClientConnectorCertificateError as error:
+            sample.sent_s = math.nan
             sample.failure = f"cannot connect: {error.certificate_error}"
         except aiohttp.ClientConnectorError as error:
+            sample.sent_s = math.nan
             sample.failure = f"cannot connect: {error.strerror or error}"
         except aiohttp.ClientResponseError:
             sample.failure = "the answer is not HTTP"
@@ -210,7 +212,7 @@ class LoadClient:
             sample.failure = INTERRUPTED
 
     async def _answered(
-        self, request: Request, sample: Sample, clock: Callable[[], float]
+        self, request: LoadRequest, sample: Sample, clock: Callable[[], float]
     ) -> str:
         """Read the answer to its end; what is wrong with it, or ''."""
         answer = StreamedAnswer(sample)

@@ -12,9 +12,10 @@ import errno
 import io
 import math
 import re
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,7 +67,7 @@ class UpstreamError(Exception):
 
 
 @dataclass
-class Connection:
+class UsedConnection:
     """Of one request. `kept`: a request before had it, too."""
 
     kept: bool = False
@@ -79,14 +80,32 @@ async def _note_kept(_session: aiohttp.ClientSession, trace: Any, _params: objec
 class HttpClient:
     """The connections to other servers, opened in the event loop of the first request.
 
-    A connection is kept for the next request while at most `kept_until` are in use: an idle one has
+    At most `most_kept` of them are kept for a next request, those in use included: an idle one has
     a file descriptor, which a client may need.
     """
 
-    def __init__(self, kept_until: int = 1 << 30) -> None:
-        self.kept_until = kept_until
+    def __init__(self, most_kept: int = 1 << 30) -> None:
+        self.most_kept = most_kept
         self.in_use = 0
+        self._idle_since_s: deque[float] = deque()
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the next request's connection may be kept."""
+        gone_s = time.monotonic() - 2.0 * IDLE_S  # aiohttp looks at them every IDLE_S
+        while self._idle_since_s and self._idle_since_s[0] < gone_s:
+            self._idle_since_s.popleft()
+        return self.in_use + len(self._idle_since_s) < self.most_kept
+
+    def release(self, *, was_kept: bool) -> None:
+        """A request has ended. Its connection, which was idle before if `was_kept`, is idle now, or
+        closed.
+        """
+        self.in_use -= 1
+        if was_kept and self._idle_since_s:
+            self._idle_since_s.pop()
+        self._idle_since_s.append(time.monotonic())
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -114,10 +133,12 @@ class HttpClient:
 class UpstreamAnswer:
     """An answer: its head has arrived, its body is still to come."""
 
-    def __init__(self, response: aiohttp.ClientResponse, http: HttpClient) -> None:
+    def __init__(
+        self, response: aiohttp.ClientResponse, connection: UsedConnection, http: HttpClient
+    ) -> None:
         self._response = response
-        self._http: HttpClient | None = http  # while the connection is in use
-        http.in_use += 1
+        self._connection = connection
+        self._http: HttpClient | None = http  # until the connection is released
         self.status = response.status
         self.headers = _end_to_end(response.raw_headers)
 
@@ -142,7 +163,7 @@ class UpstreamAnswer:
         """
         self._response.close()
         if self._http is not None:
-            self._http.in_use -= 1
+            self._http.release(was_kept=self._connection.kept)
             self._http = None
 
 
@@ -199,45 +220,50 @@ class Upstream:
             raise UpstreamError("the server behind this one does not accept this path")
         kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
         passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
-        if self._http.in_use >= self._http.kept_until:
+        http = self._http
+        if not http.keeps:
             passed.append(("connection", "close"))
         url = URL(self._base + target.decode("ascii"), encoded=True)
-        request = partial(self._answered, method, url, passed, body)
-        connection = Connection()
+        connection = UsedConnection()
+        http.in_use += 1
         try:
-            try:
-                response = await request(connection)
-            except STALE:
-                if not connection.kept:
-                    raise
-                response = await request(Connection())
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _lost(error) from None
-        if response.status < 200:  # another protocol, which nothing here speaks
-            response.close()
-            raise UpstreamError(LOST)
-        return UpstreamAnswer(response, self._http)
+            async with asyncio.timeout(self._timeout.sock_read):  # also behind an interim answer
+                try:
+                    response = await self._ask(method, url, passed, body, connection)
+                except STALE:
+                    if not connection.kept:
+                        raise
+                    response = await self._ask(method, url, passed, body, connection)
+            if response.status < 200:  # another protocol, which nothing here speaks
+                response.close()
+                raise UpstreamError(LOST)
+        except BaseException as error:  # also where it is cancelled
+            http.release(was_kept=connection.kept)
+            if isinstance(error, (aiohttp.ClientError, OSError, ValueError)):
+                raise _lost(error) from None
+            raise
+        return UpstreamAnswer(response, connection, http)
 
-    async def _answered(
+    async def _ask(
         self,
         method: str,
         url: URL,
         headers: list[tuple[str, str]],
         body: bytes,
-        connection: Connection,
+        connection: UsedConnection,
     ) -> aiohttp.ClientResponse:
+        """The head of the answer. Raises what aiohttp raises."""
         data = io.BytesIO(body) if len(body) > LARGE_BYTES else body
-        async with asyncio.timeout(self._timeout.sock_read):  # also behind an interim answer
-            return await self._http.session.request(
-                method,
-                url,
-                headers=headers,
-                data=data or None,
-                allow_redirects=False,
-                timeout=self._timeout,
-                ssl=self._tls,
-                trace_request_ctx=connection,
-            )
+        return await self._http.session.request(
+            method,
+            url,
+            headers=headers,
+            data=data or None,
+            allow_redirects=False,
+            timeout=self._timeout,
+            ssl=self._tls,
+            trace_request_ctx=connection,
+        )
 
     async def check_certificate(self) -> None:
         """Raise `InputError` if the certificate is not trusted. An absent server is no error."""

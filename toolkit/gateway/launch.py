@@ -186,7 +186,7 @@ class ReplicaFront(FrontServer):
         self._own: OwnReplicas | None = None
         if serving.own is not None:
             self._own = OwnReplicas(serving, pool, self._show, shared)
-        pool.http.kept_until = possible_connections(limits) // 4
+        pool.http.most_kept = possible_connections(limits) // 2
         if self._own is not None and serving.reread is not None:  # at SIGHUP alone
             self.followed = [Followed(WatchedFiles([], serving.reread), self._own.renew)]
         start = pool.background.start
