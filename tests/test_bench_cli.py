@@ -204,6 +204,7 @@ def test_without_hidden_lengths_outputs_are_the_limits(capsys, trace, plan):
     assert "scheduler knows the lengths" in err
 
 
+@pytest.mark.slow
 def test_the_prediction_uses_the_limits_of_the_requests(capsys, tmp_path):
     """A policy that reserves each request's limit has room for more at once where the limit is the
     output.

@@ -275,6 +275,7 @@ def test_the_command_prints_and_predicts_the_cost_of_arrivals(capsys, tmp_path):
     assert report["predicted"]["ttft_mean_s"] > report["predicted_as_fitted"]["ttft_mean_s"]
 
 
+@pytest.mark.slow
 def test_a_slow_machine_only_makes_batches_longer():
     """With everything slow, the backlog of one worker takes so many times as long."""
     plan = make_plan(samples.recipe(), samples.fit(), None, {})

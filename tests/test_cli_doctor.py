@@ -198,6 +198,7 @@ ONE_H200 = Devices(
 )
 
 
+@pytest.mark.slow
 def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
     assert "a100" not in notes["engine"]
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
     (note,) = check_engine(load_recipe("llama-3.1-8b-a100-80gb-transformers"), CPU_ONLY)
     assert note.status == "note"

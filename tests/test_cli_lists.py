@@ -21,6 +21,7 @@ from toolkit.sim.world import UNIT_STEP
 from toolkit.traces.types import shipped_traces
 
 
+@pytest.mark.slow
 def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert llmctl("recipes") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -146,6 +146,7 @@ def test_compare_runs_the_recipe_s_policy_with_its_parameters(
     assert found["sla"] == TARGETS
 
 
+@pytest.mark.slow
 def test_one_line_says_what_is_the_recipe_s(
     replicas: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

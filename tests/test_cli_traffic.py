@@ -139,6 +139,7 @@ def test_a_request_that_fails_frees_its_place_too() -> None:
     assert max(sent[:2]) < 0.1 - CLOCK_TICK_S <= min(sent[2:])
 
 
+@pytest.mark.slow
 def test_the_first_requests_are_sent_over_the_ramp() -> None:
     with sse_server(lambda body: None) as server:
         load = replace(HIDDEN, lengths="given", timeout_s=0.2, concurrency=4, ramp_s=0.1)

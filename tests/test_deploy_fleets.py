@@ -87,6 +87,7 @@ def test_the_front_knows_each_replica_by_its_kind(order: Order) -> None:
         assert given["shutdown_timeout"] == longest
 
 
+@pytest.mark.slow
 def test_each_kind_has_a_unit_with_a_plan_of_its_own(order: Order, fleet: Plan) -> None:
     files = render_target("systemd", order)
     for number, kind in enumerate(Replication(order).kinds):
@@ -191,6 +192,7 @@ def sets(order: Order) -> list[dict[str, Any]]:
     return [found[f"core/statefulset-{label}.yaml"] for label in labels(order)]
 
 
+@pytest.mark.slow
 def test_each_kind_s_pods_go_to_nodes_with_its_gpu(order: Order, fleet: Plan) -> None:
     for number, one in enumerate(sets(order)):
         check_object(one)
@@ -208,6 +210,7 @@ def test_each_kind_s_pods_go_to_nodes_with_its_gpu(order: Order, fleet: Plan) ->
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
 
+@pytest.mark.slow
 def test_a_kind_s_probes_rest_on_its_own_time_of_loading(fleet: Plan) -> None:
     (second,) = fleet.others
     engine = second.fit.engine.model_copy(update={"load_s": 150.0})
@@ -243,6 +246,7 @@ def test_each_kind_is_scaled_by_its_own_queue(order: Order, fleet: Plan) -> None
     assert [one["target"]["name"] for one in patches] == [k.name for k in Replication(order).kinds]
 
 
+@pytest.mark.slow
 def test_every_value_of_a_kind_is_explained_with_its_name(order: Order) -> None:
     for target in ("systemd", "compose", "kubernetes"):
         explained = render_target(target, order)["EXPLAIN.md"]

@@ -118,6 +118,7 @@ def test_pods_of_one_kind_go_to_different_nodes(plans: dict[str, Plan], world: s
         assert wanted.items() <= template["metadata"]["labels"].items()
 
 
+@pytest.mark.slow
 def test_several_fronts_have_a_budget(
     plans: dict[str, Plan],
 ) -> None:
@@ -152,6 +153,7 @@ def test_several_fronts_are_refused_where_there_is_none(plans: dict[str, Plan]) 
 GATEWAY = {"gateway": "edge/public", "hostname": "llm.example.com"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: str) -> None:
     order = order_of(plans, world, **GATEWAY)

@@ -222,6 +222,7 @@ def test_compose_reserves_a_gpu_for_each_replica(order: Order) -> None:
     assert "models" not in str(found["llmctl"]["volumes"]), "the front loads no model"
 
 
+@pytest.mark.slow
 def test_kubernetes_takes_every_object(order: Order) -> None:
     kinds = []
     for data in objects(order).values():

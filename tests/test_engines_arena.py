@@ -71,6 +71,7 @@ def test_rows_that_have_ended_may_pass_the_model_s_last_position() -> None:
         assert fixed == plain
 
 
+@pytest.mark.slow
 def test_slices_lie_in_memory_that_is_taken_once() -> None:
     engine = fixed_engine(budget_mib=1.0)
     arena = arena_of(engine)

@@ -213,6 +213,7 @@ def test_a_stream_passes_with_nothing_that_only_the_gateway_asked_for():
     run(test)
 
 
+@pytest.mark.slow
 def test_whole_answers_models_and_pages():
     async def test(front: Front, servers: list[StandIn]) -> None:
         whole = (await front.http.post("/v1/completions", json=asked())).json()
@@ -418,6 +419,7 @@ def test_without_a_replica_requests_get_503_at_once_until_one_is_back():
     run(test, StandIn(), wait_up_s=0.05)
 
 
+@pytest.mark.slow
 def test_an_accepted_request_waits_for_a_replica():
     async def test(front: Front, servers: list[StandIn]) -> None:
         (server,) = servers
@@ -496,6 +498,7 @@ def test_another_model_context_or_version_is_named_and_left_out():
         run(strict, StandIn(), StandIn(model="other"), needs=ReplicaNeeds(MODEL, strict=True))
 
 
+@pytest.mark.slow
 def test_the_list_of_replicas_may_change_under_requests():
     async def test(front: Front, servers: list[StandIn]) -> None:
         extra = StandIn(token_s=0.002)
@@ -624,6 +627,7 @@ def test_a_replay_names_its_sessions_as_the_simulator_does():
     assert len(homes) == 2
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_a_stream_and_a_whole_answer():
     async def test(front: Front, servers: list[StandIn]) -> None:
         told = await front.stream(asked(400))
@@ -846,6 +850,7 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
     assert any(says(line, "replica 0", "0.3 s") for line in said), said
 
 
+@pytest.mark.slow
 def test_an_own_replica_without_room_for_its_files_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ):

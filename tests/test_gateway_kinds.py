@@ -22,6 +22,7 @@ LONG = "x" * 200  # does not fit into SHORT
 SHORT = 100
 
 
+@pytest.mark.slow
 def test_a_request_that_does_not_fit_goes_where_the_context_is_longer():
     async def test(front: Front, servers: list[StandIn]) -> None:
         body = asked(prompt=LONG)
@@ -33,6 +34,7 @@ def test_a_request_that_does_not_fit_goes_where_the_context_is_longer():
     run(test, StandIn(max_model_len=SHORT), StandIn(max_model_len=SHORT + 1), StandIn())
 
 
+@pytest.mark.slow
 def test_a_request_that_fits_nowhere_is_refused():
     async def test(front: Front, servers: list[StandIn]) -> None:
         for _ in range(4):
@@ -43,6 +45,7 @@ def test_a_request_that_fits_nowhere_is_refused():
     run(test, StandIn(max_model_len=SHORT), StandIn(max_model_len=SHORT + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speaks_ids", [True, False])
 def test_an_answer_waits_for_the_longer_context_that_it_began_in(speaks_ids: bool):
     async def test(front: Front, servers: list[StandIn]) -> None:

@@ -90,6 +90,7 @@ def test_before_the_first_event_another_replica_takes_it(end: str, stream: bool)
     run(test, hang_s=0.3, router="round-robin")
 
 
+@pytest.mark.slow
 def test_what_names_a_response_goes_to_the_replica_that_made_it():
     async def test(front: Front, servers: list[StandIn]) -> None:
         all_made = [(await front.http.post(RESPONSES, json=wanted())).json() for _ in range(4)]
@@ -179,6 +180,7 @@ def test_a_key_sees_its_own_responses_only():
     run(test, StandIn(), keyring=Keyring("", keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

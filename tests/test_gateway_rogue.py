@@ -80,6 +80,7 @@ def test_several_prompts_are_answered(prompt: list[Any], stream: bool):
     run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "count", [HUGE, 10**12, -5, "7", None, 1.5, {"a": 1}], ids=lambda count: str(count)[:8]
@@ -153,6 +154,7 @@ REPORTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", REPORTS, ids=range(len(REPORTS)))
 def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
@@ -347,6 +349,7 @@ def test_an_answer_that_lacks_its_last_lines_has_its_usage_once(cut_behind: str,
     run(test, StandIn(speaks_ids=ids), router="round-robin")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [4096, 0], ids=["context", "no context"])
 @pytest.mark.parametrize("ids", [True, False], ids=["ids", "no ids"])
 def test_a_chat_without_a_limit_does_not_grow(ids: bool, context: int):
@@ -419,6 +422,7 @@ def test_events_without_an_id_get_none_in_their_text():
     run(test, *(StandIn(script=script, speaks_ids=False) for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_a_replica_that_gets_another_model_is_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pools, "PROBE_UP_S", 0.01)
     monkeypatch.setattr(pools, "IDENTIFY_EVERY_S", 0.0)
@@ -567,6 +571,7 @@ def test_the_words_of_a_replica_become_no_labels_and_no_lines():
     run(both, StandIn(script=script), other, starts=(), said=said)
 
 
+@pytest.mark.slow
 def test_the_counters_of_a_replica_that_returns_do_not_fall():
     async def test(front: Front, servers: list[StandIn]) -> None:
         for each in servers:

@@ -96,6 +96,7 @@ def counted(law: PipelineLaw, log: list[tuple[LoggedPass, Following | None]]) ->
     return EndedPass(**{name: sum(getattr(one, name) for one in found) for name in names})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "NONE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_passes_that_follow_the_law_take_as_long_as_it_predicts(mode: str, apart: bool):

@@ -54,7 +54,7 @@ def server(monkeypatch):
             pass
 
     one = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=one.serve_forever, daemon=True).start()
+    threading.Thread(target=one.serve_forever, args=(0.001,), daemon=True).start()
     one.engine = engine
     one.handler = Handler
     one.url = f"http://127.0.0.1:{one.server_port}"

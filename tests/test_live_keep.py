@@ -37,6 +37,7 @@ def seen(settings, *, since_s: float = 0.0, seconds: float = 30.0, **more) -> Se
     return Seen(since_s, asked, replace(served, ok=served.finish_s <= seconds), **more)
 
 
+@pytest.mark.slow
 def test_a_sure_gain_changes_one_setting_within_the_bounds():
     keeper = Keeper(RULES, {}, SLA)
     step = keeper.step(30.0, seen(NARROW), NARROW, world())
@@ -48,6 +49,7 @@ def test_a_sure_gain_changes_one_setting_within_the_bounds():
     assert step.settings.get("max_num_seqs", 4) <= 5
 
 
+@pytest.mark.slow
 def test_good_settings_are_kept():
     step = Keeper(RULES, {}, SLA).step(30.0, seen(WIDE), WIDE, world())
     assert (step.kind, step.settings) == ("keep", {})
@@ -132,6 +134,7 @@ def test_the_operator_s_bounds_are_within_those_of_the_server():
             bounds_of([word], BOUNDS)
 
 
+@pytest.mark.slow
 def test_served_requests_that_have_not_ended_count_as_missed():
     asked = traffic()
     count = len(asked)

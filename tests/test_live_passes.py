@@ -139,6 +139,7 @@ def test_the_traffic_of_a_log_has_the_lengths_and_times_of_its_requests(tmp_path
     assert log.found_share(1000.0) < 0.1
 
 
+@pytest.mark.slow
 def test_a_log_of_ours_is_cut_off_once_it_is_read(tmp_path, monkeypatch, mixed):
     monkeypatch.setattr("toolkit.live.traffic.CUT_BYTES", 1000)
     path = tmp_path / "passes.jsonl"

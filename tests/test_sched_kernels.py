@@ -49,6 +49,7 @@ def admitted_knowing(
     return len(waiting)
 
 
+@pytest.mark.slow
 @given(rows=jobs, waiting=jobs, limit=st.integers(1, 400))
 def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
     expected = 0

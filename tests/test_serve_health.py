@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
 
@@ -116,6 +117,7 @@ def test_with_one_of_two_workers_alive_it_is_ready():
     ask(test, workers=HandWorkers(2))
 
 
+@pytest.mark.slow
 def test_after_a_bug_in_the_scheduler_it_is_unhealthy():
     async def test(http: httpx.AsyncClient) -> None:
         http.driver.bug = ValueError("a bug")

@@ -174,6 +174,7 @@ def test_what_is_not_modelled_is_refused() -> None:
             DataParallel(**wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(5))
 def test_passes_of_all_engines_are_those_of_vllm_s_own(number: int) -> None:
     """As `vllm-check` found them with vLLM 0.32.0: both schedulers, 2 and 4 engines, with one API

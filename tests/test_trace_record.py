@@ -96,7 +96,7 @@ def test_a_stream_is_counted_by_a_hidden_usage(tmp_path: Path):
 
     server = through(tmp_path / "log", use)
     assert server.bodies == [body(stream=True, stream_options={"include_usage": True})]
-    assert f"authorization: Bearer {SECRET}" in server.heads[0].lower()
+    assert f"authorization: Bearer {SECRET}" in server.heads[0]
     (row,) = rows(tmp_path / "log")
     assert (row["input_length"], row["output_length"], row["max_tokens"], row["status"]) == (
         1,

@@ -235,6 +235,7 @@ def test_flags_are_set_for_all_kinds_or_for_one(servers: Path, tuned: Tuning) ->
         override(again, None, ["shrt.max_num_seqs=4"], None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 def test_a_simulation_takes_the_flags_of_one_kind(
     servers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str

@@ -7,7 +7,8 @@ Twelve minutes. One server (`llmctl serve --live`) gets the same traffic three t
 80 seconds, short chats, long documents and bursts of chats. The first time it keeps itself tuned,
 as with `--keep-tuned --keep-apply`, and begins with the plan's settings. Then it has the plan's
 settings throughout, and then in each part those that are best of a grid, as simulated by the plan's
-fit: the best that is known. Goodput is the share of a part's requests that keep all targets.
+fit. The better of these two is the best that is known. Goodput is the share of a part's requests
+that keep all targets.
 
 Each part's rate is `--load` of the highest at which those best settings still serve 95 % of the
 requests within the targets, by the fit. Give less where the machine is slower than when it was
@@ -273,13 +274,14 @@ def show(
     parts: Sequence[Part], kept: Sequence[float], fixed: Sequence[float], best: Sequence[float]
 ) -> None:
     print("\nGoodput, the share of requests that kept all targets")
-    print("\n| part | kept tuned | fixed | best known | of the best | over the fixed |")
+    print("\n| part | kept tuned | fixed | best by the fit | of the best known | of the fixed |")
     print("|---|---:|---:|---:|---:|---:|")
     names = [one.kind for one in parts]
     rows = [*zip(names, kept, fixed, best, strict=True)]
     rows.append(("all", float(np.mean(kept)), float(np.mean(fixed)), float(np.mean(best))))
     for name, one, two, three in rows:
-        of_best = f"{100 * one / three:.0f} %" if three else ""
+        known = max(two, three)
+        of_best = f"{100 * one / known:.0f} %" if known else ""
         over = f"{100 * one / two:.0f} %" if two else ""
         print(
             f"| {name} | {100 * one:.1f} % | {100 * two:.1f} % | {100 * three:.1f} % | {of_best} "
