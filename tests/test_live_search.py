@@ -17,6 +17,7 @@ from toolkit.live.search import (
     BurstJournal,
     LiveBounds,
     LiveSearch,
+    gains,
     interval,
     prediction_error,
     restart_gain,
@@ -207,6 +208,11 @@ def test_the_interval_of_equal_blocks_is_their_value():
     assert (found.percent, found.low_percent, found.high_percent) == (3.0, 3.0, 3.0)
     wide = interval([-1.0, 0.0, 4.0])
     assert wide.low_percent < 0.0 < wide.high_percent
+
+
+def test_gains_are_over_the_mean_of_the_start():
+    assert gains([1.0, 3.0], [2.0, 3.0]) == [50.0, 0.0]  # and not +100 % where the start failed
+    assert gains([0.0], [1.0]) == [100.0]
 
 
 def test_ranks_and_errors_of_predictions():

@@ -122,13 +122,13 @@ def tune_live(args: TuneOptions) -> None:
             raise typer.Exit(EXIT_CODE) from None
     result = _result(args, plan, search, head(inputs))
     write_file(result, out)
-    chosen = result.best
+    chosen = result.best if result.applied else result.start
     policy = PlannedPolicy(name=plan.policy.name, parameters=plan.policy.parameters | chosen)
     made = plan.model_copy(update={"policy": policy, "predicted": {}, "explained": {}})
     write_file(made, args.plan_out)
     journal.forget()
     emit(args.as_json, result, lambda: _show(result))
-    note(f"wrote {out}, and {args.plan_out}, which starts with these settings")
+    note(f"wrote {out}, and {args.plan_out}, which starts with the settings that it has now")
 
 
 def _plan(args: TuneOptions) -> Plan:
@@ -164,8 +164,11 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
     trials = [trial for trial in search.trials if trial.first is not None]
     gain = search.gain
     best = search.best
-    sure = best is not None and gain is not None and gain.low_percent > 0.0
-    chosen = best.settings if best is not None and sure else search.start
+    chosen = search.start
+    sure = False
+    if best is not None and gain is not None and gain.percent > 0.0:
+        chosen = best.settings
+        sure = gain.low_percent > 0.0
     if sure:
         search.finish(chosen)
     again: PredictionError | None = None
@@ -179,7 +182,8 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
     highs = {one.name: int(one.high or 0) for one in state.settings}
     bounds = LiveBounds(highs["max_num_seqs"], highs["max_num_batched_tokens"])
     used = world or search.world
-    restart = restart_gain(search.bursts, search.planned, chosen, bounds, used)
+    has_now = chosen if sure else search.start
+    restart = restart_gain(search.bursts, search.planned, has_now, bounds, used)
     assert isinstance(made_from, dict)
     return LiveTuning.model_validate(
         {
@@ -235,6 +239,8 @@ def _show(result: LiveTuning) -> None:
         print(f"the server has now: {words}")
     else:
         print("no gain is sure: the server has the settings of before")
+        if result.best != result.start:
+            print(f"the best so far, which longer --minutes may confirm: {words}")
     errors = {"as fitted": result.prediction, "by its own passes": result.refitted}
     for name, error in errors.items():
         if error is not None:

@@ -71,8 +71,10 @@ class LiveTuning(Envelope):
     sla: dict[str, float]
     bursts: int
     start: dict[str, ParameterValue] = Field(description="the settings before")
-    best: dict[str, ParameterValue]
-    gain: LiveInterval | None = optional("none: no settings were better than those of the start")
+    best: dict[str, ParameterValue] = Field(
+        description="those of the highest measured gain, sure or not; the start's: none had any"
+    )
+    gain: LiveInterval | None = optional("of the best; none: too few blocks were measured")
     sure: bool = Field(description="whether the interval of the gain is above 0")
     applied: bool = Field(description="whether the server has the best settings now")
     trials: list[LiveTrial]

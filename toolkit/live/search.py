@@ -6,8 +6,9 @@
    them, so that the drift of the machine is known and taken off.
 3. Further rounds: the better quarter again on other windows, forwards and backwards, so that a
    steady drift cancels.
-4. Last: the best (B) against the start (A) in blocks A B B A. Their differences are the gain, with
-   its 95 % interval.
+4. Last: the best (B) against the start (A) in blocks A B B A. Their differences over the start's
+   mean score are the gain, with its 95 % interval. (Over each block's own score, a block in which
+   the start fails would count many times as much as others.)
 
 A lease guards the server: if the search dies, the settings from before it come back by themselves.
 """
@@ -308,9 +309,10 @@ class LiveSearch:
 
     def _confirm(self, best: TriedSettings) -> None:
         """The best against the start, in blocks A B B A on the windows in turn."""
-        differences: list[float] = []
-        while len(differences) < BLOCKS_ENOUGH:
-            window = len(differences) % len(self.bursts.windows)
+        usual: list[float] = []
+        better: list[float] = []
+        while len(usual) < BLOCKS_ENOUGH:
+            window = len(usual) % len(self.bursts.windows)
             block = []
             for settings in (self.start, best.settings, best.settings, self.start):
                 one = self._burst_if_time(settings, window)
@@ -318,11 +320,11 @@ class LiveSearch:
                     block.append(one)
             if len(block) < 4:
                 break
-            usual = mean_of([block[0], block[3]]).score
-            differences.append(100.0 * _relative(mean_of(block[1:3]).score, usual))
+            usual.append(mean_of([block[0], block[3]]).score)
+            better.append(mean_of(block[1:3]).score)
             best.measured += block[1:3]
         self.best = best
-        self.gain = interval(differences)
+        self.gain = interval(gains(usual, better))
 
     def _time_for(self, share: float) -> int:
         """How many settings `_there_and_back` measures in a share of the time that is left."""
@@ -368,6 +370,15 @@ def _better(trials: Sequence[TriedSettings], least: int) -> list[TriedSettings]:
 
 def _relative(score: float, usual: float) -> float:
     return score / usual - 1.0 if usual > 0.0 else float(score > 0.0)
+
+
+def gains(usual: Sequence[float], better: Sequence[float]) -> list[float]:
+    """The differences of the blocks' scores, in percent of the mean of the usual ones."""
+    mean = float(np.mean(usual)) if len(usual) else 0.0
+    return [
+        100.0 * ((two - one) / mean if mean > 0.0 else float(two > 0.0))
+        for one, two in zip(usual, better, strict=True)
+    ]
 
 
 def interval(percents: Sequence[float]) -> LiveInterval | None:
