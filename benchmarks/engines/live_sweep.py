@@ -215,8 +215,8 @@ def tried(tuning: LiveTuning, count: int) -> list[Settings]:
     best ones are among them.
     """
     others = [one.settings for one in tuning.trials if one.settings != tuning.start]
-    if tuning.best != tuning.start:
-        others = [tuning.best, *(one for one in others if one != tuning.best)]
+    if tuning.best in others[count:]:
+        others.insert(0, tuning.best)
     return [tuning.start, *others[:count]]
 
 
