@@ -8,7 +8,15 @@ from test_live_search import world
 
 from toolkit.errors import InputError
 from toolkit.live.ahead import Unfinished, ahead
-from toolkit.live.keep import Keeper, KeepRules, Seen, gain_percent, scores_of, steady_since
+from toolkit.live.keep import (
+    Keeper,
+    KeepRules,
+    Seen,
+    gain_percent,
+    scores_of,
+    slowed,
+    steady_since,
+)
 from toolkit.live.kept import bounds_of
 from toolkit.live.space import policy_of
 from toolkit.metrics import Served
@@ -49,10 +57,23 @@ def test_a_sure_gain_changes_one_setting_within_the_bounds():
     assert step.settings.get("max_num_seqs", 4) <= 5
 
 
-@pytest.mark.slow
-def test_good_settings_are_kept():
-    step = Keeper(RULES, {}, SLA).step(30.0, seen(WIDE), WIDE, world())
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_settings_that_serve_well_are_kept_whatever_the_law_says(factor):
+    believed = slowed(world(), factor)
+    step = Keeper(RULES, {}, SLA).step(30.0, seen(WIDE), WIDE, believed)
     assert (step.kind, step.settings) == ("keep", {})
+
+
+@pytest.mark.slow
+def test_where_requests_wait_it_looks_ahead_although_none_has_missed_its_targets():
+    light = traffic(30.0, rate=2.0)
+    served = simulate(light, policy_of({}, NARROW), world()).served
+    found = Seen(0.0, light, replace(served, ok=served.finish_s <= 30.0))
+    well = Keeper(RULES, {}, SLA).step(30.0, found, NARROW, world())
+    waiting = replace(found, unfinished=[Unfinished(200, 0, 60)] * 60)
+    ahead_of = Keeper(RULES, {}, SLA).step(30.0, waiting, NARROW, world())
+    assert well.kind == "keep"
+    assert ahead_of != well
 
 
 @pytest.mark.parametrize("trouble", [{"slowdown": 1.6}, {"failed": True}])

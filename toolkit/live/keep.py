@@ -1,9 +1,9 @@
 """A server that keeps itself tuned: sure changes alone, watched, and taken back.
 
 `Keeper` decides, without a clock and without I/O. Each time it is told of the traffic of the last
-minutes and of the requests that the server has, it looks ahead (`toolkit.live.ahead`): it simulates
-that these requests and then traffic like the newest are served, with the current settings and with
-others. It changes settings only if
+minutes and of the requests that the server has, and requests miss their targets or wait, it looks
+ahead (`toolkit.live.ahead`): it simulates that these requests and then traffic like the newest are
+served, with the current settings and with others. It changes settings only if
 
 - the gain of the blocks of the traffic, in pairs, is sure: its 95 % interval lies above
   `sure_percent`, and the gain above `least_percent`, by the law or where passes take as much longer
@@ -173,6 +173,8 @@ class Keeper:
         span_s = now_s - seen.since_s - begin_s
         if span_s < BLOCKS_MIN * rules.block_s:
             return Step("wait", f"{span_s:.0f} s of traffic are too few to decide")
+        if self._is_well(seen, len(traffic), world):
+            return Step("keep", "requests keep their targets, and none waits: kept")
         look = _Ahead(self._planned, self._sla, seen.unfinished, traffic, span_s, rules)
         off = rules.law_percent / 100.0
         best: _Gain | None = None
@@ -213,6 +215,21 @@ class Keeper:
     def forget(self) -> None:
         """What was ordered was not done: a dry run."""
         self._watch = None
+
+    def _is_well(self, seen: Seen, count: int, world: World) -> bool:
+        """Whether no settings can add much to what was measured of the newest `count` requests, and
+        hardly any request waits. Then nothing is simulated: a simulation takes a processor, and a
+        law that is off may find a gain where there is none.
+        """
+        waiting = sum(one.cached == 0 for one in seen.unfinished)
+        if waiting > 1 + len(seen.unfinished) // 10:
+            return False
+        ended = seen.served.ok[-count:]
+        good = meets_sla(world.front.seen(seen.served), self._sla)[-count:]
+        if ended.sum() < self._rules.requests_min:
+            return False
+        possible = gain_percent(ended.astype(np.float64), good.astype(np.float64))
+        return possible < self._rules.least_percent
 
     def _best(
         self, now_s: float, look: _Ahead, current: Settings, usual: Floats, world: World
