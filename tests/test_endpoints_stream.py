@@ -23,7 +23,7 @@ def fed(*pieces: tuple[float, bytes]) -> tuple[Sample, StreamedAnswer]:
 
 
 def answer(data: bytes | None, timeout_s: float = 30.0) -> Sample:
-    """What the client notes whose server answers with these bytes, and closes."""
+    """What the client notes if its server answers with these bytes, and closes."""
     sample = Sample(0.25, 10, 3)
 
     async def send(url: str) -> None:
