@@ -291,15 +291,18 @@ class StandInConnection(asyncio.Protocol):
         self.body += body
 
     def on_message_complete(self) -> None:
+        is_kept = self.parser.should_keep_alive()
         self._answer()
-        if self.is_idle:
-            self._end_if_asked()
-        elif self.task is not None:
-            self.task.add_done_callback(lambda _: self._end_if_asked())
+        if is_kept:
+            return
+        if self.task is None or self.task.done():
+            self._end_after_answer()
+        else:
+            self.task.add_done_callback(lambda _: self._end_after_answer())
 
-    def _end_if_asked(self) -> None:
-        """Close where the request says `connection: close`."""
-        if self.transport is not None and not self.parser.should_keep_alive():
+    def _end_after_answer(self) -> None:
+        """Close once what was written is sent."""
+        if self.transport is not None:
             self.transport.close()
 
     def _answer(self) -> None:

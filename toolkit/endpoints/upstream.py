@@ -68,8 +68,11 @@ class UpstreamError(Exception):
 
 @dataclass
 class UsedConnection:
-    """Of one request. `kept`: a request before had it, too."""
+    """The connection of one request. `closes`: no request gets it afterwards; `kept`: one before
+    had it, too.
+    """
 
+    closes: bool
     kept: bool = False
 
 
@@ -98,14 +101,13 @@ class HttpClient:
             self._idle_since_s.popleft()
         return self.in_use + len(self._idle_since_s) < self.most_kept
 
-    def release(self, *, was_kept: bool) -> None:
-        """A request has ended. Its connection, which was idle before if `was_kept`, is idle now, or
-        closed.
-        """
+    def release(self, connection: UsedConnection) -> None:
+        """A request has ended."""
         self.in_use -= 1
-        if was_kept and self._idle_since_s:
+        if connection.kept and self._idle_since_s:
             self._idle_since_s.pop()
-        self._idle_since_s.append(time.monotonic())
+        if not connection.closes:
+            self._idle_since_s.append(time.monotonic())
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -163,7 +165,7 @@ class UpstreamAnswer:
         """
         self._response.close()
         if self._http is not None:
-            self._http.release(was_kept=self._connection.kept)
+            self._http.release(self._connection)
             self._http = None
 
 
@@ -221,10 +223,10 @@ class Upstream:
         kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
         passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
         http = self._http
-        if not http.keeps:
+        connection = UsedConnection(closes=not http.keeps)
+        if connection.closes:
             passed.append(("connection", "close"))
         url = URL(self._base + target.decode("ascii"), encoded=True)
-        connection = UsedConnection()
         http.in_use += 1
         try:
             async with asyncio.timeout(self._timeout.sock_read):  # also behind an interim answer
@@ -238,7 +240,7 @@ class Upstream:
                 response.close()
                 raise UpstreamError(LOST)
         except BaseException as error:  # also where it is cancelled
-            http.release(was_kept=connection.kept)
+            http.release(connection)
             if isinstance(error, (aiohttp.ClientError, OSError, ValueError)):
                 raise _lost(error) from None
             raise
