@@ -234,6 +234,7 @@ def test_whole_answers_models_and_pages():
     run(test)
 
 
+@pytest.mark.slow  # until an idle connection closes
 def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_collector():
     def found(kind: type) -> set[int]:
         return {id(each) for each in gc.get_objects() if issubclass(type(each), kind)}
