@@ -133,6 +133,17 @@ def test_a_cut_off_or_malformed_answer_is_an_error(sent):
     behind(Behind(sent), use)
 
 
+def test_a_header_in_utf_8_is_passed_on_as_it_is():
+    server = Behind(WHOLE)
+    name = "x-user: Zoë".encode()
+
+    async def use(upstream: Upstream) -> None:
+        await (await upstream.send("GET", b"/x", [tuple(name.split(b": "))])).aclose()
+
+    behind(server, use)
+    assert name + b"\r\n" in server.heads[0]
+
+
 def test_no_connection_is_kept_where_enough_are_in_use():
     server = Behind(WHOLE, WHOLE)
 
@@ -204,8 +215,8 @@ def test_a_large_answer_is_held_in_part_and_comes_whole():
     assert most < 8 * MAX_HELD_BYTES
 
 
-@pytest.mark.parametrize("target", [b"/x y", b"/x\r\nhost: other", b"/\0"])
-def test_a_path_cannot_become_a_header(target):
+@pytest.mark.parametrize("target", [b"/x y", b"/x\r\nhost: other", b"/\0", b"*", b"@other/"])
+def test_a_path_becomes_no_header_and_no_host(target):
     async def use(upstream: Upstream) -> None:
         with pytest.raises(UpstreamError, match="this path"):
             await upstream.send("GET", target, [], b"")

@@ -218,10 +218,10 @@ class Upstream:
         moment of its reuse: if it ends without an answer, the request is sent once more, as curl
         does.
         """
-        if BAD_TARGET.search(target):
+        if not target.startswith(b"/") or BAD_TARGET.search(target):  # it would change the host
             raise UpstreamError("the server behind this one does not accept this path")
         kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
-        passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
+        passed = [(name.decode("latin-1"), _text(value)) for name, value in kept]
         http = self._http
         connection = UsedConnection(closes=not http.keeps)
         if connection.closes:
@@ -301,6 +301,14 @@ def _lost(error: Exception) -> UpstreamError:
     if isinstance(error, TimeoutError):
         return UpstreamError("the server behind this one was silent for too long", timed_out=True)
     return UpstreamError(LOST)
+
+
+def _text(value: bytes) -> str:
+    """A header's value as text of which aiohttp, which writes UTF-8, makes the same bytes again."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
