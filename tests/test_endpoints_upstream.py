@@ -187,6 +187,27 @@ def test_an_unread_answer_closes_its_connection():
     assert server.connections == 2
 
 
+def test_closing_breaks_off_answers_that_are_being_read():
+    async def use(upstream: Upstream) -> None:
+        answer = await upstream.send("GET", b"/x", [])
+        begun = asyncio.Event()
+
+        async def read_on() -> None:
+            async for _ in answer.body():
+                begun.set()
+
+        reading = asyncio.create_task(read_on())
+        await begun.wait()
+        await upstream.close()
+        with pytest.raises(UpstreamError, match="was lost"):
+            async with asyncio.timeout(5):
+                await reading
+        await answer.aclose()
+
+    part = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun"
+    behind(Behind(part, WHOLE), use)
+
+
 def test_a_silent_server_is_awaited_for_the_given_time_only():
     async def use(upstream: Upstream) -> None:
         with pytest.raises(UpstreamError, match="silent") as caught:

@@ -90,6 +90,7 @@ class HttpClient:
     def __init__(self, most_kept: int = 1 << 30) -> None:
         self.most_kept = most_kept
         self.in_use = 0
+        self.answers: set[UpstreamAnswer] = set()  # that are not released
         self._idle_since_s: deque[float] = deque()
         self._session: aiohttp.ClientSession | None = None
 
@@ -128,6 +129,8 @@ class HttpClient:
 
     async def close(self) -> None:
         """Close all connections; answers that were not read to their end break off."""
+        for answer in self.answers:
+            answer.break_off()
         if self._session is not None:
             await self._session.close()
 
@@ -141,6 +144,7 @@ class UpstreamAnswer:
         self._response = response
         self._connection = connection
         self._http: HttpClient | None = http  # until the connection is released
+        http.answers.add(self)
         self.status = response.status
         self.headers = _end_to_end(response.raw_headers)
 
@@ -165,8 +169,13 @@ class UpstreamAnswer:
         """
         self._response.close()
         if self._http is not None:
+            self._http.answers.discard(self)
             self._http.release(self._connection)
             self._http = None
+
+    def break_off(self) -> None:
+        """End the wait for its next piece, which the end of a session leaves waiting."""
+        self._response.content.set_exception(aiohttp.ServerDisconnectedError())
 
 
 class Upstream:
