@@ -26,19 +26,19 @@ class Servers:
 class Client:
     def __init__(self, servers: Servers, url: str) -> None:
         self._servers = servers
-        self._url = url
+        self.url = url
 
     def get(self) -> LiveState:
-        rows = self._servers.rows[self._url]
-        most = self._servers.most[self._url]
+        rows = self._servers.rows[self.url]
+        most = self._servers.most[self.url]
         return LiveState([LiveSetting("max_num_seqs", rows, 8, 1, most)])
 
     def set(self, settings, why="") -> LiveState:
-        rows = settings.get("max_num_seqs", self._servers.rows[self._url])
-        if rows > self._servers.most[self._url]:
+        rows = settings.get("max_num_seqs", self._servers.rows[self.url])
+        if rows > self._servers.most[self.url]:
             raise InputError(f"{rows} is too many", "fewer")
-        changed = {} if rows == self._servers.rows[self._url] else {"max_num_seqs": rows}
-        self._servers.rows[self._url] = rows
+        changed = {} if rows == self._servers.rows[self.url] else {"max_num_seqs": rows}
+        self._servers.rows[self.url] = rows
         state = self.get()
         return LiveState(state.settings, changed=changed, word=why)
 
@@ -66,6 +66,7 @@ def test_all_servers_get_a_change_or_none(servers, shared):
     answer = ask(shared, set={"max_num_seqs": 4}, why="a test")
     assert answer["changed"] == {"max_num_seqs": 4}
     assert answer["replicas"] == {"0": {"max_num_seqs": 4}, "1": {"max_num_seqs": 4}}
+    assert answer["urls"] == {"0": "http://a", "1": "http://b"}
     servers.most["http://b"] = 16
     refused = ask(shared, set={"max_num_seqs": 32})
     assert (refused["status"], says(refused["error"], "replica 1", "32")) == (422, True)

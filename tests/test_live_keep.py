@@ -12,6 +12,7 @@ from toolkit.live.keep import (
     Keeper,
     KeepRules,
     Seen,
+    gain_of,
     gain_percent,
     scores_of,
     slowed,
@@ -190,6 +191,28 @@ def test_steady_traffic_begins_where_it_last_changed():
     more = together(stretch(0.0, 200.0, 2.0, 100), stretch(200.0, 100.0, 8.0, 100))
     assert 175.0 <= steady_since(more, 300.0, 5.0, 40) <= 260.0
     assert steady_since(steady.take(slice(0, 0)), 300.0, 5.0, 40) == 0.0
+
+
+def test_steady_traffic_begins_between_long_prompts_and_bursts_of_short_ones():
+    bursts = [stretch(120.0 + 20.0 * k, 7.0, 15.0, 60) for k in range(4)]
+    changed = together(stretch(0.0, 120.0, 5.0, 280), *bursts)
+    for now_s in (160.0, 170.0, 180.0, 200.0):
+        assert 110.0 <= steady_since(changed, now_s, 4.0, 30) <= now_s - 24.0
+
+
+def test_a_gain_of_every_request_is_sure_however_many_come():
+    counts = np.array([40.0, 0.0, 0.0, 10.0, 0.0, 60.0])
+    usual = 0.5 * counts
+    gain = gain_of({}, 0.75 * counts, usual, counts)
+    assert gain is not None
+    assert gain.low_percent == pytest.approx(50.0)
+    assert gain.percent == gain.high_percent == pytest.approx(50.0)
+    by_chance = usual + np.array([40.0, 0.0, 0.0, -5.0, 0.0, -7.5])
+    unlike = gain_of({}, by_chance, usual, counts)
+    assert unlike is not None
+    assert unlike.percent == pytest.approx(50.0)
+    assert unlike.low_percent < 0.0
+    assert gain_of({}, usual[:2], usual[:2], counts[:2]) is None
 
 
 def test_a_backlog_is_seen_ahead_and_not_in_the_traffic_alone():

@@ -153,6 +153,25 @@ def test_a_log_of_ours_is_cut_off_once_it_is_read(tmp_path, monkeypatch, mixed):
     assert len(log.passes) == 80
 
 
+def test_a_log_of_a_server_that_was_started_again_begins_again(tmp_path):
+    path = tmp_path / "passes.jsonl"
+    made = pass_logs.passes([(0.0, 40, 50), (0.0, 40, 9)])
+    pass_logs.write(path, made[:30])
+    log = TrafficLog(path, owned=True, horizon_s=600.0)
+    log.update(1001.0)
+    assert len(log.unfinished()) == 1
+    path.unlink()
+    log.update(1002.0)
+    assert log.header is None
+    again = pass_logs.passes([(0.0, 30, 5)], start_s=1005.0)
+    pass_logs.write(path, again, max_num_seqs=32)
+    log.update(1010.0)
+    assert log.header is not None
+    assert log.header.max_num_seqs == 32
+    assert not log.unfinished()
+    assert len(log.passes) == 30 + len(again)
+
+
 def test_a_request_whose_client_has_gone_is_no_traffic(tmp_path):
     asked = [(0.0, 40, 50), (0.0, 40, 50)]
     made = pass_logs.passes(asked)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_sim_prefix as paged
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_sim_contract import CASES, world
 from test_sim_replicas import POLICY, same
@@ -35,11 +35,18 @@ def some(count: int = 80, seed: int = 0, *, limit: int = 0) -> Trace:
     return Trace(np.sort(rng.random(count)), rng.integers(5, 60, count), output, limits)
 
 
-def check(result: SimResult, concurrency: int, delay_s: float = 0.0, ramp_s: float = 0.0) -> None:
+def check(
+    result: SimResult,
+    concurrency: int,
+    delay_s: float = 0.0,
+    ramp_s: float = 0.0,
+    late_s: float = 0.0,
+) -> None:
     """Requests start in order, each at the time when a place became free: the first places at once
     or spread over the ramp, the others when a client saw a request end.
 
-    The mean client sees an end `delay_s` later, and none later than twice that.
+    The mean client sees an end `delay_s` later, and none later than twice that. The next may come
+    `late_s` later: when the round is over in which a request ended.
     """
     served = result.served
     assert served.ok.all()
@@ -47,10 +54,10 @@ def check(result: SimResult, concurrency: int, delay_s: float = 0.0, ramp_s: flo
     assert (np.diff(starts_s) >= 0).all()
     places_s = [place * ramp_s / concurrency for place in range(concurrency)]
     free_s = np.sort(np.concatenate([places_s, served.finish_s]))[: len(served)]
-    np.testing.assert_allclose(starts_s, free_s, atol=delay_s + 1e-9)
+    np.testing.assert_allclose(starts_s, free_s, atol=delay_s + late_s + 1e-9)
     # the last ends are not all followed, so that their mean may be off by a few of these
     few_s = 2 * delay_s * concurrency / len(served)
-    assert starts_s.mean() == pytest.approx(free_s.mean(), abs=few_s + 1e-9)
+    assert starts_s.mean() == pytest.approx(free_s.mean(), abs=few_s + late_s + 1e-9)
     assert result.concurrency == concurrency
 
 
@@ -219,6 +226,7 @@ def test_a_request_that_is_given_up_frees_its_place() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(seed=0, concurrency=19, workers=1, ramp_s=0.4, case="mlfq, in chunks")
 @given(
     seed=st.integers(0, 1000),
     concurrency=st.integers(1, 40),
@@ -230,7 +238,7 @@ def test_any_world(seed: int, concurrency: int, workers: int, ramp_s: float, cas
     name, parameters = CASES[case]
     there = at_once(world(workers), concurrency, ramp_s)
     result = simulate(some(40, seed, limit=30), make_policy(name, parameters), there)
-    check(result, concurrency, ramp_s=ramp_s)
+    check(result, concurrency, ramp_s=ramp_s, late_s=0.01 if "chunk" in case else 0.0)
 
 
 def test_the_trace_gives_only_the_order() -> None:

@@ -33,7 +33,7 @@ from toolkit.files.plan import Plan
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
-    from toolkit.cli.serve_start import FrontToStart, Prepared
+    from toolkit.cli.serve_start import FrontToStart, Keeping, Prepared
     from toolkit.gateway.sources import ReplicaSource
     from toolkit.routing.routers import Router
     from toolkit.serve.assemble import FrontSettings
@@ -45,6 +45,7 @@ _network = partial(option, rich_help_panel="Network and access")
 _load = partial(option, rich_help_panel="Overload and shutdown")
 _watch = partial(option, rich_help_panel="Logs, metrics and checks")
 _live = partial(option, rich_help_panel="Live settings")
+FIRST_REPLICA = "0"  # the name of the server that is kept tuned before the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +267,13 @@ def command(args: ServeOptions) -> None:
     several = given.plan.workers > 1 or bool(given.ray)
     own = backend if isinstance(backend, StartsReplicas) and several else None
     if args.replica or args.replicas or own is not None:
-        serve_start.start(_before_replicas(args, given, own), args, given)
+        _refuse_what_replicas_lack(args, given, own)
+        with serve_start.keeping(args, given.plan, FIRST_REPLICA) as kept:
+            serve_start.start(_before_replicas(args, given, own, kept), args, given)
     elif isinstance(backend, Serves):
-        order = _server_order(args, given)
-        with serve_start.keeping(args, order) as (order, keep):
-            serve_start.start_server(backend, order, args, given, keep)
+        with serve_start.keeping(args, given.plan) as kept:
+            order = _server_order(args, given, kept.log)
+            serve_start.start_server(backend, order, args, given, kept.begin)
     else:
         serve_start.start(_with_workers(args, given), args, given)
 
@@ -342,8 +345,10 @@ def _control_key(args: ServeOptions) -> str:
     return (args.control_key or secrets.token_urlsafe(24)) if args.live else ""
 
 
-def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
-    """The server of an engine that is one. `InputError` for options that it does not have."""
+def _server_order(args: ServeOptions, given: Prepared, log: Path | None) -> ServerOrder:
+    """The server of an engine that is one, with a log of its passes. `InputError` for options that
+    it does not have.
+    """
     from toolkit.backends import ServerOrder
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
@@ -354,8 +359,8 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
-    if args.pass_log is not None:
-        check_writable(args.pass_log)
+    if log is not None:
+        check_writable(log)
     return ServerOrder(
         plan,
         args.served_model_name or model_name(plan),
@@ -365,15 +370,38 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
         args.insecure,
         args.event_log,
         warn if args.force else None,
-        pass_log=args.pass_log,
+        pass_log=log,
         control_key=_control_key(args),
     )
 
 
-def _before_replicas(
+def _refuse_what_replicas_lack(
     args: ServeOptions, given: Prepared, own: StartsReplicas | None
+) -> None:
+    """`InputError` for options that a front before several servers does not have."""
+    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
+             "--pass-log")  # fmt: skip
+    if args.live and (args.replica or args.replicas or own is None):
+        raise InputError(
+            "--live is about servers that this front starts, and these run already",
+            "start each of them with --live, and change it with: llmctl set --url URL",
+        )
+    if args.keep_tuned and given.ray:
+        raise InputError(
+            "--keep-tuned reads the passes of the first server, which --ray starts elsewhere",
+            "serve without --ray, or change settings yourself: llmctl set",
+        )
+    if args.keep_tuned and given.plan.others:
+        raise InputError(
+            "--keep-tuned gives all servers the same settings, and this fleet has several kinds",
+            "leave it out, and change the settings of each: llmctl set --replica",
+        )
+
+
+def _before_replicas(
+    args: ServeOptions, given: Prepared, own: StartsReplicas | None, kept: Keeping
 ) -> FrontToStart:
-    """A front before several servers. `InputError` for options that it does not have."""
+    """A front before several servers, of which the first is `kept` tuned."""
     from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.gateway.launch import (
         ServedReplicas,
@@ -384,13 +412,6 @@ def _before_replicas(
     )
     from toolkit.serve.assemble import FrontSettings
 
-    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-             "--pass-log", "--keep-tuned")  # fmt: skip
-    if args.live and (args.replica or args.replicas or own is None):
-        raise InputError(
-            "--live is about servers that this front starts, and these run already",
-            "start each of them with --live, and change it with: llmctl set --url URL",
-        )
     plan = given.plan
     ray = given.ray
     file = given.file
@@ -418,15 +439,16 @@ def _before_replicas(
         key=os.environ.get(KEY_VARIABLE, ""),
         control_key=_control_key(args),
         on_foreign=warn if args.force else None,
+        first_log=kept.log,
         ending=config.ending,
     )
-    announce = partial(
-        serve_start.announce_replicas,
-        args.as_json,
-        needs.model,
-        replicas.router.name,
-        status_page=config.settings.status_page,
-    )
+
+    def announce(url: str) -> None:
+        page = config.settings.status_page
+        router = replicas.router.name
+        serve_start.announce_replicas(args.as_json, needs.model, router, url, status_page=page)
+        kept.begin(url, replicas.control_key)
+
     if replicas.own is not None:
         where = f" on Ray ({ray})" if ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
@@ -457,8 +479,13 @@ def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     """The plan as its file has it now, with the options of the command line.
 
     Raises `InputError` where it needs another front than `before` does: another number of workers,
-    another router, or other keys of `serve` or targets.
+    another router, or other keys of `serve` or targets; and where servers are kept tuned.
     """
+    if args.keep_tuned:
+        raise InputError(
+            f"{file}: these servers are kept tuned by the plan of their start",
+            "restart llmctl serve for another one",
+        )
     plan = serve_start.override(read_file(Plan, file), args.policy, args.settings, args.workers)
     old = before.recipe
     new = plan.recipe

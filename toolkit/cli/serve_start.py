@@ -340,63 +340,71 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     )
 
 
-Keep = Callable[[str], None]  # called with the URL of a server that is ready
+class Keeping(NamedTuple):
+    """Where a server writes its passes (None: nowhere), and what begins to keep it tuned: called
+    with its URL and the key of its control once it is ready.
+    """
+
+    log: Path | None
+    begin: Callable[[str, str], None]
 
 
-def _keep_nothing(url: str) -> None:
+def _keep_nothing(url: str, control_key: str) -> None:
     """Without --keep-tuned."""
 
 
 @contextmanager
-def keeping(args: ServeOptions, order: ServerOrder) -> Iterator[tuple[ServerOrder, Keep]]:
-    """The order with the log that --keep-tuned reads, and what begins it; without that option it
-    does nothing. `InputError` for bounds that the server does not have.
+def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keeping]:
+    """What --keep-tuned needs; without that option it does nothing. Behind a front, `replica` is
+    the server that is tuned first. `InputError` for bounds that the server does not have.
     """
     if not args.keep_tuned:
         if args.keep_apply or args.keep:
             raise InputError("--keep and --keep-apply are about --keep-tuned", "add --keep-tuned")
-        yield order, _keep_nothing
+        yield Keeping(args.pass_log, _keep_nothing)
         return
     from toolkit.backends.vllm.backend import live_bounds
     from toolkit.endpoints.settings import SettingsClient
-    from toolkit.endpoints.target import find_target
     from toolkit.live.keep import KeepRules
     from toolkit.live.kept import OWNER, KeepOrder, KeptTuned, bounds_of
 
-    if not order.control_key:
+    if not args.live:
         raise InputError("--keep-tuned changes live settings", "add --live")
-    bounds = bounds_of(args.keep or [], live_bounds(order.plan))
+    bounds = bounds_of(args.keep or [], live_bounds(plan))
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as folder:
-        own = order.pass_log is None
-        log = order.pass_log or Path(folder) / "passes.jsonl"
+        own = args.pass_log is None
+        log = args.pass_log or Path(folder) / "passes.jsonl"
         kept: list[KeptTuned] = []
 
-        def begin(url: str) -> None:
+        def begin(url: str, control_key: str) -> None:
             keep = KeepOrder(
-                order.plan,
+                plan,
                 log,
                 own,
                 KeepRules(bounds),
                 dry=not args.keep_apply,
                 horizon_s=60.0 * args.keep_minutes,
+                replica=replica,
             )
-            control = SettingsClient(url, order.control_key, OWNER)
-            target = find_target(url, order.served_model, order.api_key)
-            kept.append(KeptTuned(keep, control, target, note))
+            kept.append(KeptTuned(keep, SettingsClient(url, control_key, OWNER), note))
             kept[0].start()
 
         try:
-            yield replace(order, pass_log=log), begin
+            yield Keeping(log, begin)
         finally:
             for one in kept:
                 one.stop()
 
 
 def start_server(
-    backend: Serves, order: ServerOrder, args: ServeOptions, given: Prepared, keep: Keep
+    backend: Serves,
+    order: ServerOrder,
+    args: ServeOptions,
+    given: Prepared,
+    keep: Callable[[str, str], None],
 ) -> None:
     """Start the server of an engine that is one itself, and serve until a signal ends it. `keep` is
-    called once it is ready.
+    called with its URL and the key of its control once it is ready.
     """
     from toolkit.sched.policies import make_any, refuse_unservable
 
@@ -408,7 +416,7 @@ def start_server(
 
     def announce(url: str) -> None:
         announce_plan(args.as_json, plan, model, url)
-        keep(url)
+        keep(url, order.control_key)
 
     launch = partial(backend.launch, replace(order, beat=given.manager.beat))
     serve_recorded(launch, announce, plan, model, given.manager, control_key=order.control_key)

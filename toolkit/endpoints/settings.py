@@ -45,7 +45,7 @@ class HeldLease(msgspec.Struct, frozen=True):
 class LiveState(msgspec.Struct, frozen=True):
     """The settings, which tuner holds the lease, how many changes there were, what this one
     changed, and the newest word of the tuners that change them. Of a front before several servers
-    also the values of each; the rest is then of one of them.
+    also the values of each and its URL; the rest is then of one of them.
     """
 
     settings: list[LiveSetting]
@@ -54,6 +54,7 @@ class LiveState(msgspec.Struct, frozen=True):
     changed: dict[str, Value] = {}
     word: str = ""
     replicas: dict[str, dict[str, Value]] = {}
+    urls: dict[str, str] = {}
 
     @property
     def values(self) -> dict[str, Value]:

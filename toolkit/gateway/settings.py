@@ -78,7 +78,8 @@ class ReplicaSettings:
                 self._shared |= settings
         shown: dict[str, Any] = msgspec.to_builtins(states[name or min(states)])
         values = {each: state.values for each, state in states.items()}
-        return shown | {"changed": changed, "replicas": values}
+        urls = {each: self._clients[each].url for each in states}
+        return shown | {"changed": changed, "replicas": values, "urls": urls}
 
     async def _state(self, name: str) -> LiveState:
         return await asyncio.to_thread(self._clients[name].get)

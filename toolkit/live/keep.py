@@ -5,7 +5,7 @@ minutes and of the requests that the server has, and requests miss their targets
 ahead (`toolkit.live.ahead`): it simulates that these requests and then traffic like the newest are
 served, with the current settings and with others. It changes settings only if
 
-- the gain of the blocks of the traffic, in pairs, is sure: its 95 % interval lies above
+- the gain over the blocks of the traffic, in pairs, is sure: its 95 % interval lies above
   `sure_percent`, and the gain above `least_percent`, by the law or where passes take as much longer
   as the law may be off;
 - by neither of them, nor where passes are as much shorter, anything is lost;
@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.live.ahead import Unfinished, ahead
-from toolkit.live.search import interval
+from toolkit.live.search import T95
 from toolkit.live.space import (
     ROWS,
     THRESHOLD,
@@ -52,8 +52,9 @@ FACTORS = (0.25, 0.5, 0.71, 1.41, 2.0, 4.0)  # of a number that is tried instead
 THRESHOLDS = (0, 32, 64, 128, 256, 512, 1024, 2048)
 WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
 BLOCKS_MIN = 6  # of traffic; fewer decide nothing
+BUSY_MIN = 3  # of these, with requests
 TOGETHER = 3  # settings that may change at once
-STEADY = 3.0  # standard errors that two stretches of steady traffic differ by at most
+STEADY = 3.5  # standard errors that two stretches of steady traffic differ by at most
 TIE_BREAK = 0.02  # of a block's score: what a mean E2E of 0 is worth
 
 
@@ -246,7 +247,7 @@ class Keeper:
                 if self._not_until.get((name, value), -math.inf) > now_s:
                     continue
                 scores = look.blocks(settings | {name: value}, world)
-                gain = gain_of({name: value}, scores, before)
+                gain = gain_of({name: value}, scores, before, look.counts())
                 if gain is not None:
                     found.append((gain, scores))
             if not found:
@@ -255,7 +256,7 @@ class Keeper:
             if best is not None and not gain.is_sure(self._rules):
                 break
             change = gain.change if best is None else best.change | gain.change
-            best = gain_of(change, scores, usual)
+            best = gain_of(change, scores, usual, look.counts())
             if best is None or not best.is_sure(self._rules):
                 break
             settings = current | change
@@ -285,7 +286,8 @@ class Keeper:
             would = replace(would, ok=would.ok & (would.finish_s <= over_s))  # as far as now
             usual = _in_blocks(scores_of(would, self._sla), traffic, rules.block_s)
             made = scores_of(seen.served, self._sla)[-len(traffic) :]
-            gain = gain_of({}, _in_blocks(made, traffic, rules.block_s), usual)
+            counts = _in_blocks(np.ones(len(traffic)), traffic, rules.block_s)
+            gain = gain_of({}, _in_blocks(made, traffic, rules.block_s), usual, counts)
             percent = 0.0 if gain is None else gain.percent
             if gain is not None and percent < -rules.worse_percent and gain.high_percent < 0.0:
                 self._watch = None
@@ -336,6 +338,10 @@ class _Ahead:
     span_s: float
     rules: KeepRules
 
+    def counts(self) -> Floats:
+        """The requests of each block of the traffic [n]."""
+        return _in_blocks(np.ones(len(self.traffic)), self.traffic, self.rules.block_s)
+
     def blocks(self, settings: Settings, world: World) -> Floats:
         """The score of each block of the traffic [n], the mean of its repetitions."""
         times = max(math.ceil(self.rules.ahead_s / self.span_s), 1)
@@ -362,14 +368,24 @@ def scores_of(served: Served, sla: Mapping[str, float]) -> Floats:
     return found
 
 
-def gain_of(change: Settings, scores: Floats, usual: Floats) -> _Gain | None:
-    """The gain over the usual scores; None for too few blocks."""
-    differences = 100.0 * (scores - usual) / max(float(usual.mean()), 1e-9)
-    found = interval(differences.tolist())
-    if found is None:
+def gain_of(change: Settings, scores: Floats, usual: Floats, counts: Floats) -> _Gain | None:
+    """The gain over the usual scores of blocks of so many requests; None for too few blocks.
+
+    It is a ratio estimate: chance is how far each block's gain is from that of as many requests on
+    average. A gain for each request is sure although bursts come and go, and a block without
+    requests says nothing.
+    """
+    busy = int(np.count_nonzero(counts))
+    if busy < BUSY_MIN:
         return None
-    percent = gain_percent(scores, usual)
-    return _Gain(change, percent, found.low_percent, found.high_percent)
+    gains = scores - usual
+    of_request = gains.sum() / counts.sum()
+    chance = np.square(gains - of_request * counts).sum() * busy / (busy - 1)
+    half = T95[min(busy - 2, len(T95) - 1)] * math.sqrt(chance)
+    whole = max(float(usual.sum()), 1e-9)
+    low_percent = 100.0 * (float(gains.sum()) - half) / whole
+    high_percent = 100.0 * (float(gains.sum()) + half) / whole
+    return _Gain(change, gain_percent(scores, usual), low_percent, high_percent)
 
 
 def steady_since(traffic: Trace, now_s: float, block_s: float, least: int) -> float:
@@ -395,10 +411,10 @@ def steady_since(traffic: Trace, now_s: float, block_s: float, least: int) -> fl
     newest = min(max(enough, BLOCKS_MIN), whole)
     count = newest
     while count < whole:
-        more = min(newest, whole - count)
-        if more > 1 and any(_differ(each[:count], each[count : count + more]) for each in columns):
+        older = slice(count, min(count + newest, whole))
+        if whole - count > 1 and any(_differ(each[:count], each[older]) for each in columns):
             break
-        count += more
+        count += 1
     return now_s - count * block_s
 
 

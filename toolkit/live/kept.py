@@ -2,6 +2,9 @@
 
 Every `every_s` it reads the passes since, fits the law of the last minutes again, and asks the
 keeper. A dry run says what it would do and changes nothing.
+
+Behind a front that starts several servers, one of them is kept tuned by its own traffic. A change
+that was watched there and is good reaches the others.
 """
 
 from __future__ import annotations
@@ -19,19 +22,20 @@ import msgspec
 
 from toolkit.backends.vllm.from_log import PassHistory
 from toolkit.bench.predict import PREDICTED, TOOK, counts_or_none
-from toolkit.endpoints.settings import SettingsClient
+from toolkit.endpoints.settings import LiveState, SettingsClient
 from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.live.keep import Keeper, KeepRules, Seen, Step
 from toolkit.live.law import refitted
+from toolkit.live.space import Settings
 from toolkit.live.traffic import TrafficLog
 from toolkit.sim.world import world_of
 
 OWNER = "llmctl serve --keep-tuned"
 REFIT_EVERY = 4  # steps
 IDLE = 3.0  # times the time of a step that it waits at least: simulations take a processor
-BEHIND_THE_SERVER = 15  # the niceness of its simulations
+BEHIND_THE_SERVER = 15  # the niceness of its simulations, where they cannot be idle work
 FOUND_MOST = 0.1  # of the prompts' tokens in the cache; more is traffic that the log does not show
 
 
@@ -43,6 +47,8 @@ class KeepOrder:
         log: the server's passes; `owned`: no other program reads it.
         dry: say what would be done, and do nothing.
         horizon_s: how much traffic is looked at.
+        replica: behind a front, the server that writes the log, and is tuned first; '': there is
+            one server.
     """
 
     plan: Plan
@@ -52,6 +58,7 @@ class KeepOrder:
     dry: bool = True
     horizon_s: float = 900.0
     every_s: float = 15.0
+    replica: str = ""
 
 
 class KeptTuned:
@@ -60,15 +67,10 @@ class KeptTuned:
     """
 
     def __init__(
-        self,
-        order: KeepOrder,
-        control: SettingsClient,
-        target: Target,
-        say: Callable[[str], None],
+        self, order: KeepOrder, control: SettingsClient, say: Callable[[str], None]
     ) -> None:
         self._order = order
         self._control = control
-        self._target = target
         self._say = say
         self._keeper = Keeper(order.rules, order.plan.policy.parameters, order.plan.recipe.sla)
         self._log = TrafficLog(order.log, owned=order.owned, horizon_s=order.horizon_s)
@@ -77,6 +79,7 @@ class KeptTuned:
         self._world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens)
         self._steps = 0
         self._counts: dict[str, float] = {}
+        self._made: Settings = {}  # the newest values that it gave
         self._said = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -90,10 +93,7 @@ class KeptTuned:
         self._ended.set()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: after the server's
-            thread = threading.get_native_id()
-            niceness = max(os.getpriority(os.PRIO_PROCESS, thread), BEHIND_THE_SERVER)
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        _stand_back()
         wait_s = self._order.every_s
         while not self._ended.wait(wait_s):
             begun_s = time.monotonic()
@@ -107,6 +107,13 @@ class KeptTuned:
     def step(self, now_s: float) -> Step:
         """One step. Raises `InputError` where the server or its log cannot be read."""
         order = self._order
+        state = self._control.get()
+        if state.lease is not None and state.lease.owner != OWNER:
+            return Step("wait", f"{state.lease.owner} tunes this server: nothing is changed")
+        if order.replica and order.replica not in state.replicas:
+            return Step("wait", f"replica {order.replica} is not ready")
+        values = state.replicas.get(order.replica, state.values)
+        url = state.urls.get(order.replica, self._control.url)
         try:
             self._log.update(now_s)
         except msgspec.DecodeError as error:
@@ -120,19 +127,32 @@ class KeptTuned:
             self._refit(since_s)
         self._steps += 1
         traffic, served = self._log.requests(since_s)
-        unfinished = self._log.unfinished()
-        seen = Seen(since_s, traffic, served, unfinished, self._slowdown())
-        state = self._control.get()
-        if state.lease is not None and state.lease.owner != OWNER:
-            return Step("wait", f"{state.lease.owner} tunes this server: nothing is changed")
-        current = {name: state.values[name] for name in order.rules.bounds if name in state.values}
+        seen = Seen(since_s, traffic, served, self._log.unfinished(), self._slowdown(url))
+        current = {name: values[name] for name in order.rules.bounds if name in values}
         step = self._keeper.step(now_s, seen, current, self._world)
         if order.dry:
             self._keeper.forget()
             return replace(step, settings={})
         if step.settings:
-            self._control.set(step.settings, step.line)
+            self._control.set(step.settings, step.line, order.replica)
+            self._made = self._made | step.settings
+        elif step.kind in ("good", "keep"):  # nothing is being watched
+            made = self._made.items()
+            self._share({name: value for name, value in made if current[name] == value}, state)
         return step
+
+    def _share(self, settings: Settings, state: LiveState) -> None:
+        """Give what is good on the server that is tuned first to the others."""
+        others = [
+            name
+            for name, values in state.replicas.items()
+            if any(values[key] != value for key, value in settings.items())
+        ]
+        if not others:
+            return
+        self._control.set(settings, f"as replica {self._order.replica}")
+        words = ", ".join(f"{name}={value}" for name, value in settings.items())
+        self._say(f"keep-tuned: all replicas have {words}")
 
     def _refit(self, since_s: float) -> None:
         """The law of the passes of the last minutes, if they show one; else the one so far."""
@@ -144,10 +164,10 @@ class KeptTuned:
             history = PassHistory(header, passes)
             self._world = refitted(self._order.plan.recipe, self._world, history)
 
-    def _slowdown(self) -> float:
+    def _slowdown(self, url: str) -> float:
         """The time of passes since the last step over the law's; 1 where it is not known."""
         before = self._counts
-        self._counts = counts_or_none(self._target)
+        self._counts = counts_or_none(Target(url, "", "", None, own=False))
         took_s = self._counts.get(TOOK, 0.0) - before.get(TOOK, 0.0)
         expected_s = self._counts.get(PREDICTED, 0.0) - before.get(PREDICTED, 0.0)
         return took_s / expected_s if before and expected_s > 0.0 else 1.0
@@ -156,6 +176,8 @@ class KeptTuned:
         """Say a step that is news, and leave it with the server, for `llmctl set` and its log."""
         if step.kind == "change" and self._order.dry:
             line = f"keep-tuned, a dry run: would change {step.line}"
+        elif step.kind == "change" and self._order.replica:
+            line = f"keep-tuned, on replica {self._order.replica} first: {step.line}"
         else:
             line = f"keep-tuned: {step.line}"
         if line == self._said:
@@ -166,6 +188,20 @@ class KeptTuned:
             self._control.tell(line)
         except InputError as error:
             self._say(f"keep-tuned: {error.message}")
+
+
+def _stand_back() -> None:
+    """Let this thread run only where no other work wants the processor: a pass of the server that
+    begins interrupts it at once. Niceness alone lets it run for its slice of some milliseconds.
+    """
+    if sys.platform != "linux":  # elsewhere a thread has no priority of its own
+        return
+    thread = threading.get_native_id()
+    try:
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    except OSError:  # a sandbox may forbid it
+        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), BEHIND_THE_SERVER)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def bounds_of(

@@ -72,7 +72,10 @@ class TrafficLog:
 
     def update(self, now_s: float) -> None:
         """Read what is new. `now_s` is of the machine's monotonic clock, as the log's times are."""
-        if not self._path.exists():
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._place:
+            self._begin_again()
+        if not size:
             return
         with self._path.open("rb") as file:
             file.seek(self._place)
@@ -90,6 +93,12 @@ class TrafficLog:
         gone = [name for name, one in self._requests.items() if one.arrival_s < old_s]
         for name in gone:
             del self._requests[name]
+
+    def _begin_again(self) -> None:
+        """Another server writes the log: what the one before had not ended, it does not have."""
+        self._place = 0
+        self.header = None
+        self._requests = {name: one for name, one in self._requests.items() if one.ended}
 
     def _take(self, one: LoggedPass) -> None:
         for name, arrival_s, prompt, limit in one.arrived:

@@ -99,6 +99,7 @@ class FixedConcurrency(DueRequests):
     def __init__(self, arrival_s: list[float], concurrency: int, ramp_s: float) -> None:
         # when each place becomes free, a heap; the request that takes it is known only then
         self._places = [place * (ramp_s / concurrency) for place in range(concurrency)]
+        self._last_s = 0.0
         super().__init__(arrival_s, [], {})
         self.follow = True
         self.left = len(arrival_s)
@@ -106,7 +107,10 @@ class FixedConcurrency(DueRequests):
 
     def take(self) -> int:
         number = len(self._arrival_s) - self.left
-        self._arrival_s[number] = heappop(self._places)
+        # a round of several passes tells of an end within it when all are over: too late for a
+        # place that another request has taken meanwhile
+        self._last_s = max(heappop(self._places), self._last_s)
+        self._arrival_s[number] = self._last_s
         self.left -= 1
         self._look()
         return number
