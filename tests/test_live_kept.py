@@ -52,7 +52,7 @@ class Control:
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """The servers whose counters were read."""
+    """The URLs of servers that were asked for their counters."""
     urls: list[str] = []
 
     def counts(target) -> dict[str, float]:
