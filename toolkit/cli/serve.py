@@ -417,6 +417,7 @@ def _before_replicas(
     file = given.file
     source = _replica_source(args, ray)
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)
+    follows_plan = file.is_file() and not args.keep_tuned  # it is kept tuned by the plan of its start
     serve = plan.recipe.serve
     settings = FrontSettings(
         model=needs.model,
@@ -435,7 +436,7 @@ def _before_replicas(
         own=None if source is not None else own,
         ray=ray,
         room_timeout_s=args.room_timeout,
-        reread=partial(_reread, args, file, plan) if file.is_file() else None,
+        reread=partial(_reread, args, file, plan) if follows_plan else None,
         key=os.environ.get(KEY_VARIABLE, ""),
         control_key=_control_key(args),
         on_foreign=warn if args.force else None,
@@ -479,13 +480,8 @@ def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     """The plan as its file has it now, with the options of the command line.
 
     Raises `InputError` where it needs another front than `before` does: another number of workers,
-    another router, or other keys of `serve` or targets; and where servers are kept tuned.
+    another router, or other keys of `serve` or targets.
     """
-    if args.keep_tuned:
-        raise InputError(
-            f"{file}: these servers are kept tuned by the plan of their start",
-            "restart llmctl serve for another one",
-        )
     plan = serve_start.override(read_file(Plan, file), args.policy, args.settings, args.workers)
     old = before.recipe
     new = plan.recipe
