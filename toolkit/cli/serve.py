@@ -417,7 +417,7 @@ def _before_replicas(
     file = given.file
     source = _replica_source(args, ray)
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)
-    follows_plan = file.is_file() and not args.keep_tuned  # it is kept tuned by the plan of its start
+    follows_plan = file.is_file() and not args.keep_tuned
     serve = plan.recipe.serve
     settings = FrontSettings(
         model=needs.model,
