@@ -808,11 +808,17 @@ class OwnStandIn:
         self.running = False
 
 
-def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[str]) -> OwnReplicas:
+def own_replicas(
+    plan: Plan,
+    backend: StartsReplicas,
+    front: Front,
+    said: list[str],
+    first_log: Path | None = None,
+) -> OwnReplicas:
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
     order = ServedReplicas(
         plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), kinds_of_replicas(plan),
-        own=backend, ending=Ending(0.0, 1.0, said.append),
+        own=backend, ending=Ending(0.0, 1.0, said.append), first_log=first_log,
     )  # fmt: skip
     return OwnReplicas(order, front.pool, front.shown.append)
 
@@ -849,6 +855,48 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
 
     run(test)
     assert any(says(line, "replica 0", "0.3 s") for line in said), said
+
+
+@pytest.mark.slow
+def test_the_first_of_own_replicas_writes_its_passes_and_again_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch, "RESTART_S", 0.01)
+    plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
+    log = tmp_path / "passes.jsonl"
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+    logs: list[tuple[int, Path | None]] = []
+    were_there: list[bool] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn() for _ in range(3)]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                logs.append((number, order.pass_log))
+                if order.pass_log is not None:
+                    were_there.append(order.pass_log.exists())
+                    order.pass_log.write_text("its header")
+                return OwnStandIn(made, spare[number if len(logs) <= 2 else 2])
+
+        own = own_replicas(plan, Backend(), front, said, log)
+        own.start()
+        await own.loaded()
+        spare[0].kill()
+        next(one for one in made if one.standin is spare[0]).running = False
+        while len(logs) < 3:
+            await asyncio.sleep(0.005)
+        await own.stop()
+        for each in spare:
+            each.kill()
+
+    run(test, starts=())
+    assert set(logs[:2]) == {(0, log), (1, None)}
+    assert logs[2] == (0, log)
+    assert were_there == [False, False]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What vLLM served on an H200, predicted by the fit that ships."""
 
 import pytest
+from test_shipped_profiles import rounded
 
 from benchmarks.engines.gpu_windows import NAME, errors_of
 from toolkit.estimators.load import laws_from_fit
@@ -39,7 +40,8 @@ def test_the_law_of_its_passes_is_within_3_percent_held_out():
     assert fit.pipeline.launches == "inferred"
     assert fit.pipeline.decode_s == pytest.approx(5.06e-3, rel=0.01)
     assert fit.pipeline.token_s == pytest.approx(2.28e-5, rel=0.02)
-    assert fit == read_file(Fit, FOLDER / "fit.json").steps
+    shipped = read_file(Fit, FOLDER / "fit.json").steps
+    assert rounded(fit.model_dump()) == rounded(shipped.model_dump())
 
 
 def test_policies_inside_it_believe_what_a_prompt_costs_decodes():
