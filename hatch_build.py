@@ -43,8 +43,8 @@ except ImportError:  # `make compile` needs no hatchling
 # What mypyc reads the types of beside mypy's own; their versions are those of the locks.
 REQUIRES = ["mypy>=1.15", "setuptools>=75", "numpy>=2.0", "msgspec>=0.19"]
 # No fused multiply-add, which would round otherwise than Python does; warnings are no errors.
-# Without interposition, functions of the library call each other directly, or are inlined.
-C_FLAGS = ["-ffp-contract=off", "-Wno-error", "-fno-semantic-interposition"]
+# Without interposition and with hidden names, functions of the library call each other directly.
+C_FLAGS = ["-ffp-contract=off", "-Wno-error", "-fno-semantic-interposition", "-fvisibility=hidden"]
 OPTIONS = [
     "--config-file=",
     "--ignore-missing-imports",

@@ -21,9 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import numpy as np
-
-from toolkit.sched.figures import Numbers, WorkerFigure
+from toolkit.sched.figures import WorkerFigure
 from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
@@ -132,7 +130,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     def release(self, view: View, now_s: float) -> Sequence[Job]:
         """The running jobs that leave at their slice's end, by the rules of this module."""
         leaving: list[Job] = []
-        free: Numbers | None = None
+        free: list[int] = []
         for worker in view.due:
             steps = worker.running.steps
             if steps % self.interval_steps or not worker.running.jobs:
@@ -141,21 +139,23 @@ class SliceContinuousPolicy(ContinuousPolicy):
             # with a slice that ends just now, in order of admission
             over = [job for job in worker.running.jobs if slices.ends_now(job)]
             if over:
-                if free is None:
+                if not free:
                     free = self._free(view)
                 leaving += self._leaving(view, worker, over, free)
         return leaving
 
-    def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
+    def _leaving(
+        self, view: View, worker: Worker, over: Sequence[Job], free: list[int]
+    ) -> list[Job]:
         """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
         slices = self._slices(worker)
         steps = worker.running.steps
         source = worker.index
         target = source
         if len(view.able) > 1:
-            others = free.copy()
+            others = list(free)
             others[source] = NO_FREE_TOKENS
-            target = int(others.argmax())
+            target = others.index(max(others))
         used: list[int] = []
         to_add: list[int] = []
         for job in worker.running.jobs:
@@ -172,10 +172,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
             if not crowded and (fits or len(used) == 1):
                 continue
             needs = length + self.period
-            gains = int(free[target]) - needs - self.margin * worker.capacity_tokens
-            moves = (
-                target != source and gains >= int(free[source]) and view.workers[target].holds(job)
-            )
+            gains = free[target] - needs - self.margin * worker.capacity_tokens
+            moves = target != source and gains >= free[source] and view.workers[target].holds(job)
             if not moves and (fits or not crowded):
                 continue
             leaving.append(job)
@@ -221,10 +219,10 @@ class SliceContinuousPolicy(ContinuousPolicy):
                 promised += len(worker.batch.jobs) * worker.emits
         return promised, 0
 
-    def _free(self, view: View) -> Numbers:
+    def _free(self, view: View) -> list[int]:
         """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
-        promised = self._promises(view).bounds()
-        free = np.full(len(view.workers), NO_FREE_TOKENS)
+        promised = self._promises(view).bounds().tolist()
+        free = [NO_FREE_TOKENS] * len(view.workers)
         for worker in view.alive():
             free[worker.index] = worker.capacity_tokens - promised[worker.index]
         return free
