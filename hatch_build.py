@@ -45,6 +45,7 @@ REQUIRES = ["mypy>=1.15", "setuptools>=75", "numpy>=2.0", "msgspec>=0.19"]
 # No fused multiply-add, which would round otherwise than Python does; warnings are no errors.
 # Without interposition and with hidden names, functions of the library call each other directly.
 C_FLAGS = ["-ffp-contract=off", "-Wno-error", "-fno-semantic-interposition", "-fvisibility=hidden"]
+MOST_AT_ONCE = 8  # compilers, with a few hundred MB each: a container may have less than its host
 OPTIONS = [
     "--config-file=",
     "--ignore-missing-imports",
@@ -94,13 +95,13 @@ def _compile_into(work: Path) -> None:
     from setuptools.command.build_ext import build_ext
 
     class ParallelBuild(build_ext):  # type: ignore[misc]
-        """Compiles as many files at once as there are processors, each in a process of its own."""
+        """Compiles several files at once, each in a process of its own."""
 
         def build_extension(self, ext: Any) -> None:
             compile_in_turn = self.compiler.compile
 
             def compile_at_once(sources: list[str], **options: Any) -> list[str]:
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
                     found = pool.map(lambda one: compile_in_turn([one], **options), sources)
                     return [name for objects in found for name in objects]
 

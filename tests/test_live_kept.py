@@ -10,6 +10,7 @@ import samples
 from said import says
 from test_gateway import fake_plan_of
 
+from toolkit.cli.output import note
 from toolkit.endpoints.settings import HeldLease, LiveSetting, LiveState
 from toolkit.live import kept
 from toolkit.live.keep import KeepRules, Step
@@ -77,6 +78,19 @@ def keeping(tmp_path, control: Control, said: list[str], *, dry=False, replica="
     plan = fake_plan_of(samples.paged_fit())
     order = KeepOrder(plan, path, True, KeepRules(BOUNDS), dry=dry, replica=replica)
     return KeptTuned(order, control, said.append)
+
+
+@pytest.mark.slow
+def test_its_process_says_that_no_server_answers_and_ends(tmp_path, capfd):
+    plan = fake_plan_of(samples.paged_fit())
+    order = KeepOrder(plan, tmp_path / "none", True, KeepRules(BOUNDS), every_s=0.01)
+    process = kept.KeeperProcess(order, "http://127.0.0.1:9", "", note)
+    process.start()
+    said = ""
+    while "no answer" not in said:
+        said += capfd.readouterr().err
+    process.stop()
+    assert not process.is_running
 
 
 def change(rows: int) -> Step:

@@ -23,12 +23,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing import get_context
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +46,7 @@ from toolkit.errors import InputError
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.live.keep import KeepRules
-from toolkit.live.kept import OWNER, KeepOrder, KeptTuned
+from toolkit.live.kept import OWNER, KeeperProcess, KeepOrder
 from toolkit.live.space import ROWS, THRESHOLD, TOKENS, Settings, policy_of
 from toolkit.metrics import meets_sla
 from toolkit.serve.server import Ending
@@ -65,7 +63,6 @@ SETTLES = 0.15  # of each part's requests, before the first replay
 LEAST_RPS = 0.25  # that is looked for
 MOST_RPS = 500.0
 HALVINGS = 3
-START_S = 60.0  # that the keeper's process may take
 
 
 def part(kind: str, seconds: float, rate: float, context: int, seed: int) -> Trace:
@@ -175,35 +172,9 @@ class Contest:
         return found
 
 
-@contextmanager
-def keeper_beside(order: KeepOrder, url: str) -> Iterator[None]:
-    """Keep the server tuned until the block ends, in a process of its own, as `llmctl serve` is
-    one: in the client's process it would hold the client up.
-    """
-    context = get_context("spawn")
-    began = context.Event()
-    stop = context.Event()
-    process = context.Process(target=_keep, args=(order, url, began, stop))
-    process.start()
-    began.wait(START_S)  # what it imports would hold the server up
-    try:
-        yield
-    finally:
-        stop.set()
-        process.join()
-
-
-def _keep(order: KeepOrder, url: str, began: Event, stop: Event) -> None:
-    since_s = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"  {time.monotonic() - since_s:6.0f} s {line}", flush=True)
-
-    keeper = KeptTuned(order, SettingsClient(url, KEY, OWNER), say)
-    keeper.start()
-    began.set()
-    stop.wait()
-    keeper.stop()
+def say(line: str) -> None:
+    """In the keeper's process."""
+    print(f"  {time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def run(given: argparse.Namespace) -> None:
@@ -270,8 +241,10 @@ def run(given: argparse.Namespace) -> None:
                 every_s=given.every,
             )
             before = contest.whole()
-            with keeper_beside(order, server.url):
-                kept = contest.whole()
+            keeper = KeeperProcess(order, server.url, KEY, say)
+            keeper.start()
+            kept = contest.whole()
+            keeper.stop()
             control.set(start, "the plan's, throughout")
             after = contest.whole()
             best = contest.at_best()

@@ -364,9 +364,8 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
         yield Keeping(args.pass_log, _keep_nothing)
         return
     from toolkit.backends.vllm.backend import live_bounds
-    from toolkit.endpoints.settings import SettingsClient
     from toolkit.live.keep import KeepRules
-    from toolkit.live.kept import OWNER, KeepOrder, KeptTuned, bounds_of
+    from toolkit.live.kept import KeeperProcess, KeepOrder, bounds_of
 
     if not args.live:
         raise InputError("--keep-tuned changes live settings", "add --live")
@@ -374,7 +373,7 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as folder:
         own = args.pass_log is None
         log = args.pass_log or Path(folder) / "passes.jsonl"
-        kept: list[KeptTuned] = []
+        kept: list[KeeperProcess] = []
 
         def begin(url: str, control_key: str) -> None:
             keep = KeepOrder(
@@ -386,7 +385,7 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
                 horizon_s=60.0 * args.keep_minutes,
                 replica=replica,
             )
-            kept.append(KeptTuned(keep, SettingsClient(url, control_key, OWNER), note))
+            kept.append(KeeperProcess(keep, url, control_key, note))
             kept[0].start()
 
         try:

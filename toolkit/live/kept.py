@@ -4,18 +4,23 @@ Every `every_s` it reads the passes since, fits the law of the last minutes agai
 keeper. A dry run says what it would do and changes nothing.
 
 Behind a front that starts several servers, one of them is kept tuned by its own traffic. A change
-that was watched there and is good reaches the others.
+reaches the others once it is no longer watched there and was not taken back.
+
+It runs in a process of its own (`KeeperProcess`), as idle work. As a thread of a front it could
+hold the interpreter's lock while a busy machine does not let it run; then all requests would wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context, parent_process
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import msgspec
@@ -35,7 +40,8 @@ from toolkit.sim.world import world_of
 OWNER = "llmctl serve --keep-tuned"
 REFIT_EVERY = 4  # steps
 IDLE = 3.0  # times the time of a step that it waits at least: simulations take a processor
-BEHIND_THE_SERVER = 15  # the niceness of its simulations, where they cannot be idle work
+BEHIND_THE_SERVER = 15  # its niceness, where it cannot be idle work
+STOP_S = 0.5  # that a step may take to end
 FOUND_MOST = 0.1  # of the prompts' tokens in the cache; more is traffic that the log does not show
 
 
@@ -61,10 +67,41 @@ class KeepOrder:
     replica: str = ""
 
 
-class KeptTuned:
-    """A thread that keeps a server tuned until `stop`; `say` gets a line for each step that is not
-    like the one before.
+class KeeperProcess:
+    """Keeps the server at `url` tuned until `stop`, with the key of its control. `say`, a function
+    of a module, is called in the other process.
     """
+
+    def __init__(self, order: KeepOrder, url: str, key: str, say: Callable[[str], None]) -> None:
+        context = get_context("spawn")
+        self._ended = context.Event()
+        given = (order, url, key, say, self._ended)
+        self._process = context.Process(target=_keep, args=given, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._process.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    def stop(self) -> None:
+        """End; the server keeps its settings."""
+        self._ended.set()
+        self._process.join(STOP_S)
+        self._process.terminate()
+        self._process.join(STOP_S)
+
+
+def _keep(order: KeepOrder, url: str, key: str, say: Callable[[str], None], ended: Event) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    _stand_back()
+    KeptTuned(order, SettingsClient(url, key, OWNER), say).run(ended)
+
+
+class KeptTuned:
+    """Keeps a server tuned; `say` gets a line for each step that is not like the one before."""
 
     def __init__(
         self, order: KeepOrder, control: SettingsClient, say: Callable[[str], None]
@@ -81,21 +118,12 @@ class KeptTuned:
         self._counts: dict[str, float] = {}
         self._made: Settings = {}  # the newest values that it gave
         self._said = ""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; the server keeps its settings."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        _stand_back()
+    def run(self, ended: Event) -> None:
+        """One step after the other, until `ended` or the parent process has gone."""
+        parent = parent_process()
         wait_s = self._order.every_s
-        while not self._ended.wait(wait_s):
+        while not ended.wait(wait_s) and (parent is None or parent.is_alive()):
             begun_s = time.monotonic()
             try:
                 step = self.step(begun_s)
@@ -191,17 +219,13 @@ class KeptTuned:
 
 
 def _stand_back() -> None:
-    """Let this thread run only where no other work wants the processor: a pass of the server that
+    """Let this process run only where no other work wants the processor: a pass of the server that
     begins interrupts it at once. Niceness alone lets it run for its slice of some milliseconds.
     """
-    if sys.platform != "linux":  # elsewhere a thread has no priority of its own
-        return
-    thread = threading.get_native_id()
-    try:
-        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-    except OSError:  # a sandbox may forbid it
-        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), BEHIND_THE_SERVER)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+    os.nice(BEHIND_THE_SERVER)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def bounds_of(
