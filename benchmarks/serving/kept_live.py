@@ -63,6 +63,7 @@ SETTLES = 0.15  # of each part's requests, before the first replay
 LEAST_RPS = 0.25  # that is looked for
 MOST_RPS = 500.0
 HALVINGS = 3
+START_S = 10.0  # until the keeper's process has imported what it needs
 
 
 def part(kind: str, seconds: float, rate: float, context: int, seed: int) -> Trace:
@@ -243,6 +244,7 @@ def run(given: argparse.Namespace) -> None:
             before = contest.whole()
             keeper = KeeperProcess(order, server.url, KEY, say)
             keeper.start()
+            time.sleep(START_S)
             kept = contest.whole()
             keeper.stop()
             control.set(start, "the plan's, throughout")
