@@ -36,12 +36,14 @@ def endless_trailers() -> bytes:
     return head + b"".join(b"x-%d: %s\r\n" % (k, b"y" * 1000) for k in range(32_000))
 
 
-def streamed(*events: dict[str, Any] | bytes, done: bool = True) -> bytes:
-    """A whole HTTP answer with these events."""
+def streamed(
+    *events: dict[str, Any] | bytes, done: bool = True, kind: bytes = b"text/event-stream"
+) -> bytes:
+    """A whole HTTP answer with these events; `kind` is its content type."""
     lines = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in events]
     lines += [b"[DONE]"] if done else []
     body = b"".join(b"data: %s\n\n" % line for line in lines)
-    return page(body, more=b"content-type: text/event-stream\r\n")
+    return page(body, more=b"content-type: %s\r\n" % kind)
 
 
 def text_event(text: str, **more: Any) -> dict[str, Any]:
@@ -292,6 +294,20 @@ def test_an_event_that_is_none_sends_the_request_elsewhere(odd: bytes):
 
     first.script = script
     run(test, first, StandIn())
+
+
+def test_the_content_type_of_a_replica_may_hold_any_byte():
+    server = StandIn()
+    wanted = answer_of(asked())
+    kind = b"text/event-stream; name=\xff\xc3\xa9"
+    server.script = lambda _path, _body: streamed(text_event(wanted), kind=kind)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answer = await front.http.post(COMPLETIONS, json=asked(stream=True))
+        assert answer.status_code == 200
+        assert (b"content-type", kind) in [(k.lower(), v) for k, v in answer.headers.raw]
+
+    run(test, server)
 
 
 UNREADABLE = [

@@ -149,8 +149,11 @@ class UpstreamAnswer:
         self.headers = _end_to_end(response.raw_headers)
 
     def header(self, name: str) -> str:
-        """The value of a header; '' if it is absent."""
-        return self._response.headers.get(name, "")
+        """The value of a header, a character for each of its bytes; '' if it is absent."""
+        for key, value in self.headers:
+            if key.lower() == name.encode():
+                return value.decode("latin-1")
+        return ""
 
     async def body(self) -> AsyncIterator[bytes]:
         """Pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
