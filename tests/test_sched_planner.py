@@ -37,11 +37,7 @@ class ShortFirst(ContinuousPolicy):
 
     name: ClassVar[str] = "short-first"
 
-    rows: int = parameter(3, low=1, doc="the most rows")
-
-    @property
-    def most_rows(self):
-        return self.rows
+    max_batch_size: int = parameter(3, low=1, doc="the most rows")
 
     def admissible(self, worker, job, footprint):
         if footprint.promised_with(job.limit_tokens) > worker.capacity_tokens:
@@ -65,10 +61,10 @@ class Idle(ShortFirst):
 def test_a_policy_of_a_third_party_overrides_what_it_needs():
     trace = trace_of(30, rate_rps(1.0, 2))
     world = world_of(2)
-    wide = events(ShortFirst(rows=8), trace, world)
-    narrow = events(ShortFirst(rows=1), trace, world)
+    wide = events(ShortFirst(max_batch_size=8), trace, world)
+    narrow = events(ShortFirst(max_batch_size=1), trace, world)
     assert wide != narrow
-    assert events(ShortFirst(rows=8), trace, world) == wide
+    assert events(ShortFirst(max_batch_size=8), trace, world) == wide
     started = [
         batch for event in events(Idle(), trace, world) for batch in getattr(event, "started", ())
     ]

@@ -77,6 +77,8 @@ class Scheduler:
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
         self._jobs: dict[str, Job] = {}  # those that have not ended, by request id
+        self._releases = type(policy).release is not Policy.release
+        self._reorders = type(policy).reorder is not Policy.reorder
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
@@ -87,12 +89,13 @@ class Scheduler:
         view = self._view
         view.now_s = now_s
         self._refuse_stranded(now_s)
-        if view.due:
+        if view.due and self._releases:
             self._release(now_s)
         self._route(now_s)
         if view.due:
             view.sort_due()
-            self._reorder(now_s)
+            if self._reorders:
+                self._reorder(now_s)
         decision = self.policy.plan(view, now_s)
         self._accept(decision)
         return self._start_due(now_s)
@@ -136,9 +139,9 @@ class Scheduler:
             self._interrupt(index)
         if decision.batches:
             self._pool.take(decision.batches)
-        for batch in decision.batches:
-            self._queues.put(batch)
-            view.changed(batch.worker)
+            for batch in decision.batches:
+                self._queues.put(batch)
+                view.changed(batch.worker)
 
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""

@@ -218,13 +218,14 @@ def _run(
             idle_wakes = 0
             if clients is not None:
                 clients.started(batch, end.at_s)
-        for index in scheduler.take_interrupts() if scheduler.interrupts else ():
-            done_s = workers[index].interrupt(now_s)
-            known = end_of[index]
-            if known is not None and known.at_s != done_s:
-                end = BatchEnd(done_s, -1, index)
-                end_of[index] = end
-                heappush(ends, end)
+        if scheduler.interrupts:
+            for index in scheduler.take_interrupts():
+                done_s = workers[index].interrupt(now_s)
+                known = end_of[index]
+                if known is not None and known.at_s != done_s:
+                    end = BatchEnd(done_s, -1, index)
+                    end_of[index] = end
+                    heappush(ends, end)
         if not drain and not arrivals.left and not scheduler.waiting_jobs:
             return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:

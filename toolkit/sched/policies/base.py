@@ -81,14 +81,10 @@ class RoundPolicy(Policy):
 
     __slots__ = ()
     continuous: ClassVar[bool] = True
-    # Parameters of most policies of rounds (`router_choice`, `chunk_parameter`).
+    # Parameters of many policies of rounds (`router_choice`, `chunk_parameter`, `rows_parameter`).
     router: str = "round-robin"
     chunk_tokens: int = 0
-
-    @property
-    def most_rows(self) -> int:
-        """The most jobs that the policy runs at once on any worker."""
-        return NO_LIMIT
+    max_batch_size: int = NO_LIMIT
 
     def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
         """The next round of a worker that runs nothing and has jobs."""
@@ -99,7 +95,7 @@ class RoundPolicy(Policy):
         raise NotImplementedError
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
+        return ROUTERS[self.router](view, self.max_batch_size) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         rounds = [self.plan_round(view, worker, now_s) for worker in view.due if worker.has_jobs]

@@ -60,10 +60,6 @@ class BatonPolicy(RoundPolicy):
     router: str = router_choice()
     chunk_tokens: int = chunk_parameter()
 
-    @property
-    def most_rows(self) -> int:
-        return self.max_batch_size
-
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
         if worker.swapped.jobs:

@@ -88,7 +88,7 @@ class ContinuousPolicy(RoundPolicy):
         rows = footprint.rows
         if not rows:
             return True
-        if rows >= self.most_rows or rows >= worker.row_limit:
+        if rows >= self.max_batch_size or rows >= worker.row_limit:
             return False
         if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
             return False
@@ -106,6 +106,7 @@ class ContinuousPolicy(RoundPolicy):
         running = worker.running
         waiting = worker.waiting
         capacity = worker.capacity_tokens
+        interval = self.interval_steps
         footprint = footprint_of(worker)
         entering: list[Job] = []
         evicted: list[Job] = []
@@ -116,7 +117,7 @@ class ContinuousPolicy(RoundPolicy):
                 footprint = footprint.without(job)
                 if footprint.needs <= capacity:
                     break
-        elif waiting.jobs and (not footprint.rows or running.steps % self.interval_steps == 0):
+        elif waiting.jobs and (not footprint.rows or running.steps % interval == 0):
             entering = self._entering(view, worker, footprint)
             if not entering and view.prioritised:
                 evicted, footprint = self._make_way(worker, waiting.jobs[0])
@@ -132,8 +133,8 @@ class ContinuousPolicy(RoundPolicy):
             others = waiting.count > len(entering) and (entering or not evicted)
             first = waiting.after(len(entering)) if others else evicted[-1]
             if self.may_enter(worker, first, footprint):
-                steps = min(steps, self.interval_steps - running.steps % self.interval_steps)
-        return self.make_round(worker, entering, steps, evicted, stop_every=self.interval_steps)
+                steps = min(steps, interval - running.steps % interval)
+        return self.make_round(worker, entering, steps, evicted, stop_every=interval)
 
     def _entering(self, view: View, worker: Worker, footprint: Footprint) -> list[Job]:
         """The waiting jobs that enter, in order."""
@@ -141,7 +142,7 @@ class ContinuousPolicy(RoundPolicy):
         first = worker.waiting.jobs[0]
         if not self.may_enter(worker, first, footprint):
             return []
-        free_rows = min(self.most_rows, worker.row_limit) - footprint.rows
+        free_rows = min(self.max_batch_size, worker.row_limit) - footprint.rows
         prefill = worker.running.prefill_tokens
         candidates: list[Job] = []
         for job in worker.waiting.jobs:
@@ -227,10 +228,6 @@ class FcfsPolicy(ContinuousPolicy):
     """
 
     max_batch_size: int = rows_parameter(32)
-
-    @property
-    def most_rows(self) -> int:
-        return self.max_batch_size
 
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         return footprint.promised_with(job.limit_tokens) <= worker.capacity_tokens

@@ -242,10 +242,6 @@ class PreemptivePolicy(RoundPolicy):
         """A job that has waited for so many seconds goes first, and is promoted when it runs."""
         return math.inf
 
-    @property
-    def most_rows(self) -> int:
-        return self.max_batch_size
-
     def ranking(self, law: SliceLaw) -> Ranking:
         """How jobs rank, running ones too: the least goes first, unless another starves."""
         raise NotImplementedError

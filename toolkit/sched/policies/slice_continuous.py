@@ -194,7 +194,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
             job_tokens = job.length + self.period
             if view.mixed:
                 homes[k] = soonest(
-                    view, promised, job_tokens, job, expected, self.most_rows, depends=False
+                    view, promised, job_tokens, job, expected, self.max_batch_size, depends=False
                 )
             else:
                 homes[k] = promised.least(view.able, 0)
