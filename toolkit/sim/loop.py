@@ -54,6 +54,38 @@ class BatchEnd:
         return self.worker < other.worker
 
 
+class BatchEnds:
+    """When each worker's batch ends. A worker has one end: a new one replaces it."""
+
+    def __init__(self, workers: int) -> None:
+        self._heap: list[BatchEnd] = []  # an entry is stale if its worker's end is another
+        self._end_of: list[BatchEnd | None] = [None] * workers
+
+    def put(self, end: BatchEnd) -> None:
+        """The worker's batch ends then."""
+        self._end_of[end.worker] = end
+        heappush(self._heap, end)
+
+    def of(self, worker: int) -> BatchEnd | None:
+        """The end of what a worker runs; None: it runs nothing."""
+        return self._end_of[worker]
+
+    def next_s(self) -> float:
+        """When the next batch ends; infinity: none runs."""
+        while self._heap:
+            end = self._heap[0]
+            if self._end_of[end.worker] is end:
+                return end.at_s
+            heappop(self._heap)
+        return math.inf
+
+    def take(self) -> int:
+        """The worker of the next batch that ends, which from now on runs nothing."""
+        end = heappop(self._heap)
+        self._end_of[end.worker] = None
+        return end.worker
+
+
 class VirtualWorker(Protocol):
     """A worker on virtual time: `run` predicts when a batch ends, `finish` returns its result."""
 
@@ -147,93 +179,101 @@ def run(
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
     """
     with collector_off():  # no request makes a reference cycle
-        return _run(scheduler, list(requests), list(workers), drain, clients)
+        return SimulatedDriver(scheduler, list(requests), list(workers), clients).run(drain)
 
 
-def _run(
-    scheduler: Scheduler,
-    requests: list[Request],
-    workers: list[VirtualWorker],
-    drain: bool,
-    clients: Clients | None,
-) -> list[Refusal]:
-    if clients is None:
-        arrivals = DueRequests([one.arrival_s for one in requests], range(len(requests)), {})
-    else:
-        arrivals = clients.arrivals
-    ends: list[BatchEnd] = []  # a heap; an entry is stale if its worker's end is another
-    end_of: list[BatchEnd | None] = [None] * len(workers)  # of what each worker runs
-    refused: list[Refusal] = []
-    idle_wakes = 0
-    events = 0
-    while True:
-        events += 1
-        if events % CHECK_EVERY == 0:
-            check()
-        now_s = math.inf
-        while ends:
-            end = ends[0]
-            if end_of[end.worker] is end:
-                now_s = end.at_s
-                break
-            heappop(ends)
-        if arrivals.next_s < now_s:
-            now_s = arrivals.next_s
-        wake_s = scheduler.wake_at_s
-        if wake_s < now_s:
-            now_s = wake_s
-            idle_wakes += 1
-        elif now_s == math.inf:
-            break
+class SimulatedDriver:
+    """Makes the calls of the live driver, at the times of the virtual clock."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: list[Request],
+        workers: list[VirtualWorker],
+        clients: Clients | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._workers = workers
+        self._clients = clients
+        if clients is None:
+            arrival_s = [request.arrival_s for request in requests]
+            self._arrivals = DueRequests(arrival_s, range(len(requests)), {})
         else:
-            idle_wakes = 0
-        while ends and ends[0].at_s <= now_s:
-            end = heappop(ends)
-            index = end.worker
-            if end_of[index] is end:
-                end_of[index] = None
-                result = workers[index].finish()
-                scheduler.complete(result, now_s)
-                if clients is not None:
-                    clients.completed(result, now_s)
-                    for given_up in scheduler.take_refusals():
-                        refused.append(given_up)
-                        clients.refused(given_up, now_s)
-        while arrivals.next_s <= now_s:
-            came_s = arrivals.next_s
-            number = arrivals.take()
-            request = requests[number]
-            if clients is not None:
-                request = replace(request, arrival_s=came_s)
-            refusal = scheduler.submit(request, now_s, number)
-            if refusal:
-                refused.append(refusal)
-                if clients is not None:
-                    clients.refused(refusal, now_s)
-        for batch in scheduler.tick(now_s):
-            index = batch.worker
-            end = BatchEnd(workers[index].run(batch, now_s), batch.batch_id, index)
-            end_of[index] = end
-            heappush(ends, end)
-            idle_wakes = 0
-            if clients is not None:
-                clients.started(batch, end.at_s)
-        if scheduler.interrupts:
-            for index in scheduler.take_interrupts():
-                done_s = workers[index].interrupt(now_s)
-                known = end_of[index]
-                if known is not None and known.at_s != done_s:
-                    end = BatchEnd(done_s, -1, index)
-                    end_of[index] = end
-                    heappush(ends, end)
-        if not drain and not arrivals.left and not scheduler.waiting_jobs:
-            return refused + scheduler.take_refusals()
-        if idle_wakes > MAX_IDLE_WAKES:
-            break
-    refused += scheduler.take_refusals()
-    if scheduler.jobs:
-        raise _stalled(scheduler, len(requests), now_s)
-    return refused
+            self._arrivals = clients.arrivals
+        self._ends = BatchEnds(len(workers))
+        self._refused: list[Refusal] = []
+
+    def run(self, drain: bool) -> list[Refusal]:
+        """Go from event to event until no request is left; the refusals."""
+        scheduler = self._scheduler
+        arrivals = self._arrivals
+        ends = self._ends
+        idle_wakes = 0
+        events = 0
+        while True:
+            events += 1
+            if events % CHECK_EVERY == 0:
+                check()
+            now_s = min(ends.next_s(), arrivals.next_s)
+            wake_s = scheduler.wake_at_s
+            if wake_s < now_s:
+                now_s = wake_s
+                idle_wakes += 1
+            elif now_s == math.inf:
+                break
+            else:
+                idle_wakes = 0
+            while ends.next_s() <= now_s:
+                self._complete(ends.take(), now_s)
+            while arrivals.next_s <= now_s:
+                self._submit(arrivals.next_s, arrivals.take(), now_s)
+            for batch in scheduler.tick(now_s):
+                self._start(batch, now_s)
+                idle_wakes = 0
+            if scheduler.interrupts:
+                for index in scheduler.take_interrupts():
+                    self._interrupt(index, now_s)
+            if not drain and not arrivals.left and not scheduler.waiting_jobs:
+                return self._refused + scheduler.take_refusals()
+            if idle_wakes > MAX_IDLE_WAKES:
+                break
+        if scheduler.jobs:
+            raise _stalled(scheduler, len(self._requests), now_s)
+        return self._refused + scheduler.take_refusals()
+
+    def _complete(self, index: int, now_s: float) -> None:
+        result = self._workers[index].finish()
+        self._scheduler.complete(result, now_s)
+        if self._clients is not None:
+            self._clients.completed(result, now_s)
+            for refusal in self._scheduler.take_refusals():
+                self._refuse(refusal, now_s)
+
+    def _submit(self, came_s: float, number: int, now_s: float) -> None:
+        request = self._requests[number]
+        if self._clients is not None:
+            request = replace(request, arrival_s=came_s)
+        refusal = self._scheduler.submit(request, now_s, number)
+        if refusal is not None:
+            self._refuse(refusal, now_s)
+
+    def _refuse(self, refusal: Refusal, now_s: float) -> None:
+        self._refused.append(refusal)
+        if self._clients is not None:
+            self._clients.refused(refusal, now_s)
+
+    def _start(self, batch: Batch, now_s: float) -> None:
+        end_s = self._workers[batch.worker].run(batch, now_s)
+        self._ends.put(BatchEnd(end_s, batch.batch_id, batch.worker))
+        if self._clients is not None:
+            self._clients.started(batch, end_s)
+
+    def _interrupt(self, index: int, now_s: float) -> None:
+        end_s = self._workers[index].interrupt(now_s)
+        known = self._ends.of(index)
+        if known is not None and known.at_s != end_s:
+            self._ends.put(BatchEnd(end_s, -1, index))
 
 
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:
