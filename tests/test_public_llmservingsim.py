@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.results_file import tables_of
-from benchmarks.public import llmservingsim, servingsim_tail
+from benchmarks.public import llmservingsim
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw, StepShape
@@ -242,21 +242,6 @@ def test_a_pass_of_two_engines_takes_what_the_slower_one_and_the_experts_take(
     shared = llmservingsim.predict(case, LAW, ahead=True, experts=EXPERTS).served
     assert shared.finish_s.max() > alone.finish_s.max()
     assert shared.output_tokens.tolist() == alone.output_tokens.tolist()
-
-
-def test_passes_after_the_last_prompt_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_profile(tmp_path)
-    write_run(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["servingsim_tail", "--data", str(tmp_path)])
-    servingsim_tail.main()
-    (table,) = tables_of(capsys.readouterr().out)
-    every, *by_rows = table["rows"]
-    ratio = table["columns"].index("measured / operators")
-    passes = table["columns"].index("passes")
-    assert every[ratio] == pytest.approx(1.0, abs=0.01)
-    assert sum(int(row[passes]) for row in by_rows) == int(every[passes]) > 10
 
 
 def test_another_workload_than_the_run_had_is_refused(
