@@ -1,14 +1,14 @@
-"""The scoreboard: predictions beside measurements of others, and beside the peers.
+"""The scoreboard: predictions beside measurements of others, and beside a peer's.
 
     python -m benchmarks.public.scoreboard --aiconfigurator DIR --servingsim DIR [--peer FILE] \\
-        [--blis FILE] --json docs/results/data/scoreboard.json
+        --json docs/results/data/scoreboard.json
 
-Takes four minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
-FILEs are what `benchmarks.public.silicon_peer` and `benchmarks.public.blis_peer` wrote. It predicts
-the runs of LLMServingSim (`benchmarks.public.llmservingsim`), our own windows
-(`benchmarks.engines.gpu_windows`) and the measured servers (`benchmarks.public.silicon`), prints
-their tables, and puts them with --page into the sections of the page, with --picture into a
-drawing, with --errors into the small file that ships, and with --extract into that of a test.
+Takes three minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
+FILE is what `benchmarks.public.silicon_peer` wrote. It predicts the runs of LLMServingSim
+(`benchmarks.public.llmservingsim`), our own windows (`benchmarks.engines.gpu_windows`) and the
+measured servers (`benchmarks.public.silicon`), prints their tables, and puts them with --page into
+the sections of the page, with --picture into a drawing, with --errors into the small file that
+ships, and with --extract into that of a test.
 """
 
 from __future__ import annotations
@@ -228,26 +228,17 @@ def main() -> None:
     parser.add_argument("--aiconfigurator", type=Path, required=True, metavar="DIR")
     parser.add_argument("--servingsim", type=Path, required=True, metavar="DIR")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
-    parser.add_argument("--blis", type=Path, metavar="FILE", help="of blis_peer")
     parser.add_argument("--page", type=Path, metavar="FILE", help="replace its sections")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG")
     parser.add_argument("--errors", type=Path, metavar="FILE", help="what ships")
     parser.add_argument("--extract", type=Path, metavar="FILE", help="what a test predicts")
     options = parser.parse_args()
     peer = silicon.read_peer(options.peer)
-    constants = silicon.shipped_constants()
-    board = silicon.board_of(options.aiconfigurator, constants, peer)
-    servers = silicon.tables(board)
-    if options.blis:
-        servers += silicon.other_peer(board, silicon.read_peer(options.blis))
+    board = silicon.board_of(options.aiconfigurator, silicon.shipped_constants(), peer)
     sections = {
         "kaist": ("Runs, request by request", kaist_table(options.servingsim)),
         "own": ("Our own windows", own_table()),
-        "silicon": ("Servers", servers),
-        "varied": (
-            "What is assumed, varied",
-            silicon.varied_table(options.aiconfigurator, board, constants),
-        ),
+        "silicon": ("Servers", silicon.tables(board)),
     }
     for name, (title, text) in sections.items():
         print(f"{title}\n\n{text}")

@@ -1,10 +1,9 @@
 """Servers that others measured at a fixed concurrency, predicted from the operators that ship.
 
-    python -m benchmarks.public.silicon --data AICONFIGURATOR [--peer FILE] [--calibrate]
+    python -m benchmarks.public.silicon --data AICONFIGURATOR [--calibrate] [--write]
 
 Takes some minutes. Needs a checkout of ai-dynamo/aiconfigurator (Apache-2.0, NVIDIA):
-systems/silicon_sample.csv has TTFT and TPOT of each server. --peer is a file that
-`benchmarks.public.silicon_peer` wrote in an environment of AIConfigurator's.
+systems/silicon_sample.csv has TTFT and TPOT of each server.
 
 Each row of vLLM without disaggregation is predicted: the operators of its GPU
 (`toolkit/estimators/operators.json`) are summed at the passes that such a server makes, a law is
@@ -17,7 +16,8 @@ seed 0, which gives the very lengths, and vLLM's flags as they are there. The ot
 ten requests for each place, of the stated lengths, and vLLM's defaults are assumed.
 
 What no operator tells, the constants of an engine, is set on a tenth of the rows: settings that a
-seed draws (`tenth_of`). They are in no table of errors. --calibrate sets them anew.
+seed draws (`tenth_of`). They are in no table of errors. --calibrate sets them anew, and --write
+makes them those that ship. `benchmarks.public.scoreboard` prints the errors beside a peer's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import product
@@ -38,7 +38,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.common.command import make_parser
-from benchmarks.public.operators import CORE, GPUS, config_shapes, flat_json
+from benchmarks.public.operators import CORE, GPUS, flat_json
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
@@ -57,6 +57,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.operators import OperatorLaw, law_of_passes
 from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.metrics import latencies
+from toolkit.profiling.shapes import NORM_REDUCES, QK_NORM
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.groups.caches import CacheSettings
@@ -241,6 +242,28 @@ def shapes_of(data: Path, model: str, precision: str) -> ModelShapes:
     if weights == "nvfp4" and shapes.experts:  # its attention keeps 16 bits
         return replace(shapes, weights="bfloat16", expert_weights="nvfp4")
     return shapes
+
+
+def config_shapes(config: dict[str, Any], weights: str) -> ModelShapes:
+    """The shapes of a model by its config.json."""
+    heads = config["num_attention_heads"]
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return ModelShapes(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        intermediate=0 if experts else config["intermediate_size"],
+        heads=heads,
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab=config["vocab_size"],
+        experts=experts,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+        expert_intermediate=inner if experts else 0,
+        weights=weights,
+        qk_norm=config["model_type"] in QK_NORM,
+        norm_reduces=NORM_REDUCES.get(config["model_type"], 0),
+    )
 
 
 # ---- protocols ----
@@ -774,47 +797,6 @@ def groups_of(found: Sequence[Compared]) -> dict[str, list[Compared]]:
 HOPPER = ("h100_sxm", "h200_sxm")
 
 
-# ---- what is assumed, varied ----
-
-VARIED_EACH = 4  # rows, one is varied
-VARIED: dict[str, dict[str, Any]] = {
-    "half as many requests": {"requests": 5},
-    "twice as many requests": {"requests": 20},
-    "lengths as stated, all alike": {"ratio": 1.0},
-    "lengths from 0.8 to 1 of the stated": {"ratio": 0.8},
-    "max_num_batched_tokens 2,048": {"tokens": 2048},
-    "max_num_batched_tokens 16,384": {"tokens": 16384},
-    "planning ahead": {"ahead": True},
-    "not planning ahead": {"ahead": False},
-    "KV cache of 16 bits": {"cache_bytes": 2},
-    "experts cut, not whole": {"whole_experts": False},
-    "3 % less memory for the cache": {"taken": RESERVED + 0.03},
-}
-
-
-def vary(
-    data: Path, found: Sequence[Compared], constants: Constants
-) -> Iterator[tuple[str, int, list[Compared]]]:
-    """For each assumption: how many rows it changes, and these rows predicted anew."""
-    for name, change in VARIED.items():
-        changed = []
-        for one in found:
-            protocol = protocol_of(one.row)
-            other = replace(protocol, **change)
-            if other == protocol:
-                continue
-            server = modelled(data, one.row, other)
-            ours = predict(server, constants[family_of(one.row.gpu)])
-            changed.append(replace(one, ours=ours))
-        yield name, len(changed), changed
-
-
-def rows_again(changed: Sequence[Compared], found: Sequence[Compared]) -> list[Compared]:
-    """The rows of `found` that are in `changed`, in its order."""
-    by_name = {one.row.name: one for one in found}
-    return [by_name[one.row.name] for one in changed]
-
-
 # ---- output ----
 
 
@@ -885,91 +867,10 @@ def tables(board: Board) -> str:
     return "\n".join(lines) + "\n"
 
 
-def other_peer(board: Board, peer: Mapping[str, Any]) -> str:
-    """The rows that another peer answers, and its words about others, as Markdown."""
-    rows = peer["rows"]
-    found = [replace(one, peer=answer_of(rows, one.row)) for one in board.judged]
-    title = f"rows that {peer['name']} answers too"
-    lines = ["", f"{peer['name']} {peer['version']} answers these:", "", SAME_HEAD.format(title)]
-    answered = [one for one in found if not isinstance(one.peer, str)]
-    groups: dict[str, list[Compared]] = {"all": answered}
-    for one in sorted(answered, key=lambda one: one.row.group):
-        name = f"{one.row.gpu.partition('_')[0].upper()}, {one.row.model} {one.row.precision}"
-        groups.setdefault(name, []).append(one)
-    lines += [same_line(name, group) for name, group in groups.items() if group]
-    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
-    lines += ["", "Others:", ""]
-    lines += [f"- {words}: {count} rows" for words, count in refused.most_common()]
-    return "\n".join(lines) + "\n"
-
-
-def varied_table(data: Path, board: Board, constants: Constants) -> str:
-    """How far answers and errors of every fourth row move with what is assumed, as Markdown."""
-    some = board.judged[::VARIED_EACH]
-    lines = [VARY_HEAD]
-    for name, count, changed in vary(data, some, constants):
-        if not count:
-            continue
-        before = rows_again(changed, some)
-        cells = [name, str(count)]
-        for kind in (0, 1):
-            cells.append(f"{median_move(changed, before, kind):+.1f}")
-            cells.append(f"{median_error(before, kind):.1f}")
-            cells.append(f"{median_error(changed, kind):.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def median_move(changed: Sequence[Compared], before: Sequence[Compared], kind: int) -> float:
-    """The median change of predicted TPOT (0) or TTFT (1), in percent."""
-    moved = []
-    for new, old in zip(changed, before, strict=True):
-        ratio = 1.0 + new.errors()[kind] / 100.0
-        moved.append(percent(ratio, 1.0 + old.errors()[kind] / 100.0))
-    return float(np.median(moved))
-
-
 NOISE_HEAD = (
     "| noise | settings | repeats | TPOT: median, % | TPOT: p90, % | TTFT: median, % "
     "| TTFT: p90, % |\n|---|---:|---:|---:|---:|---:|---:|"
 )
-VARY_HEAD = (
-    "| assumed instead | rows | TPOT moves, % | error of TPOT, % | then, % | TTFT moves, % "
-    "| error of TTFT, % | TTFT: then, % |\n|---|---:|---:|---:|---:|---:|---:|---:|"
-)
-
-
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="aiconfigurator")
-    parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
-    parser.add_argument("--calibrate", action="store_true", help="set the constants anew")
-    parser.add_argument("--write", action="store_true", help="replace the constants that ship")
-    parser.add_argument("--rows", action="store_true", help="print each judged row")
-    parser.add_argument("--fixed", action="store_true", help="vary nothing that is assumed")
-    options = parser.parse_args()
-    peer = read_peer(options.peer)
-    constants = shipped_constants()
-    if options.calibrate:
-        rows = [row for row in read_rows(options.data) if not not_modelled(row)]
-        drawn = tenth_of([row for row in rows if not row.misread])
-        constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
-        print(json.dumps({name: asdict(one) for name, one in constants.items()}))
-    board = board_of(options.data, constants, peer)
-    if options.rows:
-        for one in board.judged:
-            row = one.row
-            tpot, ttft = one.errors()
-            print(
-                f"{row.gpu} {row.model} {row.precision} {row.version} TP{row.ranks} "
-                f"EP{row.expert_ranks} {row.prompt}+{row.output} x{row.concurrency}: TPOT "
-                f"{1e3 * row.tpot_s:.2f} {tpot:+.1f} %, TTFT {1e3 * row.ttft_s:.1f} {ttft:+.1f} %"
-            )
-    print(tables(board))
-    if not options.fixed:
-        print(varied_table(options.data, board, constants))
-    if options.write:
-        write_constants(constants, board)
 
 
 def write_constants(constants: Constants, board: Board) -> None:
@@ -992,6 +893,24 @@ def write_constants(constants: Constants, board: Board) -> None:
             "points": len(off),
         }
     TABLE.write_text(flat_json(content), encoding="utf-8")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="aiconfigurator")
+    parser.add_argument("--calibrate", action="store_true", help="set the constants anew")
+    parser.add_argument("--write", action="store_true", help="replace the constants that ship")
+    options = parser.parse_args()
+    constants = shipped_constants()
+    if options.calibrate:
+        rows = [row for row in read_rows(options.data) if not not_modelled(row)]
+        drawn = tenth_of([row for row in rows if not row.misread])
+        constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
+        print(json.dumps({name: asdict(one) for name, one in constants.items()}))
+    board = board_of(options.data, constants, {})
+    print(tables(board))
+    if options.write:
+        write_constants(constants, board)
 
 
 if __name__ == "__main__":
