@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,6 +101,26 @@ def ended(run: Callable[[], object], resumes: str = "") -> int:
         print(f"\ninterrupted{resumes}", file=sys.stderr)
         return EXIT_CODE
     return 0
+
+
+LLMCTL = (sys.executable, "-m", "toolkit")
+
+
+def llmctl(
+    *words: str,
+    before: Sequence[str] = (),
+    codes: Container[int] = (0,),
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of llmctl to its end; its exit code and what it printed on stdout. `before`:
+    words in front of it. `SystemExit` for an exit code outside `codes`.
+    """
+    command = [*before, *LLMCTL, *words]
+    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in codes:
+        raise SystemExit(f"llmctl {' '.join(words)}: exit code {done.returncode}")
+    return done
 
 
 def read_words(description: str | None, *names: str) -> list[str]:
