@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.common.results_file import Recorder, put_section
+from benchmarks.common.results_file import Recorder
 from toolkit.errors import LlmctlError
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 
@@ -54,20 +54,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="write the tables and lines that are printed to FILE, with command, machine and date",
     )
     return parser
-
-
-def add_markdown(parser: argparse.ArgumentParser) -> None:
-    """Add `--markdown FILE`: the benchmark replaces its section in that file."""
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="replace this file's section with the table"
-    )
-
-
-def publish(text: str, markdown: Path | None, section: str, title: str) -> None:
-    """Print the results; with `markdown`, they also replace the section of that file."""
-    print(text)
-    if markdown:
-        put_section(markdown, section, title, text)
 
 
 def over_seeds(

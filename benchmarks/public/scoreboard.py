@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.results_file import keep, put_section
+from benchmarks.common.results_file import keep
 from benchmarks.engines.gpu_windows import NAME, errors_of
 from benchmarks.public import llmservingsim, silicon
 from benchmarks.public.operators import flat_json
@@ -101,6 +101,15 @@ def own_table() -> str:
             cells = [f"{row['rate_rps']:g}", KNOWLEDGE[row["conditions"]], *errors]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def put_section(page: Path, name: str, text: str) -> None:
+    """Replace the text between the markers of `name` in a page."""
+    begin = f"<!-- {name} -->\n"
+    end = f"<!-- end of {name} -->\n"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text("".join((before, begin, text, end, after)), encoding="utf-8")
 
 
 # ---- the drawing ----
@@ -243,7 +252,7 @@ def main() -> None:
     for name, (title, text) in sections.items():
         print(f"{title}\n\n{text}")
         if options.page:
-            put_section(options.page, name, title, text)
+            put_section(options.page, name, text)
     keep("rows", [silicon.derived(one) for one in board.judged])
     if options.picture:
         options.picture.write_text(drawing(board.judged), encoding="utf-8")
