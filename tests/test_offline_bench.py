@@ -28,7 +28,7 @@ def test_the_best_of_a_kind_is_what_counts() -> None:
 def test_lengths_are_the_traces_scaled_down_and_clipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offline_work, "_save_model", lambda folder: None)
+    monkeypatch.setattr(offline_work, "save_llama", lambda folder, sizes: None)
     trace = tmp_path / "trace.csv"
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.engines.random_llama import save_llama
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
@@ -24,9 +25,15 @@ LONGEST_PROMPT = 256
 LONGEST_OUTPUT = 128
 SHORTEST = 4
 STATIC_ROWS = 32  # the largest static batch; its memory is the budget of every system
-LAYERS = 8
-HEADS = 4
-HIDDEN = 256  # 14.5 million parameters
+MODEL = {  # 14.5 million parameters
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +70,5 @@ def prepare(folder: Path, trace: str, count: int, threads: int, sample: int) -> 
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
-    _save_model(folder / "model")
+    save_llama(folder / "model", MODEL)
     return work
-
-
-def _save_model(folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        num_hidden_layers=LAYERS,
-        hidden_size=HIDDEN,
-        intermediate_size=688,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        # with 0.02 random weights repeat one token, and equal tokens prove little
-        initializer_range=0.12,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
