@@ -73,10 +73,8 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def ended(run: Callable[[], object], resumes: str = "") -> int:
-    """The exit code of a run, as of a command of llmctl: an error and Ctrl-C end with one line.
-    `resumes`: what that of Ctrl-C says besides.
-    """
+def ended(run: Callable[[], object]) -> int:
+    """The exit code of a run, as of a command of llmctl: an error and Ctrl-C end with one line."""
     try:
         run()
     except LlmctlError as error:
@@ -84,7 +82,7 @@ def ended(run: Callable[[], object], resumes: str = "") -> int:
         print(f"error: {error.message}{hint}", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, InterruptedReplayError):
-        print(f"\ninterrupted{resumes}", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return EXIT_CODE
     return 0
 
