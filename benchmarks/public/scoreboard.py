@@ -30,7 +30,6 @@ from benchmarks.public.operators import flat_json
 from benchmarks.public.silicon import Board, Compared
 from docs.make_pictures import picture
 from toolkit.errors import InputError
-from toolkit.estimators.operators import law_of_passes, pass_times
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.shipped import shipped_profiles
@@ -65,17 +64,12 @@ def kaist_table(data: Path) -> str:
 def kaist_lines(data: Path, folder: Path) -> list[str]:
     """The lines of one run. `InputError` if it is not modelled."""
     case = llmservingsim.read_case(data, folder)
-    operators = llmservingsim.read_operators(data, case)
-    if case.ranks > 1:
-        operators.append(llmservingsim.all_reduce(data, case))
     experts = llmservingsim.read_experts(data, case)
     measured = llmservingsim.metrics(case.measured)
     lines = []
     for unequal in (False, True):
-        attention = llmservingsim.read_attention(data, case, unequal=unequal)
-        seconds = pass_times(operators, attention)
-        law = law_of_passes(attention.shapes, seconds, llmservingsim.KNOTS).law
-        result = llmservingsim.predict(case, law, ahead=case.ahead, experts=experts)
+        law = llmservingsim.law_of(data, case, unequal=unequal).law
+        result = llmservingsim.predict(case, law, experts=experts)
         predicted = llmservingsim.metrics(result.served)
         errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in SHOWN]
         lengths = "unequal" if unequal else "equal"
