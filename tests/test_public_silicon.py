@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.public import silicon
+from benchmarks.public import scoreboard, silicon
 from benchmarks.public.operators import CORE
 from benchmarks.public.silicon import Row
 from toolkit.estimators.gpu_operators import ModelShapes
@@ -245,5 +245,5 @@ def test_a_file_of_the_peer_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_refusals_of_the_peer_are_counted_without_names_and_numbers() -> None:
     words = "RuntimeError: OOM: the model 'a/b' does not fit on 'h100' with (tp=2). Try another."
-    assert silicon.refusal(words) == silicon.refusal(words.replace("a/b", "c/d"))
-    assert "a/b" not in silicon.refusal(words)
+    assert scoreboard.refusal(words) == scoreboard.refusal(words.replace("a/b", "c/d"))
+    assert "a/b" not in scoreboard.refusal(words)

@@ -371,9 +371,3 @@ def metric(text: str, name: str) -> float:
     """A series of /metrics, summed over its labels."""
     lines = text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process and of its children."""
-    all_times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(times.user + times.system for times in all_times)

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.command import llmctl
+from benchmarks.common.results_file import markdown
 from benchmarks.common.serving import Server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.deploy.order import ALLOW_BROKEN
@@ -24,13 +25,13 @@ from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file
 from toolkit.files.shipped import load_recipe
 
-AIMS = {"hit_percent": 1.0, "throughput_rps": 5.0, "tpot_mean_s": 10.0, "ttft_mean_s": 15.0}
-TITLES = {  # name, factor, digits
-    "hit_percent": ("hits, %", 1.0, 1),
-    "throughput_rps": ("requests/s", 1.0, 2),
-    "tpot_mean_s": ("mean TPOT, ms", 1e3, 1),
-    "ttft_mean_s": ("mean TTFT, ms", 1e3, 1),
+METRICS = {  # title, factor, digits, and the aim: percent, or points of hits
+    "hit_percent": ("hits, %", 1.0, 1, 1.0),
+    "throughput_rps": ("requests/s", 1.0, 2, 5.0),
+    "tpot_mean_s": ("mean TPOT, ms", 1e3, 1, 10.0),
+    "ttft_mean_s": ("mean TTFT, ms", 1e3, 1, 15.0),
 }
+COLUMNS = ("window", "", "runs", "measured", "predicted", "error", "aim", "")
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +129,7 @@ def windows_of(work: Work, one: Replay) -> list[WindowResult]:
 def middle(runs: Sequence[WindowResult]) -> dict[str, Any]:
     """Of the runs of one window: medians of what was measured and predicted, and the errors."""
     found: dict[str, Any] = {"runs": len(runs)}
-    for name in AIMS:
+    for name in METRICS:
         pairs = [pair for run in runs if (pair := _predicted_measured(run, name)) is not None]
         if pairs:
             found[name] = {
@@ -158,16 +159,14 @@ def error(name: str, predicted: float, measured: float) -> float:
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """The windows, each with its `name` and what `middle` found, as a Markdown table."""
-    lines = ["| window | runs | | measured | predicted | error | aim | |"]
-    lines.append("|---|---:|---|---:|---:|---:|---:|---|")
+    rows = []
     for one in results:
-        for name, aim in AIMS.items():
-            if name not in one:
-                continue
-            title, factor, digits = TITLES[name]
-            off = median(one[name]["errors"])
-            shown = [f"{factor * one[name][what]:.{digits}f}" for what in ("measured", "predicted")]
-            kept = "kept" if abs(off) <= aim else "missed"
-            about = f"{one['name']} | {one['runs']} | {title} | {' | '.join(shown)}"
-            lines.append(f"| {about} | {off:+.1f} | {aim:g} | {kept} |")
-    return "\n".join(lines)
+        for name, (title, factor, digits, aim) in METRICS.items():
+            if name in one:
+                off = median(one[name]["errors"])
+                measured = f"{factor * one[name]['measured']:.{digits}f}"
+                predicted = f"{factor * one[name]['predicted']:.{digits}f}"
+                kept = "kept" if abs(off) <= aim else "missed"
+                cells = [one["name"], title, one["runs"], measured, predicted]
+                rows.append([*cells, f"{off:+.1f}", f"{aim:g}", kept])
+    return markdown(COLUMNS, rows, words=2)

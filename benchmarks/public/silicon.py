@@ -697,109 +697,6 @@ def median_error(group: Sequence[Compared], kind: int) -> float:
     return round(float(np.median([abs(one.errors()[kind]) for one in group])), 1)
 
 
-def derived(one: Compared) -> list[Any]:
-    """A row as the results keep it: its setting, and the errors of TPOT and TTFT, ours and the
-    peer's. What was measured stays with its source.
-    """
-    errors = [round(error, 1) for error in one.errors()]
-    peer = [round(error, 1) for error in one.peer_errors() or ()]
-    return [one.row.name, *errors, one.ours.full, *peer]
-
-
-def noise(rows: Sequence[Row]) -> tuple[int, list[float], list[float]]:
-    """Settings that were measured again, and how far each repeat is off the setting's first
-    measurement: of TPOT and of TTFT, in percent.
-    """
-    first: dict[tuple[object, ...], Row] = {}
-    again = set()
-    tpot = []
-    ttft = []
-    for row in rows:
-        before = first.setdefault(row.setting, row)
-        if before is not row:
-            again.add(row.setting)
-            tpot.append(abs(percent(row.tpot_s, before.tpot_s)))
-            ttft.append(abs(percent(row.ttft_s, before.ttft_s)))
-    return len(again), tpot, ttft
-
-
-def spread(errors: Sequence[float]) -> str:
-    """Median and p90 of their sizes."""
-    if not errors:
-        return "- | -"
-    median, p90 = np.percentile(np.abs(errors), [50, 90])
-    return f"{median:.1f} | {p90:.1f}"
-
-
-HEAD = (
-    "| {} | rows | TPOT: median, % | TPOT: p90, % | TPOT: bias, % | TTFT: median, % "
-    "| TTFT: p90, % | TTFT: bias, % | peer: rows | peer, TPOT: median, % | peer, TPOT: p90, % "
-    "| peer, TTFT: median, % | peer, TTFT: p90, % |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-)
-SAME_HEAD = (
-    "| {} | rows | TPOT: ours, % | ours, p90, % | TPOT: peer's, % | peer's, p90, % "
-    "| TTFT: ours, % | TTFT: ours, p90, % | TTFT: peer's, % | TTFT: peer's, p90, % |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-)
-
-
-def refusal(words: str) -> str:
-    """What the peer says of a row, without the row's own names and numbers."""
-    plain = re.sub(r"/\S+|'[^']*'|\(.*?\)|\d[\d.]*", "", words.partition(". ")[0])
-    return " ".join(plain.split())[:REFUSAL_MAX].rstrip(" :,")
-
-
-REFUSAL_MAX = 90
-
-
-def line(name: str, group: Sequence[Compared]) -> str:
-    """A line of the table: errors of ours, and of the peer where it has an answer."""
-    ours = [one.errors() for one in group]
-    theirs = [found for one in group if (found := one.peer_errors()) is not None]
-    cells = [name, str(len(group))]
-    for k in (0, 1):
-        signed = [error[k] for error in ours]
-        cells.append(f"{spread(signed)} | {np.median(signed):+.1f}")
-    cells.append(str(len(theirs)))
-    cells += [spread([error[k] for error in theirs]) for k in (0, 1)]
-    return f"| {' | '.join(cells)} |"
-
-
-def same_line(name: str, group: Sequence[Compared]) -> str:
-    """A line about the rows that the peer answers."""
-    both = [one for one in group if one.peer_errors() is not None]
-    cells = [name, str(len(both))]
-    for k in (0, 1):
-        cells.append(spread([one.errors()[k] for one in both]))
-        cells.append(spread([found[k] for one in both if (found := one.peer_errors())]))
-    return f"| {' | '.join(cells)} |"
-
-
-def groups_of(found: Sequence[Compared]) -> dict[str, list[Compared]]:
-    """The lines of the table: each GPU, and on it each model in each precision, version of vLLM
-    and number of GPUs.
-    """
-    lines: dict[str, list[Compared]] = {"all": list(found)}
-    for hopper in (True, False):
-        own = [one for one in found if (one.row.gpu in HOPPER) == hopper]
-        if own:
-            lines["H100 and H200" if hopper else "B200 and B300"] = own
-    for one in sorted(found, key=lambda one: one.row.group):
-        gpu, model, precision, version, ranks = one.row.group
-        chip = gpu.partition("_")[0].upper()
-        lines.setdefault(f"**{chip}**", []).append(one)
-        name = f"{chip}, {model} {precision}, vLLM {version or 'not said'}, TP {ranks}"
-        lines.setdefault(name, []).append(one)
-    return {name: group for name, group in lines.items() if group}
-
-
-HOPPER = ("h100_sxm", "h200_sxm")
-
-
-# ---- output ----
-
-
 @dataclass(frozen=True)
 class Board:
     """All that was found: rows read, those that are not modelled by reason, those that the
@@ -833,44 +730,6 @@ def board_of(data: Path, constants: Constants, peer: Mapping[str, Any]) -> Board
     rest = [row for row in known if row.setting not in drawn]
     judged = compare(data, rest, constants, peer.get("rows", {}))
     return Board(rows, reasons, tenth, judged, peer.get("version", ""))
-
-
-def tables(board: Board) -> str:
-    """What was read, and all errors, as Markdown."""
-    found = board.judged
-    lines = [
-        f"{len(board.rows):,} rows of vLLM without disaggregation, each once. "
-        f"{len(board.tenth)} set the constants, {len(found)} are judged, "
-        f"{sum(board.reasons.values())} are not predicted:",
-        "",
-    ]
-    lines += [f"- {reason}: {count} rows" for reason, count in board.reasons.most_common()]
-    full = [one for one in found if one.ours.full]
-    groups = groups_of(found)
-    same = {name: group for name, group in groups.items() if ", " not in name}
-    same["cache full at some time"] = full
-    lines += ["", SAME_HEAD.format("rows that both answer")]
-    lines += [same_line(name, group) for name, group in same.items()]
-    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
-    answered = len(found) - sum(refused.values())
-    lines += [
-        "",
-        f"The peer, AIConfigurator {board.peer_version}, answers {answered} rows. Others:",
-    ]
-    lines += ["", *(f"- {words}: {count} rows" for words, count in refused.most_common())]
-    lines += ["", HEAD.format("judged rows")]
-    lines += [line(name, group) for name, group in groups.items()]
-    lines.append(line("cache full at some time", full))
-    settings, tpot, ttft = noise(board.rows)
-    cells = ["repeats of a setting", str(settings), str(len(tpot)), spread(tpot), spread(ttft)]
-    lines += ["", NOISE_HEAD, f"| {' | '.join(cells)} |"]
-    return "\n".join(lines) + "\n"
-
-
-NOISE_HEAD = (
-    "| noise | settings | repeats | TPOT: median, % | TPOT: p90, % | TTFT: median, % "
-    "| TTFT: p90, % |\n|---|---:|---:|---:|---:|---:|---:|"
-)
 
 
 def write_constants(constants: Constants, board: Board) -> None:
@@ -908,7 +767,8 @@ def main() -> None:
         constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
         print(json.dumps({name: asdict(one) for name, one in constants.items()}))
     board = board_of(options.data, constants, {})
-    print(tables(board))
+    tpot, ttft = (median_error(board.judged, kind) for kind in (0, 1))
+    print(f"{len(board.judged)} judged: medians of errors {tpot} % (TPOT), {ttft} % (TTFT)")
     if options.write:
         write_constants(constants, board)
 

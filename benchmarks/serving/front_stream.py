@@ -30,7 +30,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import free_ports, request, send, wait_for
+from benchmarks.common.raw_client import free_port, request, send, wait_for
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import write_file
 
@@ -142,7 +142,7 @@ def start_all(folder: str, beside: str | None) -> list[Served]:
         ("FastAPI on asyncio and h11", "bare:app", plain),
     ]
     for name, app, command in bare:
-        (port,) = free_ports(1)
+        port = free_port()
         words = [*command, "--port", str(port), app]
         process = subprocess.Popen(words, cwd=folder, stderr=subprocess.DEVNULL, text=True)
         wait_for(port)
