@@ -40,7 +40,6 @@ KAIST_HEAD = (
     "| run | prediction | makespan | mean TTFT | mean TPOT | mean E2E |\n"
     "|---|---|---:|---:|---:|---:|"
 )
-SHOWN = ("makespan, s", "mean TTFT, s", "mean TPOT, ms", "mean E2E, s")
 PEER_ROWS = ("TTFT Mean", "TPOT Mean", "Latency Mean")
 OWN_HEAD = (
     "| requests/s | with | throughput | mean TTFT | mean TPOT | mean E2E |\n"
@@ -73,7 +72,7 @@ def kaist_lines(data: Path, folder: Path) -> list[str]:
         law = llmservingsim.law_of(data, case, unequal=unequal).law
         result = llmservingsim.predict(case, law, experts=experts)
         predicted = llmservingsim.metrics(result.served)
-        errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in SHOWN]
+        errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in measured]
         lengths = "unequal" if unequal else "equal"
         cells = [case.name, f"llmctl, attention at {lengths} lengths", *errors]
         lines.append(f"| {' | '.join(cells)} |")
