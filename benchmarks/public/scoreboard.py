@@ -27,9 +27,10 @@ import numpy as np
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.engines.gpu_windows import NAME, errors_of
-from benchmarks.public import llmservingsim, silicon
+from benchmarks.public import llmservingsim, servers, silicon
 from benchmarks.public.operators import flat_json
-from benchmarks.public.silicon import Board, Compared, Row
+from benchmarks.public.servers import Row
+from benchmarks.public.silicon import Board, Compared
 from docs.make_pictures import picture
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
@@ -345,7 +346,7 @@ def extract(data: Path, board: Board) -> str:
     places = np.linspace(0, len(ordered) - 1, EXTRACT_ROWS).round().astype(int)
     chosen = [ordered[place] for place in places]
     shapes = {
-        f"{row.model} {row.precision}": asdict(silicon.shapes_of(data, row.model, row.precision))
+        f"{row.model} {row.precision}": asdict(servers.shapes_of(data, row.model, row.precision))
         for row in (one.row for one in chosen)
     }
     content = {
@@ -354,7 +355,7 @@ def extract(data: Path, board: Board) -> str:
         "licence": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
         "tpot_percent": silicon.median_error(chosen, 0),
         "ttft_percent": silicon.median_error(chosen, 1),
-        "columns": [each.name for each in fields(silicon.Row)],
+        "columns": [each.name for each in fields(servers.Row)],
         "rows": [list(asdict(one.row).values()) for one in chosen],
         "shapes": shapes,
     }
