@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,13 +95,12 @@ def llmctl(
     before: Sequence[str] = (),
     codes: Container[int] = (0,),
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of llmctl to its end; its exit code and what it printed on stdout. `before`:
     words in front of it. `SystemExit` for an exit code outside `codes`.
     """
     command = [*before, *LLMCTL, *words]
-    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in codes:
         raise SystemExit(f"llmctl {' '.join(words)}: exit code {done.returncode}")
     return done

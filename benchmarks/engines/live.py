@@ -51,7 +51,8 @@ class Work:
         self.folder: Path = given.work.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.recipe = recipe
-        self._environment = {PYTHON_VARIABLE: str(given.vllm_python)}
+        if given.vllm_python:
+            os.environ[PYTHON_VARIABLE] = given.vllm_python  # of all commands
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -61,9 +62,7 @@ class Work:
         engine's CPUs, if there are others.
         """
         before = self._apart() if apart else []
-        environment = os.environ | self._environment
-        done = llmctl(*words, before=before, codes=codes, cwd=self.folder, env=environment)
-        return done.stdout
+        return llmctl(*words, before=before, codes=codes, cwd=self.folder).stdout
 
     def _apart(self) -> list[str]:
         engine = load_recipe(self.recipe).engine.threads or 0
@@ -85,7 +84,7 @@ class Work:
         """A server under a plan, with more `words` of the command line; its URL."""
         options = ["--port", "0", "--shutdown-timeout", "1", ALLOW_BROKEN, *words]
         log = self.folder / "serve.log"
-        with Server(self.folder / plan, *options, log=log, **self._environment) as server:
+        with Server(self.folder / plan, *options, log=log) as server:
             while look(server.url).state != "ready":
                 if server.process.poll() is not None:
                     raise SystemExit(f"the server ended: see {log}")
