@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import typer
 
-from benchmarks.common.command import ended, make_parser
+from benchmarks.common.command import LLMCTL, ended, make_parser
 from toolkit.bench.predict import counts
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.demo import Stages
@@ -144,7 +144,7 @@ class Replay:
             words = [str(word) for word in words]
             print(f"$ llmctl {' '.join(words)}", flush=True)
             with (self._out / f"bench-{name}.txt").open("w") as said:
-                command = [sys.executable, "-m", "toolkit", *words]
+                command = [*LLMCTL, *words]
                 with subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as bench:
                     if nodes:
                         self._disturb(target, nodes, bench)
