@@ -29,7 +29,7 @@ class Row:
 
 
 class PlainScheduler:
-    """One workload of `benchmarks.engines.vllm_passes`; `run` returns its passes."""
+    """One workload of `llmctl vllm-check`; `run` returns its passes."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case

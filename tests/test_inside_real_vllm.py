@@ -10,6 +10,7 @@ import pytest
 from real_vllm import PYTHON, differences, needed
 
 from benchmarks.engines import vllm_past_future as bench
+from benchmarks.engines.random_llama import save_llama
 from toolkit.backends.vllm.conformance.run import passes_of_vllm
 
 
@@ -31,7 +32,7 @@ def test_tokens_are_vllm_s_own_and_the_log_replays(
     ]
     options = bench.options([f"--vllm-python={PYTHON}", *words])
     (tmp_path / "work.json").write_text(json.dumps(bench.make_work(options)))
-    bench.save_model(tmp_path / "model")
+    save_llama(tmp_path / "model", bench.LLAMA)
     log = tmp_path / "events.jsonl"
     monkeypatch.setenv("LLMCTL_VLLM_EVENT_LOG", str(log))
     found = bench.measure(PYTHON, tmp_path)

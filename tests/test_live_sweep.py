@@ -1,18 +1,8 @@
-"""The restart sweep beside a live search: what is tried, for how long, and what is kept of it."""
-
-from pathlib import Path
+"""The restart sweep beside a live search: what is tried, and how the best ones are compared."""
 
 import pytest
 
-from benchmarks.engines.live_sweep import (
-    Journal,
-    Start,
-    confirmed,
-    show_pairs,
-    tried,
-    windows_within,
-)
-from toolkit.errors import InputError
+from benchmarks.engines.live_sweep import Start, confirmed, show_pairs, tried
 from toolkit.files.live import BurstFigures, LiveTrial, LiveTuning, PredictionError
 
 
@@ -22,9 +12,8 @@ def figures(score: float) -> BurstFigures:
     )
 
 
-def start(rows: int, score: float = 1.0, failed: str = "") -> Start:
-    bursts = [] if failed else [figures(score)]
-    return Start({"max_num_seqs": rows}, 1.0, 5.0, bursts, failed)
+def start(rows: int, score: float) -> Start:
+    return Start({"max_num_seqs": rows}, 5.0, [figures(score)])
 
 
 def tuning(rows: list[int], best: int) -> LiveTuning:
@@ -50,34 +39,6 @@ def test_the_start_and_the_best_are_among_the_tried_settings() -> None:
     found = tried(tuning([1, 2, 3, 4, 128], best=4), 2)
     assert [one["max_num_seqs"] for one in found] == [128, 4, 1]
     assert [one["max_num_seqs"] for one in tried(tuning([1, 2], best=128), 9)] == [128, 1, 2]
-
-
-def test_the_time_bounds_the_bursts_of_each_setting() -> None:
-    found = windows_within(35.0, settings=60, starts=5, start_s=14.0, burst_s=4.0)
-    spent_s = 60 * (14.0 + (1 + found) * 4.0) + 10 * (14.0 + 5 * 4.0)
-    assert found >= 1
-    assert spent_s <= 35.0 * 60.0
-    assert windows_within(1e6, 60, 5, 14.0, 4.0) == 4
-    assert windows_within(10.0, 60, 5, 14.0, 4.0) < 1
-
-
-def test_the_journal_keeps_starts_and_refuses_those_of_another_sweep(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    first = Journal(path, "one")
-    first.put(start(8, 2.0))
-    first.put(start(9, failed="vLLM ended"))
-    with path.open("a") as file:
-        file.write('{"settings": {"max_num_s')  # it was killed while it wrote
-    again = Journal(path, "one")
-    assert len(again) == 2
-    assert again.spent_s == 10.0
-    assert again.get(0) == start(8, 2.0)
-    assert again.get(1) == start(9, failed="vLLM ended")
-    assert again.get(2) is None
-    again.put(start(10))
-    assert len(Journal(path, "one")) == 3
-    with pytest.raises(InputError):
-        Journal(path, "another")
 
 
 class Starts:

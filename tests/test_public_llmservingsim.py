@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import sys
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common.results_file import tables_of
-from benchmarks.public import llmservingsim, servingsim_tail
+from benchmarks.public import llmservingsim
+from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw, StepShape
@@ -145,37 +144,30 @@ def write_run(data: Path, **kwargs: object) -> None:
     (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, requests)))
 
 
-def run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["llmservingsim", "--data", str(data)])
-    monkeypatch.setattr(llmservingsim, "KNOTS", (0,))
-    llmservingsim.main()
+def folder_of(data: Path) -> Path:
+    return data / "bench/examples" / GPU / MODEL / "vllm"
 
 
 def test_a_run_by_its_operators_is_predicted_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_profile(tmp_path)
     write_run(tmp_path)
-    run(tmp_path, monkeypatch)
-    errors, laws = tables_of(capsys.readouterr().out)
-    assert len(errors["rows"]) == 6
-    column = errors["columns"].index
-    for row in errors["rows"]:
-        for variant in ("two costs, equal", "two, unequal", "two, unequal, nothing shared"):
-            assert str(row[column(variant)]).lstrip("+-") == "0.0 %"
-    assert any(str(row[column("one, equal")]).lstrip("+-") != "0.0 %" for row in errors["rows"])
-    by_costs = {(str(row[0]).split()[-1], row[1]): row for row in laws["rows"]}
-    cached, beside = (laws["columns"].index(name) for name in ("cached, ns", "beside chunks, ns"))
-    for lengths in ("equal", "unequal"):
-        assert by_costs[lengths, "two"][cached] == pytest.approx(1e9 * LAW.cached_s)
-        assert by_costs[lengths, "two"][beside] == pytest.approx(1e9 * US * LAYERS * BESIDE)
+    monkeypatch.setattr(llmservingsim, "KNOTS", (0,))
+    case = llmservingsim.read_case(tmp_path, folder_of(tmp_path))
+    measured = llmservingsim.metrics(case.measured)
+    for unequal in (False, True):
+        law = llmservingsim.law_of(tmp_path, case, unequal=unequal).law
+        predicted = llmservingsim.predict(case, law).served
+        assert llmservingsim.metrics(predicted) == pytest.approx(measured, rel=1e-3)
+        assert (law.cached_s, law.beside_s) == pytest.approx((LAW.cached_s, LAW.beside_s))
+        assert law.attended_s == pytest.approx(LAW.attended_s)
 
 
 def test_passes_with_as_many_decodes_as_may_run_count_beside_chunks(tmp_path: Path) -> None:
     write_profile(tmp_path)
     write_run(tmp_path, max_num_seqs=6)
-    folder = tmp_path / "bench/examples" / GPU / MODEL / "vllm"
-    case = llmservingsim.read_case(tmp_path, folder)
+    case = llmservingsim.read_case(tmp_path, folder_of(tmp_path))
     for unequal in (False, True):
         shapes = llmservingsim.read_attention(tmp_path, case, unequal=unequal).shapes
         assert max(shape.decodes for shape in shapes if shape.prefills) == 6
@@ -192,16 +184,12 @@ def test_passes_with_as_many_decodes_as_may_run_count_beside_chunks(tmp_path: Pa
     ],
 )
 def test_a_run_that_is_not_modelled_is_refused_by_name(
-    kwargs: dict[str, object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kwargs: dict[str, object], tmp_path: Path
 ) -> None:
     write_profile(tmp_path)
     write_run(tmp_path, **kwargs)
-    with pytest.raises(SystemExit):
-        run(tmp_path, monkeypatch)
-    assert f"Refused: {GPU} {MODEL}" in capsys.readouterr().out
+    with pytest.raises(InputError, match=f"^{GPU} {MODEL}"):
+        llmservingsim.read_case(tmp_path, folder_of(tmp_path))
 
 
 EXPERTS = llmservingsim.Experts(
@@ -228,7 +216,7 @@ def test_a_pass_of_two_engines_takes_what_the_slower_one_and_the_experts_take(
 ) -> None:
     write_profile(tmp_path)
     write_run(tmp_path, data_parallel_size=2, enable_expert_parallel=True)
-    case = llmservingsim.read_case(tmp_path, tmp_path / "bench/examples" / GPU / MODEL / "vllm")
+    case = llmservingsim.read_case(tmp_path, folder_of(tmp_path))
     parallel = llmservingsim.together(case, LAW, EXPERTS)
     assert (parallel.size, parallel.graph_tokens) == (2, 2 * ROWS)
     assert parallel.pass_s is not None
@@ -238,40 +226,20 @@ def test_a_pass_of_two_engines_takes_what_the_slower_one_and_the_experts_take(
     many = [StepShape(4, 400, 1, 60, 1800.0), StepShape(1, 0)]
     seconds = LAW.forward_s(many[0]) + EXPERTS.seconds(65)
     assert parallel.pass_s(many) == pytest.approx(seconds)
-    alone = llmservingsim.predict(case, LAW, ahead=True).served
-    shared = llmservingsim.predict(case, LAW, ahead=True, experts=EXPERTS).served
+    alone = llmservingsim.predict(case, LAW).served
+    shared = llmservingsim.predict(case, LAW, experts=EXPERTS).served
     assert shared.finish_s.max() > alone.finish_s.max()
     assert shared.output_tokens.tolist() == alone.output_tokens.tolist()
 
 
-def test_passes_after_the_last_prompt_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_profile(tmp_path)
-    write_run(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["servingsim_tail", "--data", str(tmp_path)])
-    servingsim_tail.main()
-    (table,) = tables_of(capsys.readouterr().out)
-    every, *by_rows = table["rows"]
-    ratio = table["columns"].index("measured / operators")
-    passes = table["columns"].index("passes")
-    assert every[ratio] == pytest.approx(1.0, abs=0.01)
-    assert sum(int(row[passes]) for row in by_rows) == int(every[passes]) > 10
-
-
-def test_another_workload_than_the_run_had_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_workload_than_the_run_had_is_refused(tmp_path: Path) -> None:
     write_profile(tmp_path)
     write_run(tmp_path)
     (tmp_path / "workload.jsonl").write_text('{"input_tok_ids": [1]}')
-    with pytest.raises(SystemExit):
-        run(tmp_path, monkeypatch)
-    assert "workload.jsonl" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"workload\.jsonl"):
+        llmservingsim.read_case(tmp_path, folder_of(tmp_path))
 
 
-def test_a_folder_without_runs_is_no_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_runs_is_no_checkout(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="LLMServingSim"):
-        run(tmp_path, monkeypatch)
+        llmservingsim.runs_of(tmp_path)

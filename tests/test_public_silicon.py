@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.public import silicon
+from benchmarks.public import scoreboard, servers, silicon
 from benchmarks.public.operators import CORE
-from benchmarks.public.silicon import Row
+from benchmarks.public.servers import Row
 from toolkit.estimators.gpu_operators import ModelShapes
 
 GIVEN = {
@@ -71,7 +71,7 @@ def test_a_row_is_read_once_and_other_engines_are_left_out(tmp_path: Path) -> No
         GIVEN | {"id": "another engine", "backend": "sglang"},
         GIVEN | {"id": "disaggregated", "mode": "disagg"},
     ]
-    found = silicon.read_rows(checkout(tmp_path, rows))
+    found = servers.read_rows(checkout(tmp_path, rows))
     assert [row.name for row in found] == ["one", "a repeat"]
     assert found[0].setting == found[1].setting
     assert found[0].day == "2026-04-22"
@@ -80,7 +80,7 @@ def test_a_row_is_read_once_and_other_engines_are_left_out(tmp_path: Path) -> No
 
 def test_a_folder_without_the_rows_is_no_checkout(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="aiconfigurator"):
-        silicon.read_rows(tmp_path)
+        servers.read_rows(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,20 +107,20 @@ def test_a_folder_without_the_rows_is_no_checkout(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_modelled_has_a_reason(change: dict[str, str], reason: str) -> None:
-    found = silicon.not_modelled(silicon.read_row(GIVEN | change))
+    found = servers.not_modelled(servers.read_row(GIVEN | change))
     assert reason in found
     assert bool(found) == bool(reason)
 
 
 def test_expert_parallelism_that_was_read_as_copies_of_attention_is_the_same_setting() -> None:
-    said = silicon.read_row(GIVEN | {"moe_tp_size": "1", "moe_ep_size": "4"})
-    read = silicon.read_row(
+    said = servers.read_row(GIVEN | {"moe_tp_size": "1", "moe_ep_size": "4"})
+    read = servers.read_row(
         GIVEN | {"moe_tp_size": "1", "moe_ep_size": "16", "attention_dp_size": "4"}
     )
     assert read.misread
     assert not said.misread
     assert read.setting == said.setting
-    assert silicon.protocol_of(read) == silicon.protocol_of(said)
+    assert servers.protocol_of(read) == servers.protocol_of(said)
 
 
 def test_repeats_of_a_setting_are_of_the_tenth_together_and_each_line_has_some() -> None:
@@ -129,31 +129,31 @@ def test_repeats_of_a_setting_are_of_the_tenth_together_and_each_line_has_some()
         for ranks, count in ((1, 200), (2, 8))
         for k in range(count)
     ]
-    drawn = silicon.tenth_of(rows)
+    drawn = servers.tenth_of(rows)
     assert [
         sum(row.ranks == ranks and row.setting in drawn for row in rows) for ranks in (1, 2)
     ] == [
         20,
         2,
     ]
-    assert silicon.tenth_of(rows[::-1]) == drawn
+    assert servers.tenth_of(rows[::-1]) == drawn
 
 
 def test_lengths_are_those_that_the_source_draws() -> None:
-    protocol = silicon.protocol_of(ROW)
-    trace = silicon.trace_of(ROW, protocol)
+    protocol = servers.protocol_of(ROW)
+    trace = servers.trace_of(ROW, protocol)
     assert len(trace) == 80
     drawn = np.random.RandomState(0)
     assert trace.prompt_tokens.tolist() == drawn.randint(819, 1025, 80).tolist()
     assert trace.output_tokens.tolist() == drawn.randint(204, 257, 80).tolist()
-    alike = silicon.trace_of(ROW, replace(protocol, ratio=1.0))
+    alike = servers.trace_of(ROW, replace(protocol, ratio=1.0))
     assert set(alike.prompt_tokens.tolist()) == {1024}
 
 
 def test_a_server_is_predicted_and_a_full_cache_makes_requests_wait() -> None:
     constants = replace(silicon.shipped_constants()["h200"], front_s=0.0, front_row_s=0.0)
     row = replace(ROW, concurrency=32)
-    roomy = silicon.Server(row, silicon.protocol_of(row), LLAMA)
+    roomy = silicon.Server(row, servers.protocol_of(row), LLAMA)
     found = silicon.predict(roomy, constants)
     assert not found.full
     assert 0.02 < found.ttft_s < 0.3
@@ -184,7 +184,7 @@ WINDOWED = ModelShapes(
 def test_layers_with_windows_save_time_and_memory() -> None:
     row = replace(ROW, model="gpt-oss-120b", precision="fp4", prompt=8192, concurrency=4)
     constants = silicon.shipped_constants()["h200"]
-    protocol = silicon.protocol_of(row)
+    protocol = servers.protocol_of(row)
     assert (protocol.rows, protocol.longest) == (4, 8192 + 256 + 200)
     server = silicon.server_of(WINDOWED, row, protocol)
     without = silicon.server_of(replace(WINDOWED, window=0, window_layers=0), row, protocol)
@@ -202,16 +202,16 @@ def test_layers_with_windows_save_time_and_memory() -> None:
 
 def test_a_script_that_names_kernels_for_experts_is_followed() -> None:
     row = replace(ROW, model="gpt-oss-120b", precision="fp4", gpu="b200_sxm", day="2026-02-25")
-    server = silicon.server_of(WINDOWED, row, silicon.protocol_of(row))
+    server = silicon.server_of(WINDOWED, row, servers.protocol_of(row))
     assert server.shapes.expert_weights == "mxfp4_mxfp8"
     assert server.shapes.cache_bytes == 1
-    before = silicon.protocol_of(replace(row, day="2025-11-02"))
+    before = servers.protocol_of(replace(row, day="2025-11-02"))
     assert before.cache_bytes == 2
 
 
 def test_weights_that_leave_no_cache_are_refused() -> None:
     constants = silicon.shipped_constants()["h200"]
-    small = replace(silicon.protocol_of(ROW), share=0.1)
+    small = replace(servers.protocol_of(ROW), share=0.1)
     with pytest.raises(silicon.InputError, match="no KV cache"):
         silicon.predict(silicon.Server(ROW, small, LLAMA), constants)
 
@@ -228,7 +228,7 @@ def test_errors_do_not_get_worse_unseen() -> None:
     found = []
     for values in extract["rows"]:
         row = Row(**dict(zip(extract["columns"], values, strict=True)))
-        protocol = silicon.protocol_of(row)
+        protocol = servers.protocol_of(row)
         server = silicon.server_of(shapes[f"{row.model} {row.precision}"], row, protocol)
         ours = silicon.predict(server, constants[silicon.family_of(row.gpu)])
         found.append(silicon.Compared(row, ours, ""))
@@ -245,5 +245,5 @@ def test_a_file_of_the_peer_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_refusals_of_the_peer_are_counted_without_names_and_numbers() -> None:
     words = "RuntimeError: OOM: the model 'a/b' does not fit on 'h100' with (tp=2). Try another."
-    assert silicon.refusal(words) == silicon.refusal(words.replace("a/b", "c/d"))
-    assert "a/b" not in silicon.refusal(words)
+    assert scoreboard.refusal(words) == scoreboard.refusal(words.replace("a/b", "c/d"))
+    assert "a/b" not in scoreboard.refusal(words)

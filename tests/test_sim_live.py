@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engines import vllm_passes as bench
+from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -25,10 +25,10 @@ DATA = Path(__file__).parent / "data" / "vllm-0.32.0-live.json"
 
 @pytest.mark.parametrize("number", range(8))
 def test_passes_are_those_of_vllm_s_schedulers_under_the_same_changes(number: int) -> None:
-    """As `benchmarks.engines.vllm_passes --live` found them with vLLM 0.32.0."""
+    """As a child of `llmctl vllm-check` found them with vLLM 0.32.0."""
     case, theirs = json.loads(DATA.read_text())[number]
     assert any(case["changes"].values())
-    assert bench.passes_of_case(case) == theirs
+    assert passes_of_case(case) == theirs
 
 
 def test_fewer_rows_let_those_that_run_end_and_admit_no_other():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from said import says
 
 from benchmarks.engines import vllm_passes as bench
+from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
@@ -83,11 +84,11 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
-    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers,
+    """As a child of `llmctl vllm-check` found them with vLLM 0.32.0; both schedulers,
     prefix caching off and on.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-cases.json").read_text())[number]
-    assert bench.passes_of_case(case) == theirs
+    assert passes_of_case(case) == theirs
 
 
 @pytest.mark.slow

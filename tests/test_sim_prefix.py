@@ -93,7 +93,7 @@ def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("number", range(6))
 def test_shared_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
-    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0: both schedulers,
+    """As a child of `llmctl vllm-check` found them with vLLM 0.32.0: both schedulers,
     blocks of prompts, sessions in open and closed loop, preemptions.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-shared.json").read_text())[number]

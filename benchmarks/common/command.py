@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.common.results_file import Recorder, put_section
+from benchmarks.common.results_file import Recorder
 from toolkit.errors import LlmctlError
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 
@@ -55,20 +56,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_markdown(parser: argparse.ArgumentParser) -> None:
-    """Add `--markdown FILE`: the benchmark replaces its section in that file."""
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="replace this file's section with the table"
-    )
-
-
-def publish(text: str, markdown: Path | None, section: str, title: str) -> None:
-    """Print the results; with `markdown`, they also replace the section of that file."""
-    print(text)
-    if markdown:
-        put_section(markdown, section, title, text)
-
-
 def over_seeds(
     run: Callable[..., Run], cases: Sequence[Case], seeds: int, processes: int
 ) -> dict[Case, list[Run]]:
@@ -86,10 +73,8 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def ended(run: Callable[[], object], resumes: str = "") -> int:
-    """The exit code of a run, as of a command of llmctl: an error and Ctrl-C end with one line.
-    `resumes`: what that of Ctrl-C says besides.
-    """
+def ended(run: Callable[[], object]) -> int:
+    """The exit code of a run, as of a command of llmctl: an error and Ctrl-C end with one line."""
     try:
         run()
     except LlmctlError as error:
@@ -97,9 +82,28 @@ def ended(run: Callable[[], object], resumes: str = "") -> int:
         print(f"error: {error.message}{hint}", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, InterruptedReplayError):
-        print(f"\ninterrupted{resumes}", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return EXIT_CODE
     return 0
+
+
+LLMCTL = (sys.executable, "-m", "toolkit")
+
+
+def llmctl(
+    *words: str,
+    before: Sequence[str] = (),
+    codes: Container[int] = (0,),
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of llmctl to its end; its exit code and what it printed on stdout. `before`:
+    words in front of it. `SystemExit` for an exit code outside `codes`.
+    """
+    command = [*before, *LLMCTL, *words]
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in codes:
+        raise SystemExit(f"llmctl {' '.join(words)}: exit code {done.returncode}")
+    return done
 
 
 def read_words(description: str | None, *names: str) -> list[str]:

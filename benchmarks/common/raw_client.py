@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 HEAD = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close"
 
@@ -29,26 +29,18 @@ async def send(port: int, request: bytes) -> tuple[asyncio.StreamReader, asyncio
     return reader, writer
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine on which nothing listens."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def listens(port: int, patience_s: float) -> bool:
-    """Wait until something listens on the port; False if nothing does in time."""
-    deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return True
-        time.sleep(0.05)
-    return False
+def free_port() -> int:
+    """A port of this machine on which nothing listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def wait_for(port: int) -> None:
-    """As `listens`, for a minute. `SystemExit` if nothing listens then."""
-    if not listens(port, 60.0):
-        raise SystemExit(f"nothing listens on port {port}")
+    """Wait until something listens on the port. `SystemExit` if nothing does within a minute."""
+    deadline_s = time.monotonic() + 60.0
+    while time.monotonic() < deadline_s:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise SystemExit(f"nothing listens on port {port}")

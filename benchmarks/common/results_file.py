@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a section of a page between two markers, and raw data as JSON."""
+"""What a benchmark leaves behind: tables in Markdown, and raw data as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,17 +24,10 @@ class Table(TypedDict):
     rows: list[list[Cell]]
 
 
-def put_section(path: Path, name: str, title: str, text: str) -> None:
-    """Replace the text between the markers of `name`, or append it under `title` with markers."""
-    begin = f"<!-- {name} -->\n"
-    end = f"<!-- end of {name} -->\n"
-    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    if begin in old:
-        before, _, rest = old.partition(begin)
-        new = before + begin + text + end + rest.partition(end)[2]
-    else:
-        new = f"{old.rstrip()}\n\n## {title}\n\n{begin}{text}{end}"
-    path.write_text(new, encoding="utf-8")
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
+    """A Markdown table, of so many columns of words and then of numbers."""
+    rules = ["---"] * words + ["---:"] * (len(columns) - words)
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (columns, rules, *rows))
 
 
 def tables_of(text: str) -> list[Table]:

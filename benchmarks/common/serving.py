@@ -9,10 +9,9 @@ import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 import psutil
 
 from benchmarks.common import samples
+from benchmarks.common.command import LLMCTL
 from toolkit.deploy.plan import make_plan
 from toolkit.engines.protocol import FinishReason, Row, SliceOutput, StepOutput
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
@@ -290,21 +290,33 @@ def fake_plan(folder: Path, **config: float) -> Plan:
 
 
 class Server:
-    """`llmctl serve` in a process of its own, from before it listens until it has ended."""
+    """`llmctl serve` in a process of its own, from before it listens until it has ended. `log`:
+    the file of its stderr, to which it is appended; None: it is kept for an error. `cwd`: of
+    another checkout.
+    """
 
-    def __init__(self, plan: Path, *options: str, **environment: str) -> None:
-        command = (sys.executable, "-m", "toolkit", "serve", str(plan), "--json", *options)
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
+    def __init__(
+        self,
+        plan: Path,
+        *options: str,
+        log: Path | None = None,
+        cwd: Path | None = None,
+        **environment: str,
+    ) -> None:
+        command = (*LLMCTL, "serve", str(plan), "--json", *options)
+        with nullcontext(subprocess.PIPE) if log is None else log.open("a") as stderr:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=cwd,
+                env=os.environ | environment,
+            )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(self.process.communicate()[1])
+            raise RuntimeError(self.process.communicate()[1] or f"it ended: see {log}")
         self.ready = json.loads(line)
         self.url = self.ready["url"]
 
@@ -359,9 +371,3 @@ def metric(text: str, name: str) -> float:
     """A series of /metrics, summed over its labels."""
     lines = text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process and of its children."""
-    all_times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(times.user + times.system for times in all_times)

@@ -1,14 +1,13 @@
 """The capacity of a recipe as `llmctl capacity` predicts it, beside the one that is measured live.
 
     python -m benchmarks.engines.capacity_live --work DIR --recipe tiny-llama-cpu-rebatch
-        [--fit FILE] [--trace chat-small] [--seconds 60] [--json FILE]
+        [--trace chat-small] [--seconds 60] [--json FILE]
 
 Takes a quarter of an hour for a recipe, and four minutes more where it has to be profiled. Needs an
-otherwise idle machine, and for recipes of engine `vllm` an environment with vLLM that
-LLMCTL_VLLM_PYTHON names.
+otherwise idle machine, and for recipes of engine `vllm` an environment with vLLM.
 
-The recipe is profiled and fitted, unless a fit is given. Its capacity is predicted on the trace by
-the fit alone, and again by the speed that the server shows beside the load generator: at the rate
+The recipe is profiled and fitted. Its capacity is predicted on the trace by the fit alone, and
+again by the speed that the server shows beside the load generator: at the rate
 predicted so far, `--calibrations` times, by the mean of all so far (`llmctl capacity --bench`). Its
 server then gets the trace at five rates around that prediction, each for some seconds after a
 warm-up. A shared machine changes its speed within minutes, so another calibration stands before
@@ -21,141 +20,117 @@ The capacity by the speed that the two nearest runs themselves had is printed, t
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from benchmarks.common.command import make_parser
+from benchmarks.engines.live import Work, add_work
 from toolkit.engine_traits import traits_of
+from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
-from toolkit.files.plan import Plan
+from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.traces.types import trace_path
 
 SHARES = (0.8, 0.9, 1.0, 1.1, 1.25)  # of the predicted capacity
-START_S = 180.0
+PLAN = "plan.json"
 
 
-def main(args: Sequence[str] | None = None) -> None:
+class Capacity:
+    """The capacity that is predicted for a recipe, by its fit and by what benches showed."""
+
+    def __init__(self, work: Work, given: argparse.Namespace) -> None:
+        self._work = work
+        self._given = given
+        self._trace = str(trace_path(given.trace).absolute())
+        self._words = [str(work.recipe), "--fit", work.fit(), "--trace", self._trace]
+        self._benches: list[str] = []
+        self.slowdowns: list[float] = []
+        self.rps, self.binding = self.by()
+
+    def by(self, *benches: str) -> tuple[float, str]:
+        """The capacity by the speed that these benches saw, and the limit that breaks above it."""
+        seen = [word for bench in benches for word in ("--bench", bench)]
+        words = [*self._words, *seen, "--no-at-once", "--json"]
+        [told] = json.loads(self._work.llmctl("capacity", *words))["capacities"]
+        return float(told["capacity_rps"]), str(told["binding"])
+
+    def calibrate(self, url: str) -> None:
+        """Predict it again, after a bench at the capacity predicted so far."""
+        bench = f"calibration-{len(self._benches) + 1}.json"
+        report = self.bench(url, self.rps, bench)
+        self._benches.append(bench)
+        warmup_slowdown = report.warmup.slowdown if report.warmup else 1.0
+        self.slowdowns.append(report.replay_slowdown or warmup_slowdown)
+        self.rps, self.binding = self.by(*self._benches)
+
+    def bench(self, url: str, rate: float, out: str) -> BenchReport:
+        """Replay the trace at this rate."""
+        given = self._given
+        words = ["--url", url, "--plan", PLAN, "--trace", self._trace, "--rate", f"{rate:.6g}"]
+        words += ["--duration", f"{given.seconds:g}", "--warmup", f"{given.warmup:g}", "--out", out]
+        self._work.llmctl("bench", *words)
+        return read_file(BenchReport, self._work.folder / out)
+
+
+def main() -> None:
     """Predict, serve, measure, and print a row for each rate."""
     parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for its files")
+    add_work(parser)
     parser.add_argument("--recipe", required=True)
-    parser.add_argument("--fit", type=Path, help="default: profile and fit the recipe")
     parser.add_argument("--trace", default="chat-small")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--warmup", type=float, default=20.0, help="seconds before each rate")
     parser.add_argument("--calibrations", type=int, default=2, help="before the first rate")
-    given = parser.parse_args(args)
-    given.work.mkdir(parents=True, exist_ok=True)
-    fit = given.fit or fitted(given.recipe, given.work)
-    words = [given.recipe, "--fit", str(fit), "--trace", given.trace, "--no-at-once", "--json"]
-    capacity_rps, binding = predicted(words)
-    print(f"{given.recipe}: {capacity_rps:.1f} requests/s by the fit alone, then {binding}")
-    plan = given.work / "plan.json"
-    llmctl("render", given.recipe, "--fit", str(fit), "--out", str(plan))
-    port = free_port()
-    command = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", str(port)]
-    if not traits_of(read_file(Plan, plan).recipe.engine.name).server:
-        command.append("--allow-end-after")  # outputs have the lengths of the trace
-    with (given.work / "serve.log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+    given = parser.parse_args()
+    work = Work(given, recipe_path(given.recipe).absolute())
+    capacity = Capacity(work, given)
+    print(
+        f"{given.recipe}: {capacity.rps:.1f} requests/s by the fit alone, {capacity.binding} then"
+    )
+    work.llmctl("render", str(work.recipe), "--fit", work.fit(), "--out", PLAN)
+    # outputs have the lengths of the trace
+    has_server = traits_of(load_recipe(work.recipe).engine.name).server
     points = []
-    try:
-        wait_for(f"http://127.0.0.1:{port}", server)
-        seen: list[str] = []
-        slowdowns: list[float] = []
-
-        def calibrate(rate: float) -> tuple[float, str]:
-            bench = given.work / f"calibration-{len(seen) // 2 + 1}.json"
-            replay(given, plan, port, rate, bench)
-            seen.extend(["--bench", str(bench)])
-            found_rps, binding = predicted([*words, *seen])
-            report = json.loads(bench.read_text(encoding="utf-8"))
-            slowdowns.append(report["replay_slowdown"] or report["warmup"]["slowdown"])
-            return found_rps, binding
-
+    with work.serving(PLAN, *([] if has_server else ["--allow-end-after"])) as url:
         for _ in range(given.calibrations):
-            capacity_rps, binding = calibrate(capacity_rps)
-        print(f"{capacity_rps:.1f} requests/s by {given.calibrations} calibrations", flush=True)
-        rates = [share * capacity_rps for share in SHARES]
+            capacity.calibrate(url)
+        print(f"{capacity.rps:.1f} requests/s by {given.calibrations} calibrations", flush=True)
+        rates = [share * capacity.rps for share in SHARES]
         print("| requests/s | predicted | measured | kept | limit that binds |")
         print("|---|---|---|---|---|")
         for rate in rates:
-            capacity_rps, binding = calibrate(capacity_rps)
-            points.append(measured(given, plan, port, rate))
-        shown = ", ".join(f"{slowdown:.2f}" for slowdown in slowdowns)
-        print(f"beside the load generator batches took {shown} times as long as fitted")
-        print(f"by the mean of all: {capacity_rps:.1f} requests/s predicted, then {binding}")
-    finally:
-        server.terminate()
-        server.wait()
+            capacity.calibrate(url)
+            points.append((rate, used_share(rate, capacity.bench(url, rate, bench_file(rate)))))
+    shown = ", ".join(f"{slowdown:.2f}" for slowdown in capacity.slowdowns)
+    print(f"beside the load generator batches took {shown} times as long as fitted")
+    print(f"by the mean of all: {capacity.rps:.1f} requests/s predicted, {capacity.binding} then")
     found = crossing(points)
     if found is None:
         print("the rates do not bracket the measured capacity")
         return
-    error = 100.0 * (capacity_rps / found - 1.0)
-    print(f"measured: {found:.1f} requests/s; the prediction is {error:+.1f} % off")
-    nearest = sorted(points, key=lambda point: abs(math.log(point[0] / found)))[:2]
-    files = [given.work / f"bench-{rate:.3f}.json" for rate, _ in nearest]
-    later = [predicted([*words, "--bench", str(file)])[0] for file in files]
-    hindsight_rps = math.sqrt(math.prod(later))
-    error = 100.0 * (hindsight_rps / found - 1.0)
-    print(
-        f"by the speed of the two nearest runs: {hindsight_rps:.1f} requests/s, {error:+.1f} % off"
-    )
+    off = 100.0 * (capacity.rps / found - 1.0)
+    print(f"measured: {found:.1f} requests/s; the prediction is {off:+.1f} % off")
+    nearest = sorted(rates, key=lambda rate: abs(math.log(rate / found)))[:2]
+    hindsight_rps = math.sqrt(math.prod(capacity.by(bench_file(rate))[0] for rate in nearest))
+    off = 100.0 * (hindsight_rps / found - 1.0)
+    print(f"by the speed of the two nearest runs: {hindsight_rps:.1f} requests/s, {off:+.1f} % off")
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def bench_file(rate: float) -> str:
+    return f"bench-{rate:.3f}.json"
 
 
-def fitted(recipe: str, work: Path) -> Path:
-    """Profile and fit the recipe in `work`, unless that was done before."""
-    profile = work / "profile.json"
-    fit = work / "fit.json"
-    if not fit.exists():
-        llmctl("profile", recipe, "--out", str(profile))
-        llmctl("fit", str(profile), "--out", str(fit))
-    return fit
-
-
-def predicted(words: Sequence[str]) -> tuple[float, str]:
-    """The capacity and the limit that breaks above it."""
-    [told] = json.loads(llmctl("capacity", *words))["capacities"]
-    return float(told["capacity_rps"]), str(told["binding"])
-
-
-def replay(given: Any, plan: Path, port: int, rate: float, out: Path) -> None:
-    """Replay the trace at this rate."""
-    words = ["--url", f"http://127.0.0.1:{port}", "--plan", str(plan), "--trace", given.trace]
-    words += ["--rate", f"{rate:.6g}", "--duration", f"{given.seconds:g}"]
-    llmctl("bench", *words, "--warmup", f"{given.warmup:g}", "--out", str(out))
-
-
-def measured(given: Any, plan: Path, port: int, rate: float) -> tuple[float, float]:
-    """Replay the trace at this rate: the rate, and the greatest used share of a target."""
-    out = given.work / f"bench-{rate:.3f}.json"
-    replay(given, plan, port, rate, out)
-    report = json.loads(out.read_text(encoding="utf-8"))
-    shares = {one["target"]: one["measured_s"] / one["limit_s"] for one in report["targets"]}
-    said = {
-        one["target"]: one["predicted_s"] / one["limit_s"]
-        for one in report["targets"]
-        if one["predicted_s"] is not None
-    }
+def used_share(rate: float, report: BenchReport) -> float:
+    """Print the row of a rate; the greatest used share of a target."""
+    shares = {one.target: one.measured_s / one.limit_s for one in report.targets}
+    said = [one.predicted_s / one.limit_s for one in report.targets if one.predicted_s is not None]
     binding = max(shares, key=lambda name: shares[name])
-    cells = [f"{rate:.1f}", f"{max(said.values(), default=math.nan):.2f}"]
-    cells += [f"{shares[binding]:.2f}", "yes" if shares[binding] <= 1.0 else "no", binding]
+    cells = [f"{rate:.1f}", f"{max(said, default=math.nan):.2f}", f"{shares[binding]:.2f}"]
+    cells += ["yes" if shares[binding] <= 1.0 else "no", binding]
     print(f"| {' | '.join(cells)} |", flush=True)
-    return rate, shares[binding]
+    return shares[binding]
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
@@ -171,26 +146,6 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
     high = min(above)
     slope = math.log(high[1] / low[1]) / math.log(high[0] / low[0])
     return low[0] * math.exp(-math.log(low[1]) / slope)
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until the server is ready."""
-    from toolkit.endpoints.target import look
-
-    end_s = time.monotonic() + START_S
-    while look(url).state != "ready":
-        if server.poll() is not None or time.monotonic() > end_s:
-            raise SystemExit("the server did not start: see serve.log")
-        time.sleep(0.3)
-
-
-def llmctl(*words: str) -> str:
-    """Run a command; its output."""
-    command = [sys.executable, "-m", "toolkit", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stderr}")
-    return done.stdout
 
 
 if __name__ == "__main__":

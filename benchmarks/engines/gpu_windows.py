@@ -20,11 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import markdown
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles
+from toolkit.metrics import Served, summarize
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.sim.conditions import ServerConditions, in_conditions
@@ -33,7 +36,7 @@ from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import SharedBlocks, Trace
 
 NAME = "llama-3.1-8b-h200-measured"
-WINDOWS = Path(__file__).parents[2] / "docs/results/data/h200-windows.json"
+WINDOWS = ROOT / "docs/results/data/h200-windows.json"
 REST_S = 1000.0  # between two windows
 SHOWN = ("throughput_rps", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "e2e_mean_s")
 
@@ -82,36 +85,18 @@ def predicted(
     world = world_from_fit(fit, workers=1, max_new_tokens=recipe.serve.max_new_tokens)
     said = window[conditions] if conditions else None
     served = simulate(trace, policy, in_conditions(world, conditions_of(said))).served
-    first = len(before)
-    return figures(
-        served.arrival_s[first:],
-        served.first_token_s[first:] - served.arrival_s[first:],
-        served.finish_s[first:] - served.arrival_s[first:],
-        trace.output_tokens[first:],
-    )
-
-
-def figures(
-    sent_s: np.ndarray, ttft_s: np.ndarray, e2e_s: np.ndarray, outputs: np.ndarray
-) -> dict[str, float]:
-    """The figures of requests, measured or simulated, by one definition."""
-    several = outputs > 1
-    tpot_s = (e2e_s - ttft_s)[several] / (outputs[several] - 1)
-    return {
-        "throughput_rps": len(sent_s) / float((sent_s + e2e_s).max() - sent_s.min()),
-        "ttft_mean_s": float(ttft_s.mean()),
-        "ttft_p50_s": float(np.median(ttft_s)),
-        "ttft_p99_s": float(np.percentile(ttft_s, 99)),
-        "tpot_mean_s": float(tpot_s.mean()),
-        "e2e_mean_s": float(e2e_s.mean()),
-    }
+    return summarize(served.after(len(before)), {})
 
 
 def measured(window: dict[str, Any]) -> dict[str, float]:
     """The window's figures as its clients measured them."""
     table = np.array(window["requests"])
-    times_s = table[:, [0, 3, 4]] / 1e3
-    return figures(times_s[:, 0], times_s[:, 1], times_s[:, 2], table[:, 2])
+    sent_s, ttft_s, e2e_s = table[:, [0, 3, 4]].T / 1e3
+    outputs = table[:, 2].astype(np.int64)
+    all_ok = np.ones(len(table), dtype=np.bool_)
+    # the largest gaps were not measured
+    served = Served(sent_s, sent_s + ttft_s, sent_s + e2e_s, outputs, np.zeros(len(table)), all_ok)
+    return summarize(served, {})
 
 
 def errors_of(fit: Fit) -> list[dict[str, Any]]:
@@ -128,19 +113,21 @@ def errors_of(fit: Fit) -> list[dict[str, Any]]:
     return found
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print a row for each window and each knowledge of its conditions."""
     parser = make_parser(__doc__)
     default = shipped_profiles() / NAME / "fit.json"
     parser.add_argument("--fit", type=Path, default=default, help="default: the shipped one")
-    given = parser.parse_args(args)
-    rows = errors_of(read_file(Fit, given.fit))
-    print(f"| requests/s | with | {' | '.join(SHOWN)} |")
-    print("|---" * (len(SHOWN) + 2) + "|")
-    for row in rows:
-        cells = [f"{row['error'][name]:+.1f} %" for name in SHOWN]
-        known = row["conditions"] or "the fit alone"
-        print(f"| {row['rate_rps']:g} | {known} | {' | '.join(cells)} |")
+    given = parser.parse_args()
+    rows = [
+        [
+            f"{row['rate_rps']:g}",
+            row["conditions"] or "the fit alone",
+            *(f"{row['error'][name]:+.1f} %" for name in SHOWN),
+        ]
+        for row in errors_of(read_file(Fit, given.fit))
+    ]
+    print(markdown(["requests/s", "with", *SHOWN], rows, words=2))
 
 
 if __name__ == "__main__":

@@ -24,16 +24,19 @@ from typing import Any
 import httpx
 
 from benchmarks.common.command import make_parser
-from benchmarks.engines.vllm_passes import logged_live, passes_of_live_log
 from toolkit.backends.vllm.command import VllmCommand, flags_of, vllm_server
+from toolkit.backends.vllm.conformance.kinds.full import step_of
 from toolkit.backends.vllm.control import MIDDLEWARE
 from toolkit.backends.vllm.from_log import read_passes
 from toolkit.backends.vllm.setup import CONTROL_VARIABLE, ITERATIONS_VARIABLE, PYTHON_VARIABLE
 from toolkit.endpoints.settings import LiveState, SettingsClient
 from toolkit.engines.saved import saved_model
 from toolkit.files.shipped import load_recipe, recipe_path
-from toolkit.sched.iterations import LoggedPass
+from toolkit.sched.iterations import IterationLogHeader, LoggedPass
 from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.paged import PagedScheduler
 
 KEY = "of this benchmark"
 LOGGED = "toolkit.backends.vllm.iterations.logged_scheduler"
@@ -119,6 +122,52 @@ async def disturbed(
     return texts, await changing
 
 
+def modelled(header: IterationLogHeader, passes: Sequence[LoggedPass]) -> list[Any]:
+    """The passes of our model for a server with live settings. Its log says which requests have
+    come and which settings are new with each pass. No request stops before its limit.
+    """
+    flags = VllmPolicy(
+        max_num_seqs=header.max_num_seqs,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        chunked_prefill=header.enable_chunked_prefill,
+        prefix_caching=header.prefix_caching,
+    )
+    scheduler = PagedScheduler(
+        flags, header.blocks, header.block_tokens, ahead=header.async_scheduling
+    )
+    arrived = 0
+    found: list[Any] = []
+    under_way: list[PagedRequest] = []
+    for one in passes:
+        scheduler.change(one.changed)
+        for _, _, prompt, limit in one.arrived:
+            scheduler.add(PagedRequest(arrived, prompt, limit))
+            arrived += 1
+        step = step_of(scheduler)
+        found.append(step)
+        ended: list[PagedRequest] = []
+        if step["rows"]:
+            ended = scheduler.commit()
+        scheduler.settle(under_way if header.async_scheduling else ended)
+        under_way = ended if header.async_scheduling else []
+    return found
+
+
+def logged(passes: Sequence[LoggedPass]) -> list[Any]:
+    """The log's passes in the same form."""
+    names = [arrival.request_id for one in passes for arrival in one.arrived]
+    number = {name: k for k, name in enumerate(names)}
+    return [
+        {
+            "rows": [[number[row.request_id], row.computed, row.new] for row in one.rows],
+            "preempted": [number[name] for name in one.preempted],
+            "free": one.free_blocks,
+            "waiting": one.waiting,
+        }
+        for one in passes
+    ]
+
+
 @dataclass(frozen=True)
 class Found:
     """What became of the requests, and the passes in which the simulator differs."""
@@ -152,8 +201,8 @@ def measure(changes: int, count: int, at_once: int, seed: int) -> Found:
     lost = sum(one is None for one in served)
     other = sum(one != two for one, two in zip(usual, served, strict=True)) - lost
     passes = history.passes
-    ours = passes_of_live_log(history.header, passes)
-    theirs = logged_live(passes)
+    ours = modelled(history.header, passes)
+    theirs = logged(passes)
     differ = [k for k, (one, two) in enumerate(zip(ours, theirs, strict=True)) if one != two]
     return Found(made, lost, other, passes, differ, ours, theirs)
 

@@ -4,18 +4,15 @@
 
 Started by `offline_throughput`, which lists the systems. All requests wait from the start, and the
 scheduler decides in the loop, in this process. It knows each request's limit, 128 tokens, and not
-its length, which only the engine gets, as `end_after`. SCLS needs laws to cut its batches: they are
-fitted to a dozen timings that precede its first run.
+its length, which only the engine gets, as `end_after`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
@@ -25,23 +22,18 @@ from benchmarks.engines.offline_child import Outputs, Serve, answer
 from benchmarks.engines.offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, STATIC_ROWS, Work
 from toolkit.engines.protocol import SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
-from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.policies import make_policy
+from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 from toolkit.serve.driver import ResidentRows
 from toolkit.serve.live import ActiveRequest, GenerationRequest
 
-SLICE = 32  # tokens
-# for policies that use no law: a clock that counts decode steps
-STEPS = bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
-POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "slices": ("slice", {"slice_tokens": SLICE}),
-    "rebatch": ("past-future", {}),
-    "rebatch-slab": ("past-future", {}),
-}
+# the policies here use no law: a clock that counts decode steps
+LAW = bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
 
 
 class Ours:
@@ -62,26 +54,15 @@ class Ours:
         self.engine.ledger.budget_bytes = self.engine.slice_bytes(
             STATIC_ROWS, LONGEST_PROMPT, LONGEST_OUTPUT
         )
-        self.law: SegmentedLaw | None = None
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        budget_mib = (self.engine.ledger.budget_bytes or 0) / (1 << 20)
-        return {"budget_mib": budget_mib, "parameters": self.engine.facts.parameters}
 
     def serve(self, count: int) -> Outputs:
         """One run: submit all, then tick and run until no job is left."""
         work = self.work
-        law = self.law
-        if law is None:
-            law = self.law = self._law() if self.system == "slices" else STEPS
-        if self.system.startswith("static"):
-            name = "sequence"
-            parameters = {"batch_size": int(self.system.partition("-")[2])}
-        else:
-            name, parameters = POLICIES[self.system]
-        worker = Worker(0, law, ZetaMemory(work.kv_tokens), joining=self.engine.facts.joining)
-        scheduler = Scheduler(make_policy(name, parameters), [worker])
+        name, _, rows = self.system.partition("-")
+        parameters: dict[str, Value] = {"batch_size": int(rows)} if rows else {}
+        policy = make_policy("sequence" if name == "static" else "past-future", parameters)
+        worker = Worker(0, LAW, ZetaMemory(work.kv_tokens), joining=self.engine.facts.joining)
+        scheduler = Scheduler(policy, [worker])
         free = SamplingParams(ignore_eos=True)
         self.requests: dict[str, ActiveRequest] = {}
         none = cast(Any, None)
@@ -119,21 +100,6 @@ class Ours:
         counts = tuple(len(tokens) for tokens in output.tokens)
         return BatchResult(batch.batch_id, 0, counts, tuple(map(bool, output.finish)))
 
-    def _law(self) -> SegmentedLaw:
-        """Eq. 3 and 4 of the SCLS paper, least squares over relative errors, the best of three
-        timings per point.
-        """
-        points = [(1, 32), (1, 256), (8, 32), (8, 256), (32, 32), (32, 192)]
-        terms = np.array([(rows * length, rows, length, 1.0) for rows, length in points])
-        laws: list[tuple[float, float, float, float]] = []
-        for timed in (self.engine.time_prefill, self.engine.time_decode):
-            times = [[timed(*point, time.perf_counter) for _ in range(3)] for point in points]
-            seconds = np.min(times, axis=1)
-            found = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(points)), rcond=None)[0]
-            per_nl, per_n, per_l, flat = found.clip(min=0.0).tolist()
-            laws.append((per_nl, per_n, per_l, flat))
-        return bilinear_law(laws[0], laws[1], prefill_emits_token=True)
-
 
 class Generate:
     """transformers' `generate`, greedy: one request after the other, over every `sample`-th one."""
@@ -141,7 +107,6 @@ class Generate:
     def __init__(self, folder: Path) -> None:
         self.work = Work.read(folder)
         self.model = _transformers_model(folder, self.work.threads)
-        self.facts = {"requests": len(range(0, len(self.work.prompts), self.work.sample))}
 
     def serve(self, count: int) -> Outputs:
         found = {}
@@ -178,7 +143,6 @@ class GenerateBatch:
             max_requests_per_batch=rows or None,
             allow_block_sharing=False,
         )
-        self.facts = {"num_blocks": self.config.num_blocks, "page_size": self.PAGE, "rows": rows}
 
     def serve(self, count: int) -> Outputs:
         found: dict[int, list[int]] = {}
@@ -206,16 +170,15 @@ def _transformers_model(folder: Path, threads: int) -> Any:
     return model
 
 
-def load() -> tuple[Mapping[str, Any], Serve]:
+def load() -> Serve:
     where, system = read_words(__doc__, "FOLDER", "SYSTEM")
     folder = Path(where)
-    if system == "generate":
-        one: Any = Generate(folder)
-    elif system.startswith("generate_batch"):
-        one = GenerateBatch(folder, int(system.partition("-")[2] or 0))
-    else:
-        one = Ours(folder, system)
-    return one.facts, one.serve
+    name, _, rows = system.partition("-")
+    if name == "generate":
+        return Generate(folder).serve
+    if name == "generate_batch":
+        return GenerateBatch(folder, int(rows)).serve
+    return Ours(folder, system).serve
 
 
 if __name__ == "__main__":

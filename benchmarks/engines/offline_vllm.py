@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.command import read_words
 from benchmarks.engines.offline_child import Outputs, Serve, answer
@@ -22,11 +20,10 @@ BLOCK = 32  # tokens
 ROWS = 128
 
 
-def load() -> tuple[Mapping[str, Any], Serve]:
+def load() -> Serve:
     folder = Path(*read_words(__doc__, "FOLDER"))
     work = json.loads((folder / "work.json").read_text(encoding="utf-8"))
     os.environ |= ENVIRONMENT | bind(work["threads"])
-    import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 
     model = LLM(
@@ -51,7 +48,7 @@ def load() -> tuple[Mapping[str, Any], Serve]:
         found = model.generate(prompts[:count], sampling[:count], use_tqdm=False)
         return {index: one.outputs[0].token_ids for index, one in enumerate(found)}
 
-    return {"version": vllm.__version__, "block_size": BLOCK, "max_num_seqs": ROWS}, serve
+    return serve
 
 
 if __name__ == "__main__":

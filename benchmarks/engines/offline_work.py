@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from benchmarks.engines.random_llama import save_llama
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
@@ -25,22 +25,15 @@ LONGEST_PROMPT = 256
 LONGEST_OUTPUT = 128
 SHORTEST = 4
 STATIC_ROWS = 32  # the largest static batch; its memory is the budget of every system
-HEAD_DIM = 64
-SIZES: dict[str, dict[str, Any]] = {  # 14.5 and 58.1 million parameters
-    "15M": {
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_attention_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "58M": {
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_attention_heads": 8,
-        "tie_word_embeddings": False,
-    },
+MODEL = {  # 14.5 million parameters
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
 }
-LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ class Work:
         return cls(**json.loads((folder / "work.json").read_text(encoding="utf-8")))
 
 
-def prepare(folder: Path, size: str, trace: str, count: int, threads: int, sample: int) -> Work:
+def prepare(folder: Path, trace: str, count: int, threads: int, sample: int) -> Work:
     """Write the folder."""
     lengths, _ = read_trace(trace_path(trace))
     if len(lengths) < count:
@@ -77,22 +70,5 @@ def prepare(folder: Path, size: str, trace: str, count: int, threads: int, sampl
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
-    _save_model(folder / "model", size)
+    save_llama(folder / "model", MODEL)
     return work
-
-
-def _save_model(folder: Path, size: str) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        num_hidden_layers=LAYERS,
-        num_key_value_heads=SIZES[size]["num_attention_heads"],
-        max_position_embeddings=512,
-        # with 0.02 random weights repeat one token, and equal tokens prove little
-        initializer_range=0.12,
-        **SIZES[size],
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The side of `vllm_passes --timed` that runs in vLLM's Python: its schedulers in its loop.
+"""The side of `vllm_passes` that runs in vLLM's Python: its schedulers in its loop.
 
     VLLM-PYTHON -m benchmarks.engines.vllm_passes_child CASES.json TIMES.json MODEL-FOLDER
 

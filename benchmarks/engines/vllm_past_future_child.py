@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -19,23 +18,7 @@ import numpy as np
 
 from benchmarks.common.command import read_words
 from benchmarks.engines.vllm_alone import ENVIRONMENT, bind
-from toolkit.metrics import Served, latencies, meets_sla, statistic
-
-
-class Timed:
-    """A method of one object, timed and counted."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.seconds = 0.0
-        self._method = getattr(owner, name)
-        setattr(owner, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return self._method(*args, **kwargs)
-        finally:
-            self.seconds += time.perf_counter() - start
+from toolkit.metrics import Served, latencies, meets_sla
 
 
 class Bench:
@@ -89,12 +72,10 @@ class Bench:
 
         scheduler._preempt_request = counted
         scheduler.deciding_s = 0.0  # counted by ours; vLLM's own has no such counter
-        timers = Timed(scheduler, "schedule"), Timed(scheduler, "update_from_output")
         sent = np.zeros(requests)
         times: list[list[float]] = [[] for _ in range(requests)]
         tokens: list[list[int]] = [[] for _ in range(requests)]
         steps = 0
-        row_steps = 0
         stepping_s = 0.0
         following = 0
         start = time.perf_counter()
@@ -107,7 +88,6 @@ class Bench:
             now = time.perf_counter()
             stepping_s += now - before
             steps += 1
-            row_steps += len(scheduler.running)
             for output in outputs:
                 number = int(output.request_id) - first
                 new = output.outputs[0].token_ids
@@ -128,33 +108,22 @@ class Bench:
         found = self._served_metrics(served, seconds) | {
             "preemptions": len(preempted),
             "recomputed_tokens": sum(preempted),
-            "rows": row_steps / steps,
-            "scheduling_us": 1e6 * sum(timer.seconds for timer in timers) / steps,
             "deciding_us": 1e6 * scheduler.deciding_s / steps,
             "step_ms": 1e3 * stepping_s / steps,
         }
         return found, tokens
 
     def _served_metrics(self, served: Served, seconds: float) -> dict[str, float]:
-        """Rates, and latencies with the goodput under each bound of MTPOT."""
+        """Rates, and mean latencies."""
         good = meets_sla(
             served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": self.work["mtpot_s"]}
         )
-        found = {
-            "seconds": seconds,
+        means = {f"{name}_mean_s": float(of.mean()) for name, of in latencies(served).items()}
+        return means | {
             "tokens_per_s": int(served.output_tokens.sum()) / seconds,
             "goodput": int(served.output_tokens[good].sum()) / seconds,
             "attained_percent": 100.0 * float(good.mean()),
         }
-        for name, values in latencies(served).items():
-            found |= {
-                f"{name}_{stat}_s": statistic(values, stat)
-                for stat in ("mean", "p50", "p95", "p99")
-            }
-        for bound_s in self.work["bounds_s"]:
-            good = meets_sla(served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": bound_s})
-            found[f"goodput_{bound_s:g}"] = int(served.output_tokens[good].sum()) / seconds
-        return found
 
     def _send(self, number: int) -> float:
         """Send a request that allows the full limit; the schedulers do not know where it ends
@@ -205,15 +174,10 @@ def main() -> None:
             found, tokens = bench.run(scheduler, work["warm"], total)
             runs.append({"system": name} | found)
             outputs.append(tokens)
-            print(
-                name,
-                {key: value for key, value in found.items() if not key.endswith("s_s")},
-                file=sys.stderr,
-            )
+            print(name, found, file=sys.stderr)
     model = bench.core.model_executor.driver_worker.worker.model_runner.model
     result = {
         "version": vllm.__version__,
-        "processor": platform.processor() or platform.machine(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "capacity_tokens": (bench.core.scheduler.cache_config.num_gpu_blocks - 1)
         * work["block_size"],

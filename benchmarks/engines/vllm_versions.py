@@ -27,7 +27,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import LLMCTL, make_parser
 from toolkit.backends.vllm.conformance.results import SHIPPED, read_result
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 
@@ -93,7 +93,7 @@ def unpack(wheel: Path, site: Path) -> None:
 def check(version: str, python: str, results: Path) -> int:
     """Run `llmctl vllm-check` with a release; its exit code."""
     file = results / f"{version}.json"
-    words = [sys.executable, "-m", "toolkit", "vllm-check", "--python", python, "--out", str(file)]
+    words = [*LLMCTL, "vllm-check", "--python", python, "--out", str(file)]
     return subprocess.run(words).returncode
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
-from benchmarks.gpu.run import ARCHIVE, MARK, PART_BYTES, STAGES
+from benchmarks.gpu.run import ARCHIVE, PART_BYTES, STAGES, marked
 from benchmarks.gpu.wheels import LIMIT_BYTES
 
 COMMAND_LIMIT_S = 600.0
@@ -142,7 +142,7 @@ class DryRun:
         print((self.work / "killed.log").read_text().rstrip())
         print(f"-- killed with SIGKILL after {time.monotonic() - start_s:.0f} s", flush=True)
         end_s = time.monotonic() + LEFT_S
-        while (left := marked_processes()) and time.monotonic() < end_s:
+        while (left := list(marked())) and time.monotonic() < end_s:
             time.sleep(0.2)
         print(f"-- {len(left)} of its processes are left")
         if left:
@@ -273,20 +273,6 @@ def _install(run: DryRun, wheels: Path, tree: Path) -> None:
     install += ("--disable-pip-version-check", "--target", str(run.site))
     words = [*run.prefix, str(run.python), *install, *map(str, files)]
     subprocess.run(words, check=True, env=run.environment(bare=True))
-
-
-def marked_processes() -> list[int]:
-    """The processes that any benchmark on this machine has started."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if any(each.startswith(f"{MARK}=".encode()) for each in variables):
-                found.append(int(folder.name))
-    return found
 
 
 if __name__ == "__main__":

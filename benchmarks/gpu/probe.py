@@ -35,12 +35,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
-from benchmarks.gpu.stages import derive
+from benchmarks.common.command import ended, make_parser
+from benchmarks.gpu.stages import derive, timed
 from toolkit.engines.protocol import OutOfMemory, load_engine
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
-from toolkit.errors import LlmctlError
 from toolkit.files.io import environment
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
@@ -73,19 +72,17 @@ MEAN_LENGTHS = {"rebatch": 0.625, "transformers": 0.875}
 
 def main() -> int:
     options = _options()
-    on_cpu = options.device == "cpu"
     logging.basicConfig(format="%(message)s")  # a capture that fails says so in one line
+    return ended(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
     end_s = time.monotonic() + options.budget_s
-    try:
-        found = probe(_recipe(options.recipe, options.device), on_cpu, end_s)
-    except LlmctlError as error:
-        print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
-        return error.exit_code
+    found = probe(_recipe(options.recipe, options.device), options.device == "cpu", end_s)
     print(table(found))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "probe.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return 0
 
 
 def _options() -> argparse.Namespace:
@@ -168,7 +165,7 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> float:
     """Bytes per second of a copy within the device, read and written."""
     source = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    seconds = _timed(lambda: target.copy_(source), device)
+    seconds = _median_s(lambda: target.copy_(source))
     return 2 * size_bytes / seconds
 
 
@@ -178,25 +175,14 @@ def pinned_bandwidth(device: torch.device, size_bytes: int) -> dict[str, float]:
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pin)
     there = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
     return {
-        "out": size_bytes / _timed(lambda: host.copy_(there, non_blocking=True), device),
-        "in": size_bytes / _timed(lambda: there.copy_(host, non_blocking=True), device),
+        "out": size_bytes / _median_s(lambda: host.copy_(there, non_blocking=True)),
+        "in": size_bytes / _median_s(lambda: there.copy_(host, non_blocking=True)),
     }
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
+def _median_s(work: Callable[[], object]) -> float:
     """The median of a few runs, after one that is not timed."""
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    samples = []
-    for _ in range(COPIES + 1):
-        settle()
-        start_s = time.perf_counter()
-        work()
-        settle()
-        samples.append(time.perf_counter() - start_s)
+    samples = [timed(work) for _ in range(COPIES + 1)]
     return statistics.median(samples[1:])
 
 

@@ -325,15 +325,16 @@ def _has_ended(process: int) -> bool:
     return state in "ZX"
 
 
-def marked(mark: str, processes: Path = PROCESSES) -> Iterator[int]:
-    """The processes that have this mark in their environment and are not just waiting to be
-    reaped.
+def marked(mark: str = "", processes: Path = PROCESSES) -> Iterator[int]:
+    """The processes that have this mark, or any, in their environment and are not just waiting to
+    be reaped.
     """
     wanted = f"{MARK}={mark}".encode()
     for folder in processes.iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if any(each.startswith(wanted) for each in variables):
                     yield int(folder.name)
 
 

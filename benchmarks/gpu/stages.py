@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from benchmarks.common.command import ended
 from benchmarks.gpu.live import Contender, Pace, replay_all
 from toolkit.engines.protocol import (
     OutOfMemory,
@@ -19,7 +20,7 @@ from toolkit.engines.protocol import (
     SamplingParams,
     StepOutput,
 )
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import InputError
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
@@ -66,28 +67,23 @@ class SwapFile(Envelope):
 
 
 def run_stage(name: str, source: Path, folder: Path, options: Namespace) -> int:
-    """Run one stage; its exit code. Errors that a user can mend are one line."""
+    """Run one stage; its exit code."""
     pace = Pace(15.0, 60.0) if options.quick else Pace(60.0, 240.0)
-    stages: dict[str, Callable[[Path], None]] = {
-        "swap": measure_swaps,
-        "slices": lambda folder: replay_all(folder, "transformers", SLICES, pace, "slices.json"),
-        "rounds": lambda folder: replay_all(folder, "rebatch", ROUNDS, pace, "rounds.json"),
-    }
     kind, _, engine = name.partition("-")
-    try:
-        write_recipes(
-            load_recipe(source), folder, options.device, options.device_name, quick=options.quick
-        )
-        if kind == "profile":
-            measure_profile(folder, engine)
-        elif kind == "fit":
-            fit(folder, engine)
-        else:
-            stages[name](folder)
-    except LlmctlError as error:
-        print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
-        return error.exit_code
-    return 0
+    stages: dict[str, Callable[[], None]] = {
+        "profile": lambda: measure_profile(folder, engine),
+        "fit": lambda: fit(folder, engine),
+        "swap": lambda: measure_swaps(folder),
+        "slices": lambda: replay_all(folder, "transformers", SLICES, pace, "slices.json"),
+        "rounds": lambda: replay_all(folder, "rebatch", ROUNDS, pace, "rounds.json"),
+    }
+
+    def run() -> None:
+        recipe = load_recipe(source)
+        write_recipes(recipe, folder, options.device, options.device_name, quick=options.quick)
+        stages[kind]()
+
+    return ended(run)
 
 
 SLICES = (
@@ -247,8 +243,8 @@ def _swap(engine: RoundEngine, rows: int, length: int) -> SwapPoint | None:
     try:
         engine.run_round(Round(steps=0, enter=enter, numbers=numbers), _go_on)
         for _ in range(SWAP_REPEATS):
-            out_s.append(_timed(lambda: engine.run_round(Round(steps=0, swap_out=numbers), _go_on)))
-            in_s.append(_timed(lambda: engine.run_round(Round(steps=0, swap_in=numbers), _go_on)))
+            out_s.append(timed(lambda: engine.run_round(Round(steps=0, swap_out=numbers), _go_on)))
+            in_s.append(timed(lambda: engine.run_round(Round(steps=0, swap_in=numbers), _go_on)))
     except OutOfMemory:
         return None
     finally:
@@ -261,7 +257,7 @@ def _go_on(_: StepOutput) -> bool:
     return True
 
 
-def _timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> float:
     """Wall seconds until the device has finished."""
     import torch
 

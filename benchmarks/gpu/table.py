@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common.results_file import markdown
+
 
 def tables(folder: Path) -> str:
     """The tables of all models in a device's folder; '' where nothing is done yet."""
@@ -58,7 +60,9 @@ def _laws(found: dict[str, Any], engines: list[str]) -> str:
                 f"{error['median_percent']:.1f} / {error['p95_percent']:.1f} %" if error else "-"
             )
             rows.append([engine, kind, *shown, errors])
-    return _table(["engine", "law", "smallest, ms", "largest, ms", "held out: median / p95"], rows)
+    return markdown(
+        ["engine", "law", "smallest, ms", "largest, ms", "held out: median / p95"], rows
+    )
 
 
 def _ms(point: dict[str, Any]) -> str:
@@ -73,7 +77,7 @@ def _swaps(points: list[dict[str, Any]]) -> str:
         rows.append(
             [f"{point['rows']} x {point['length']}", size, *(f"{rate:.2f}" for rate in rates)]
         )
-    return _table(["rows x tokens swapped", "MiB", "out, GB/s", "in, GB/s"], rows)
+    return markdown(["rows x tokens swapped", "MiB", "out, GB/s", "in, GB/s"], rows)
 
 
 def _outcomes(file: dict[str, Any]) -> str:
@@ -100,7 +104,7 @@ def _outcomes(file: dict[str, Any]) -> str:
         "evictions",
     ]
     columns += ["OOM", "deciding / hop, % of engine", "step ms"]
-    return f"{file['trace'][0]}.\n\n" + _table(columns, rows)
+    return f"{file['trace'][0]}.\n\n" + markdown(columns, rows)
 
 
 def _contender(one: dict[str, Any]) -> str:
@@ -114,8 +118,3 @@ def _both(one: dict[str, Any], metric: str) -> str:
     nothing = float("nan")
     found = one["measured"].get(metric, nothing), one["predicted"].get(metric, nothing)
     return "{:.2f} ({:.2f})".format(*found)
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

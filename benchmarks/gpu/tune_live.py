@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import LLMCTL, make_parser
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.cli.basis import plan_from
 from toolkit.files.io import read_file, write_file
@@ -38,7 +38,6 @@ SETTINGS_MIN = 40
 END_S = 25.0  # of the budget, for the fit of the passes and the server's end
 WINDOW_S = 1.5
 PASSES_MAX_BYTES = 32 << 20
-LLMCTL = (sys.executable, "-m", "toolkit")
 
 
 @contextlib.contextmanager

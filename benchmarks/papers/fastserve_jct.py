@@ -25,7 +25,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser, over_seeds, publish
+from benchmarks.common.command import make_parser, over_seeds
+from benchmarks.common.results_file import markdown
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
@@ -77,6 +78,7 @@ COLUMNS = {
     "longest_wait_s": "longest wait s",
     "longest_round_s": "longest round s",
 }
+FORMS = {"swaps_out": ",.0f"}
 
 
 class Waits(Policy):
@@ -156,29 +158,20 @@ def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
     return found
 
 
-def markdown(rows: Mapping[tuple[str, str], Mapping[str, float]], command: str) -> str:
-    """The table, with the command that made it."""
-    lines = [f"`{command}`", "", f"| policy | swapping | {' | '.join(COLUMNS.values())} |"]
-    lines.append("|---|---|" + "---:|" * len(COLUMNS))
-    for (name, swap), row in rows.items():
-        figures = [format(row[key], ",.0f" if key == "swaps_out" else ".2f") for key in COLUMNS]
-        lines.append(f"| {name} | {swap or 'none'} | {' | '.join(figures)} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rate", type=float, default=4.5, help="requests per second")
     parser.add_argument("--duration", type=float, default=150.0, help="seconds of arrivals")
     parser.add_argument("--processes", type=int, default=2)
-    add_markdown(parser)
     options = parser.parse_args()
-    rows = table(options.rate, options.duration, options.seeds, options.processes)
-    words = f"--seeds {options.seeds} --rate {options.rate:g} --duration {options.duration:g}"
-    text = markdown(rows, f"python -m benchmarks.papers.fastserve_jct {words}")
-    wrong = broken(rows)
-    publish(text, options.markdown, "fastserve_jct", "FastServe: completion times")
+    found = table(options.rate, options.duration, options.seeds, options.processes)
+    rows = [
+        [name, swap or "none", *(format(row[key], FORMS.get(key, ".2f")) for key in COLUMNS)]
+        for (name, swap), row in found.items()
+    ]
+    print(markdown(["policy", "swapping", *COLUMNS.values()], rows, words=2))
+    wrong = broken(found)
     print("\n".join(wrong) or "the order holds in both ways of swapping, and no request starved")
     sys.exit(bool(wrong))
 

@@ -22,13 +22,13 @@ outside the tolerances.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.common.command import add_markdown, make_parser, over_seeds, publish
-from benchmarks.common.results_file import keep
+from benchmarks.common.command import make_parser, over_seeds
+from benchmarks.common.results_file import keep, markdown
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
 from toolkit.sim.world import TABLE_1_LIMIT, make_world, policy_for
@@ -38,6 +38,10 @@ REQUESTS = 3_000
 MEASURES = (
     *("decoding_steps", "consumed_memory_percent", "future_required_memory_percent"),
     "evicted_percent",
+)
+COLUMNS = (
+    *("data", "method", "decoding steps", "consumed memory %", "future required memory %"),
+    "evicted requests %",
 )
 LENGTHS = {  # (input), (output), bounds included
     "D1": ((32, 4096), (2048, 4096)),
@@ -152,31 +156,23 @@ def table(seeds: int, processes: int) -> list[Row]:
     return rows
 
 
-def markdown(rows: Sequence[Row], seeds: int) -> str:
-    """The table, in the paper's order: its figure, then ours."""
-    command = "`python -m benchmarks.papers.past_future_table1`"
-    lines = [f"Paper / ours, the mean of {seeds} seeds. {command}", ""]
-    heads = "decoding steps | consumed memory % | future required memory % | evicted requests %"
-    lines += [f"| data | method | {heads} |", "|---|---|---:|---:|---:|---:|"]
-    for row in rows:
-        steps, *shares = MEASURES
-        figures = [f"{row.paper[steps]:,.0f} / {row.ours[steps]:,.0f}"]
-        figures += [f"{row.paper[key]:.2f} / {row.ours[key]:.2f}" for key in shares]
-        lines.append(f"| {row.data} | {row.method} | " + " | ".join(figures) + " |")
-    return "\n".join(lines) + "\n"
+def cells_of(row: Row) -> list[str]:
+    """A line of the table, in the paper's order: its figure, then ours."""
+    steps, *shares = MEASURES
+    found = [row.data, row.method, f"{row.paper[steps]:,.0f} / {row.ours[steps]:,.0f}"]
+    return found + [f"{row.paper[key]:.2f} / {row.ours[key]:.2f}" for key in shares]
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
-    add_markdown(parser)
     options = parser.parse_args()
     rows = table(options.seeds, options.processes)
     outside = [row for row in rows if row.outside]
     keep("rows", [vars(row) | {"outside": row.outside} for row in rows])
-    text = markdown(rows, options.seeds)
-    publish(text, options.markdown, "past_future_table1", "Past-Future, Table 1")
+    print(f"Paper / ours, the mean of {options.seeds} seeds.\n")
+    print(markdown(COLUMNS, map(cells_of, rows), words=2))
     for row in outside:
         print(f"outside the tolerance: {row.data}, {row.method}: {', '.join(row.outside)}")
     print(f"{len(rows) - len(outside)} of {len(rows)} rows are within the tolerances")

@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from benchmarks.common.command import add_markdown, make_parser, over_seeds, publish
+from benchmarks.common.command import make_parser, over_seeds
+from benchmarks.common.results_file import markdown
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.sched.policies import make_policy
@@ -174,12 +175,6 @@ def figure_11(law: SegmentedLaw = HF_LAW) -> tuple[float, float]:
     return law.serve_s(16, 1024, 128), law.serve_s(15, 10, 128) + law.serve_s(1, 1024, 128)
 
 
-def rows(words: Sequence[str], numbers: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, of columns of `words` and then of `numbers`."""
-    lines = [[*words, *numbers], ["---"] * len(words) + ["---:"] * len(numbers), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def metrics_table(
     cases: Sequence[Case], found: Mapping[Case, Metrics], label: str = "", field: str = ""
 ) -> str:
@@ -188,7 +183,8 @@ def metrics_table(
     for case in cases:
         lead = [case.engine, case.name, *([f"{getattr(case, field):g}"] if field else [])]
         body.append([*lead, *(f"{found[case][key]:.4g}" for key in COLUMNS)])
-    return rows(["laws", "scheduler"], [*([label] if field else []), *COLUMNS.values()], body)
+    columns = ["laws", "scheduler", *([label] if field else []), *COLUMNS.values()]
+    return markdown(columns, body, words=2)
 
 
 def gains_table(found: Mapping[Case, Metrics]) -> str:
@@ -207,7 +203,8 @@ def gains_table(found: Mapping[Case, Metrics]) -> str:
             if figures:
                 body.append([engine, f"{other}: {source}", *figures])
         body.append([engine, f"{other}: ours, {RATES[0]} .. {RATES[-1]}/s", *spans])
-    return rows(["laws", "SCLS over"], [COLUMNS[metric].split(",")[0] for metric in GAINS], body)
+    columns = ["laws", "SCLS over", *(COLUMNS[metric].split(",")[0] for metric in GAINS)]
+    return markdown(columns, body, words=2)
 
 
 def report(found: Mapping[Case, Metrics], seeds: int) -> str:
@@ -236,10 +233,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
-    add_markdown(parser)
     options = parser.parse_args()
-    text = report(run_all(CASES, options.seeds, options.processes), options.seeds)
-    publish(text, options.markdown, "scls_figures", "SCLS: the paper's figures")
+    print(report(run_all(CASES, options.seeds, options.processes), options.seeds))
 
 
 if __name__ == "__main__":

@@ -16,28 +16,26 @@ took, and whether the whole trace keeps all targets at 0.98 of it and not at 1.0
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import llmctl, make_parser
 
 SHARES = (0.5, 0.9, 1.1, 1.6)  # of the capacity: rates that are tuned for
 CAPACITY_SEEDS = 5
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print a row for each trace and recipe, then a row for each cell."""
     parser = make_parser(__doc__)
     parser.add_argument("--traces", nargs="+", required=True)
     parser.add_argument("--recipes", nargs="+", required=True, metavar="RECIPE[=FIT]")
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=2)
-    given = parser.parse_args(args)
+    given = parser.parse_args()
     capacities: dict[tuple[str, str], float] = {}
     columns = ["trace", "recipe", "requests/s", "spread, %", "seconds", "at 0.98", "at 1.05"]
     print(_line(columns))
@@ -73,7 +71,7 @@ def capacity(recipe: str, trace: str) -> dict[str, Any]:
     began_s = time.monotonic()
     for seed in range(CAPACITY_SEEDS):
         words = ["capacity", *_recipe(recipe), "--trace", trace, "--seed", str(seed)]
-        told = json.loads(llmctl(*words, "--no-at-once", "--json")[1])
+        told = json.loads(llmctl(*words, "--no-at-once", "--json").stdout)
         rates.append(told["capacities"][0]["capacity_rps"])
     took_s = (time.monotonic() - began_s) / CAPACITY_SEEDS
     middle = sorted(rates)[len(rates) // 2]
@@ -90,9 +88,9 @@ def tuned(recipe: str, trace: str, rate: float, seed: int, trials: int) -> tuple
         tuning = Path(folder) / "tuning.json"
         words = ["tune", *_recipe(recipe), "--trace", trace, "--rate", f"{rate:g}"]
         words += ["--seed", str(seed), "--trials", str(trials), "--policies", "own"]
-        code, _ = llmctl(*words, "--draws", "0", "--out", str(tuning), allowed=(0, 5))
+        done = llmctl(*words, "--draws", "0", "--out", str(tuning), codes=(0, 5))
         result = json.loads(tuning.read_text(encoding="utf-8"))
-        said = "kept" if code == 0 else "broken"
+        said = "broken" if done.returncode else "kept"
         if not result["keeps_up"]:
             said = "overloaded"
         return said, simulated(recipe, trace, rate, "--tuning", str(tuning))
@@ -102,16 +100,7 @@ def simulated(recipe: str, trace: str, rate: float, *words: str) -> str:
     """What `simulate` finds at this rate: kept, broken or overloaded."""
     name, _, fit = recipe.partition("=")
     given = ["--fit", fit or name, "--trace", trace, "--rate", f"{rate:.9g}"]
-    return str(json.loads(llmctl("simulate", *given, *words, "--json")[1])["verdict"])
-
-
-def llmctl(*words: str, allowed: Sequence[int] = (0,)) -> tuple[int, str]:
-    """Run a command: its exit code, which must be an allowed one, and its output."""
-    command = [sys.executable, "-m", "toolkit", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in allowed:
-        raise SystemExit(f"{' '.join(words)}\n{done.stderr}")
-    return done.returncode, done.stdout
+    return str(json.loads(llmctl("simulate", *given, *words, "--json").stdout)["verdict"])
 
 
 def _recipe(recipe: str) -> list[str]:

@@ -1,9 +1,7 @@
-"""Predicts runs of vLLM that others measured on GPUs, from operators that they measured there.
+"""Runs of vLLM that others measured on GPUs, and their prediction from operators measured there.
 
-    python -m benchmarks.public.llmservingsim --data DIR
-
-Takes half a minute. Needs a checkout of LLMServingSim (KAIST, MIT licence) in DIR:
-git clone https://github.com/casys-kaist/LLMServingSim DIR
+`benchmarks.public.scoreboard` shows their errors. DIR is a checkout of LLMServingSim (KAIST, MIT
+licence): git clone https://github.com/casys-kaist/LLMServingSim DIR
 
 For each run in bench/examples, the profile of its GPU and model (profiler/perf) has the times of
 all operators. A law of passes is fitted to their sums; nothing of the run is in it, and no host.
@@ -11,10 +9,9 @@ The simulator then serves the run's requests: arrival times and lengths of reque
 prompts share by the tokens of the workload file, vLLM's flags and blocks of meta.json. Times are
 those at the engine, where the run's were taken. A run that cannot be predicted is refused by name.
 
-Each run is predicted with two costs per cached token (decodes alone, decodes beside chunks) and
-with one; from attention at decodes of equal lengths, and of unequal ones; and by an engine that
-plans ahead (`async_scheduling`) and by one that does not. The mode of the run is in its meta.json;
-without it, it is the default of vLLM 0.19, which plans ahead.
+The law is from attention at decodes of equal lengths, or of unequal ones. An engine plans ahead
+(`async_scheduling`) or not by its meta.json; without it, it has the default of vLLM 0.19, which
+plans ahead.
 """
 
 from __future__ import annotations
@@ -24,14 +21,13 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from benchmarks.common.command import make_parser
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.laws import unit_step
@@ -44,7 +40,7 @@ from toolkit.estimators.operators import (
     pass_times,
 )
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
-from toolkit.metrics import Served, latencies
+from toolkit.metrics import Served, summarize
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
@@ -61,15 +57,6 @@ EXPERTS = "moe"  # the operator that has a table of its own
 GRAPH_TOKENS = 512  # the most of a pass with CUDA graphs, or twice max_num_seqs
 RELEASE = (0, 19)  # of vLLM, in all runs
 US = 1e-6
-HEAD = """\
-| run | | measured | predicted | two costs, equal | one, equal | two, unequal | one, unequal \
-| two, unequal, other mode | two, unequal, nothing shared |
-|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
-LAW_HEAD = f"""\
-| law | costs | pass, ms | row, us | new token, us, from {", ".join(map(str, KNOTS))} \
-| cached, ns | beside chunks, ns | attended, ns | before a chunk, ns \
-| error without chunks, % (worst) | with, % (worst) |
-|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"""
 
 
 @dataclass(frozen=True)
@@ -408,121 +395,33 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     return Attention(layers_of(data, case), tuple(shapes), tuple(seconds))
 
 
-def predict(case: Case, law: StepLaw, *, ahead: bool, experts: Experts | None = None) -> SimResult:
+def predict(case: Case, law: StepLaw, *, experts: Experts | None = None) -> SimResult:
     """Serve the case's requests."""
-    engine = PagedEngine(law, case.blocks, BLOCK_TOKENS, ahead)
+    engine = PagedEngine(law, case.blocks, BLOCK_TOKENS, case.ahead)
     memory = ZetaMemory(engine.capacity_tokens, zeta=1.0)
     parallel = None if experts is None else together(case, law, experts)
     world = World(unit_step(), memory, 1, 1, paged=engine, parallel=parallel)
     return simulate(case.trace, case.flags, world)
 
 
+def law_of(data: Path, case: Case, *, unequal: bool) -> OperatorLaw:
+    """The law of the case's passes."""
+    operators = read_operators(data, case)
+    if case.ranks > 1:
+        operators.append(all_reduce(data, case))
+    attention = read_attention(data, case, unequal=unequal)
+    return law_of_passes(attention.shapes, pass_times(operators, attention), KNOTS)
+
+
 def metrics(served: Served) -> dict[str, float]:
     """What is compared."""
-    of = latencies(served)
+    of = summarize(served, {})
     return {
-        "makespan, s": float(served.finish_s.max() - served.arrival_s.min()),
-        "mean TTFT, s": float(of["ttft"].mean()),
-        "p50 TTFT, s": float(np.median(of["ttft"])),
-        "p99 TTFT, s": float(np.percentile(of["ttft"], 99)),
-        "mean TPOT, ms": float(1e3 * of["tpot"].mean()),
-        "mean E2E, s": float(of["e2e"].mean()),
+        "makespan, s": of["makespan_s"],
+        "mean TTFT, s": of["ttft_mean_s"],
+        "mean TPOT, ms": 1e3 * of["tpot_mean_s"],
+        "mean E2E, s": of["e2e_mean_s"],
     }
-
-
-def errors_of(name: str, case: Case, results: list[SimResult]) -> list[str]:
-    """The rows of one run: each metric as measured, as predicted first, and all errors."""
-    measured = metrics(case.measured)
-    predicted = [metrics(result.served) for result in results]
-    rows = []
-    for metric, value in measured.items():
-        errors = [f"{100.0 * (one[metric] / value - 1.0):+.1f} %" for one in predicted]
-        cells = [name, metric, f"{value:.2f}", f"{predicted[0][metric]:.2f}", *errors]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def law_row(name: str, costs: str, fitted: OperatorLaw) -> str:
-    """The row of a law."""
-    law = fitted.law
-    beside_s = law.cached_s if law.beside_s is None else law.beside_s
-    cells = [
-        name,
-        costs,
-        f"{1e3 * law.base_s:.2f}",
-        f"{1e6 * law.row_s:.1f}",
-        ", ".join(f"{1e6 * slope:.0f}" for slope in law.token_s),
-        f"{1e9 * law.cached_s:.0f}",
-        f"{1e9 * beside_s:.0f}",
-        f"{1e9 * law.attended_s:.2f}",
-        f"{1e9 * law.behind_s:.0f}",
-        f"{fitted.alone.median_percent:.1f} ({fitted.alone.worst_percent:.0f})",
-        f"{fitted.mixed.median_percent:.1f} ({fitted.mixed.worst_percent:.0f})",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def facts(name: str, case: Case, result: SimResult) -> str:
-    """A line about the run, and what its first simulation counted."""
-    trace = case.trace
-    meta = case.meta
-    counts = result.counters
-    most = counts["peak_memory_percent"] / 100.0 * BLOCK_TOKENS * case.blocks
-    preempted = counts["evicted_percent"] / 100.0 * len(trace)
-    size = "given" if "kv_cache" in meta else "taken as larger than what is used"
-    mode = "plans ahead" if case.ahead else "does not plan ahead"
-    return (
-        f"{name}: {len(trace)} requests, {trace.prompt_tokens.sum():,} + "
-        f"{trace.output_tokens.sum():,} tokens; vLLM {meta['vllm_version']}, {mode}; cache {size}, "
-        f"{most:,.0f} tokens at most; {preempted:.0f} preemptions; "
-        f"{counts['hit_percent']:.1f} % of the prompts' tokens found"
-    )
-
-
-@dataclass(frozen=True)
-class Tables:
-    """What is printed: lines about the runs, the rows of their errors, those of their laws."""
-
-    lines: list[str]
-    errors: list[str]
-    laws: list[str]
-
-
-def add_run(found: Tables, data: Path, folder: Path) -> None:
-    """Predict one run. `InputError` if it is not modelled."""
-    case = read_case(data, folder)
-    operators = {case.name: read_operators(data, case)}
-    if case.ranks > 1:
-        profiled_only = operators[case.name]
-        operators[case.name] = [*profiled_only, all_reduce(data, case)]
-        operators[f"{case.name}, no all-reduce"] = profiled_only
-    for name, each in operators.items():
-        experts = read_experts(data, case)
-        laws: dict[tuple[str, str], OperatorLaw] = {}
-        for lengths in ("equal", "unequal"):
-            attention = read_attention(data, case, unequal=lengths == "unequal")
-            seconds = pass_times(each, attention)
-            for costs in ("two", "one"):
-                fitted = law_of_passes(attention.shapes, seconds, KNOTS, beside=costs == "two")
-                laws[lengths, costs] = fitted
-                found.laws.append(law_row(f"{name}, {lengths}", costs, fitted))
-        results = [
-            predict(case, fitted.law, ahead=case.ahead, experts=experts) for fitted in laws.values()
-        ]
-        law = laws["unequal", "two"].law
-        results.append(predict(case, law, ahead=not case.ahead, experts=experts))
-        alone = replace(case, trace=replace(case.trace, shared=None))
-        results.append(predict(alone, law, ahead=case.ahead, experts=experts))
-        found.lines.append(facts(name, case, results[0]))
-        found.errors.extend(errors_of(name, case, results))
-
-
-def asked(description: str | None) -> tuple[Path, list[Path]]:
-    """The checkout that the command line names, and the folders of its runs."""
-    parser = make_parser(description)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the checkout")
-    data: Path = parser.parse_args().data
-    return data, runs_of(data)
 
 
 def runs_of(data: Path) -> list[Path]:
@@ -531,30 +430,3 @@ def runs_of(data: Path) -> list[Path]:
     if not folders:
         raise SystemExit(f"{data}: no runs in bench/examples; is it a checkout of LLMServingSim?")
     return folders
-
-
-def main() -> None:
-    data, folders = asked(__doc__)
-    found = Tables([], [], [])
-    for folder in folders:
-        try:
-            add_run(found, data, folder)
-        except InputError as error:
-            found.lines.append(f"Refused: {error.message}")
-        except OSError as error:
-            raise SystemExit(
-                f"{error.filename}: {error.strerror}; the checkout lacks it"
-            ) from error
-    print("\n".join(found.lines))
-    if not found.errors:
-        raise SystemExit("no run was predicted")
-    print()
-    print(HEAD)
-    print("\n".join(found.errors))
-    print()
-    print(LAW_HEAD)
-    print("\n".join(found.laws))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,14 @@
-"""The scoreboard: predictions beside measurements of others, and beside the peers.
+"""The scoreboard: predictions beside measurements of others, and beside a peer's.
 
     python -m benchmarks.public.scoreboard --aiconfigurator DIR --servingsim DIR [--peer FILE] \\
-        [--blis FILE] --json docs/results/data/scoreboard.json
+        --json docs/results/data/scoreboard.json
 
-Takes four minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
-FILEs are what `benchmarks.public.silicon_peer` and `benchmarks.public.blis_peer` wrote. It predicts
-the runs of LLMServingSim (`benchmarks.public.llmservingsim`), our own windows
-(`benchmarks.engines.gpu_windows`) and the measured servers (`benchmarks.public.silicon`), prints
-their tables, and puts them with --page into the sections of the page, with --picture into a
-drawing, with --errors into the small file that ships, and with --extract into that of a test.
+Takes three minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
+FILE is what `benchmarks.public.silicon_peer` wrote. It predicts the runs of LLMServingSim
+(`benchmarks.public.llmservingsim`), our own windows (`benchmarks.engines.gpu_windows`) and the
+measured servers (`benchmarks.public.silicon`), prints their tables, and puts them with --page into
+the sections of the page, with --picture into a drawing, with --errors into the small file that
+ships, and with --extract into that of a test.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.results_file import keep, put_section
+from benchmarks.common.results_file import keep
 from benchmarks.engines.gpu_windows import NAME, errors_of
-from benchmarks.public import llmservingsim, silicon
+from benchmarks.public import llmservingsim, servers, silicon
 from benchmarks.public.operators import flat_json
+from benchmarks.public.servers import Row
 from benchmarks.public.silicon import Board, Compared
 from docs.make_pictures import picture
 from toolkit.errors import InputError
-from toolkit.estimators.operators import law_of_passes, pass_times
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.shipped import shipped_profiles
@@ -39,7 +41,6 @@ KAIST_HEAD = (
     "| run | prediction | makespan | mean TTFT | mean TPOT | mean E2E |\n"
     "|---|---|---:|---:|---:|---:|"
 )
-SHOWN = ("makespan, s", "mean TTFT, s", "mean TPOT, ms", "mean E2E, s")
 PEER_ROWS = ("TTFT Mean", "TPOT Mean", "Latency Mean")
 OWN_HEAD = (
     "| requests/s | with | throughput | mean TTFT | mean TPOT | mean E2E |\n"
@@ -65,19 +66,14 @@ def kaist_table(data: Path) -> str:
 def kaist_lines(data: Path, folder: Path) -> list[str]:
     """The lines of one run. `InputError` if it is not modelled."""
     case = llmservingsim.read_case(data, folder)
-    operators = llmservingsim.read_operators(data, case)
-    if case.ranks > 1:
-        operators.append(llmservingsim.all_reduce(data, case))
     experts = llmservingsim.read_experts(data, case)
     measured = llmservingsim.metrics(case.measured)
     lines = []
     for unequal in (False, True):
-        attention = llmservingsim.read_attention(data, case, unequal=unequal)
-        seconds = pass_times(operators, attention)
-        law = law_of_passes(attention.shapes, seconds, llmservingsim.KNOTS).law
-        result = llmservingsim.predict(case, law, ahead=case.ahead, experts=experts)
+        law = llmservingsim.law_of(data, case, unequal=unequal).law
+        result = llmservingsim.predict(case, law, experts=experts)
         predicted = llmservingsim.metrics(result.served)
-        errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in SHOWN]
+        errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in measured]
         lengths = "unequal" if unequal else "equal"
         cells = [case.name, f"llmctl, attention at {lengths} lengths", *errors]
         lines.append(f"| {' | '.join(cells)} |")
@@ -101,6 +97,149 @@ def own_table() -> str:
             cells = [f"{row['rate_rps']:g}", KNOWLEDGE[row["conditions"]], *errors]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def put_section(page: Path, name: str, text: str) -> None:
+    """Replace the text between the markers of `name` in a page."""
+    begin = f"<!-- {name} -->\n"
+    end = f"<!-- end of {name} -->\n"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text("".join((before, begin, text, end, after)), encoding="utf-8")
+
+
+# ---- servers ----
+
+HEAD = (
+    "| {} | rows | TPOT: median, % | TPOT: p90, % | TPOT: bias, % | TTFT: median, % "
+    "| TTFT: p90, % | TTFT: bias, % | peer: rows | peer, TPOT: median, % | peer, TPOT: p90, % "
+    "| peer, TTFT: median, % | peer, TTFT: p90, % |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+)
+SAME_HEAD = (
+    "| {} | rows | TPOT: ours, % | ours, p90, % | TPOT: peer's, % | peer's, p90, % "
+    "| TTFT: ours, % | TTFT: ours, p90, % | TTFT: peer's, % | TTFT: peer's, p90, % |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+)
+NOISE_HEAD = (
+    "| noise | settings | repeats | TPOT: median, % | TPOT: p90, % | TTFT: median, % "
+    "| TTFT: p90, % |\n|---|---:|---:|---:|---:|---:|---:|"
+)
+REFUSAL_MAX = 90
+HOPPER = ("h100_sxm", "h200_sxm")
+
+
+def tables(board: Board) -> str:
+    """What was read, and all errors, as Markdown."""
+    found = board.judged
+    lines = [
+        f"{len(board.rows):,} rows of vLLM without disaggregation, each once. "
+        f"{len(board.tenth)} set the constants, {len(found)} are judged, "
+        f"{sum(board.reasons.values())} are not predicted:",
+        "",
+    ]
+    lines += [f"- {reason}: {count} rows" for reason, count in board.reasons.most_common()]
+    full = [one for one in found if one.ours.full]
+    groups = groups_of(found)
+    same = {name: group for name, group in groups.items() if ", " not in name}
+    same["cache full at some time"] = full
+    lines += ["", SAME_HEAD.format("rows that both answer")]
+    lines += [same_line(name, group) for name, group in same.items()]
+    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
+    answered = len(found) - sum(refused.values())
+    lines += [
+        "",
+        f"The peer, AIConfigurator {board.peer_version}, answers {answered} rows. Others:",
+    ]
+    lines += ["", *(f"- {words}: {count} rows" for words, count in refused.most_common())]
+    lines += ["", HEAD.format("judged rows")]
+    lines += [line(name, group) for name, group in groups.items()]
+    lines.append(line("cache full at some time", full))
+    settings, tpot, ttft = noise(board.rows)
+    cells = ["repeats of a setting", str(settings), str(len(tpot)), spread(tpot), spread(ttft)]
+    lines += ["", NOISE_HEAD, f"| {' | '.join(cells)} |"]
+    return "\n".join(lines) + "\n"
+
+
+def groups_of(found: Sequence[Compared]) -> dict[str, list[Compared]]:
+    """The lines of the table: each GPU, and on it each model in each precision, version of vLLM
+    and number of GPUs.
+    """
+    lines: dict[str, list[Compared]] = {"all": list(found)}
+    for hopper in (True, False):
+        own = [one for one in found if (one.row.gpu in HOPPER) == hopper]
+        if own:
+            lines["H100 and H200" if hopper else "B200 and B300"] = own
+    for one in sorted(found, key=lambda one: one.row.group):
+        gpu, model, precision, version, ranks = one.row.group
+        chip = gpu.partition("_")[0].upper()
+        lines.setdefault(f"**{chip}**", []).append(one)
+        name = f"{chip}, {model} {precision}, vLLM {version or 'not said'}, TP {ranks}"
+        lines.setdefault(name, []).append(one)
+    return {name: group for name, group in lines.items() if group}
+
+
+def line(name: str, group: Sequence[Compared]) -> str:
+    """A line of the table: errors of ours, and of the peer where it has an answer."""
+    ours = [one.errors() for one in group]
+    theirs = [found for one in group if (found := one.peer_errors()) is not None]
+    cells = [name, str(len(group))]
+    for k in (0, 1):
+        signed = [error[k] for error in ours]
+        cells.append(f"{spread(signed)} | {np.median(signed):+.1f}")
+    cells.append(str(len(theirs)))
+    cells += [spread([error[k] for error in theirs]) for k in (0, 1)]
+    return f"| {' | '.join(cells)} |"
+
+
+def same_line(name: str, group: Sequence[Compared]) -> str:
+    """A line about the rows that the peer answers."""
+    both = [one for one in group if one.peer_errors() is not None]
+    cells = [name, str(len(both))]
+    for k in (0, 1):
+        cells.append(spread([one.errors()[k] for one in both]))
+        cells.append(spread([found[k] for one in both if (found := one.peer_errors())]))
+    return f"| {' | '.join(cells)} |"
+
+
+def spread(errors: Sequence[float]) -> str:
+    """Median and p90 of their sizes."""
+    if not errors:
+        return "- | -"
+    median, p90 = np.percentile(np.abs(errors), [50, 90])
+    return f"{median:.1f} | {p90:.1f}"
+
+
+def noise(rows: Sequence[Row]) -> tuple[int, list[float], list[float]]:
+    """Settings that were measured again, and how far each repeat is off the setting's first
+    measurement: of TPOT and of TTFT, in percent.
+    """
+    first: dict[tuple[object, ...], Row] = {}
+    again = set()
+    tpot = []
+    ttft = []
+    for row in rows:
+        before = first.setdefault(row.setting, row)
+        if before is not row:
+            again.add(row.setting)
+            tpot.append(abs(silicon.percent(row.tpot_s, before.tpot_s)))
+            ttft.append(abs(silicon.percent(row.ttft_s, before.ttft_s)))
+    return len(again), tpot, ttft
+
+
+def refusal(words: str) -> str:
+    """What the peer says of a row, without the row's own names and numbers."""
+    plain = re.sub(r"/\S+|'[^']*'|\(.*?\)|\d[\d.]*", "", words.partition(". ")[0])
+    return " ".join(plain.split())[:REFUSAL_MAX].rstrip(" :,")
+
+
+def derived(one: Compared) -> list[Any]:
+    """A row as the results keep it: its setting, and the errors of TPOT and TTFT, ours and the
+    peer's. What was measured stays with its source.
+    """
+    errors = [round(error, 1) for error in one.errors()]
+    peer = [round(error, 1) for error in one.peer_errors() or ()]
+    return [one.row.name, *errors, one.ours.full, *peer]
 
 
 # ---- the drawing ----
@@ -207,7 +346,7 @@ def extract(data: Path, board: Board) -> str:
     places = np.linspace(0, len(ordered) - 1, EXTRACT_ROWS).round().astype(int)
     chosen = [ordered[place] for place in places]
     shapes = {
-        f"{row.model} {row.precision}": asdict(silicon.shapes_of(data, row.model, row.precision))
+        f"{row.model} {row.precision}": asdict(servers.shapes_of(data, row.model, row.precision))
         for row in (one.row for one in chosen)
     }
     content = {
@@ -216,7 +355,7 @@ def extract(data: Path, board: Board) -> str:
         "licence": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
         "tpot_percent": silicon.median_error(chosen, 0),
         "ttft_percent": silicon.median_error(chosen, 1),
-        "columns": [each.name for each in fields(silicon.Row)],
+        "columns": [each.name for each in fields(servers.Row)],
         "rows": [list(asdict(one.row).values()) for one in chosen],
         "shapes": shapes,
     }
@@ -228,32 +367,23 @@ def main() -> None:
     parser.add_argument("--aiconfigurator", type=Path, required=True, metavar="DIR")
     parser.add_argument("--servingsim", type=Path, required=True, metavar="DIR")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
-    parser.add_argument("--blis", type=Path, metavar="FILE", help="of blis_peer")
     parser.add_argument("--page", type=Path, metavar="FILE", help="replace its sections")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG")
     parser.add_argument("--errors", type=Path, metavar="FILE", help="what ships")
     parser.add_argument("--extract", type=Path, metavar="FILE", help="what a test predicts")
     options = parser.parse_args()
     peer = silicon.read_peer(options.peer)
-    constants = silicon.shipped_constants()
-    board = silicon.board_of(options.aiconfigurator, constants, peer)
-    servers = silicon.tables(board)
-    if options.blis:
-        servers += silicon.other_peer(board, silicon.read_peer(options.blis))
+    board = silicon.board_of(options.aiconfigurator, silicon.shipped_constants(), peer)
     sections = {
         "kaist": ("Runs, request by request", kaist_table(options.servingsim)),
         "own": ("Our own windows", own_table()),
-        "silicon": ("Servers", servers),
-        "varied": (
-            "What is assumed, varied",
-            silicon.varied_table(options.aiconfigurator, board, constants),
-        ),
+        "silicon": ("Servers", tables(board)),
     }
     for name, (title, text) in sections.items():
         print(f"{title}\n\n{text}")
         if options.page:
-            put_section(options.page, name, title, text)
-    keep("rows", [silicon.derived(one) for one in board.judged])
+            put_section(options.page, name, text)
+    keep("rows", [derived(one) for one in board.judged])
     if options.picture:
         options.picture.write_text(drawing(board.judged), encoding="utf-8")
     if options.errors:

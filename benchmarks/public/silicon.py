@@ -1,33 +1,26 @@
 """Servers that others measured at a fixed concurrency, predicted from the operators that ship.
 
-    python -m benchmarks.public.silicon --data AICONFIGURATOR [--peer FILE] [--calibrate]
+    python -m benchmarks.public.silicon --data AICONFIGURATOR [--calibrate] [--write]
 
 Takes some minutes. Needs a checkout of ai-dynamo/aiconfigurator (Apache-2.0, NVIDIA):
-systems/silicon_sample.csv has TTFT and TPOT of each server. --peer is a file that
-`benchmarks.public.silicon_peer` wrote in an environment of AIConfigurator's.
+systems/silicon_sample.csv has TTFT and TPOT of each server.
 
 Each row of vLLM without disaggregation is predicted: the operators of its GPU
 (`toolkit/estimators/operators.json`) are summed at the passes that such a server makes, a law is
-fitted to the sums, and the simulator serves as many requests at once as the row says. A row that is
-not modelled is counted by reason.
-
-Rows of InferenceX (SemiAnalysisAI/InferenceX, Apache-2.0) have the protocol of its scripts of their
-day: ten requests for each place, lengths drawn evenly from 0.8 to 1 times the stated ones with the
-seed 0, which gives the very lengths, and vLLM's flags as they are there. The others say nothing:
-ten requests for each place, of the stated lengths, and vLLM's defaults are assumed.
+fitted to the sums, and the simulator serves as many requests at once as the row says, by the
+protocol of its source (`benchmarks.public.servers`). A row that is not modelled is counted by
+reason.
 
 What no operator tells, the constants of an engine, is set on a tenth of the rows: settings that a
-seed draws (`tenth_of`). They are in no table of errors. --calibrate sets them anew.
+seed draws (`tenth_of`). They are in no table of errors. --calibrate sets them anew, and --write
+makes them those that ship. `benchmarks.public.scoreboard` prints the errors beside a peer's.
 """
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import product
@@ -38,7 +31,20 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.common.command import make_parser
-from benchmarks.public.operators import CORE, GPUS, config_shapes, flat_json
+from benchmarks.public.operators import GPUS, flat_json
+from benchmarks.public.servers import (
+    IN_MXFP4,
+    MS,
+    UNEXPLAINED,
+    Protocol,
+    Row,
+    not_modelled,
+    protocol_of,
+    read_rows,
+    shapes_of,
+    tenth_of,
+    trace_of,
+)
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
@@ -62,293 +68,10 @@ from toolkit.sim.api import simulate
 from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
-from toolkit.traces.types import Trace
 from toolkit.units import GIB
 
-MS = 1e-3
-SEED = 39
-ONE_IN = 10  # settings sets the constants
 BLOCK_TOKENS = 16
-# Memory that is neither weights nor KV cache: activations, CUDA graphs, communicators. On our own
-# H200 it was 2.3 % of the tokens of the cache (docs/results/recipe-sizes.md).
-RESERVED = 0.03
 KNOTS = (0, 4, 16, 64, 128, 256, 512, 1024)  # new tokens, where the cost of one more may change
-
-# ---- rows ----
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A server as it was measured.
-
-    Attributes:
-        source: InferenceX or NVIDIA, where it was measured.
-        version: of vLLM; "": not said.
-        precision: bf16, fp8 or fp4.
-        ranks, expert_ranks, data_ranks: of tensor, expert and data parallelism.
-        concurrency: requests at once; 0: not said.
-        day: of the measurement, such as 2026-04-03; "": not said.
-    """
-
-    name: str
-    source: str
-    model: str
-    gpu: str
-    version: str
-    precision: str
-    ranks: int
-    expert_ranks: int
-    data_ranks: int
-    prompt: int
-    output: int
-    concurrency: int
-    day: str
-    ttft_s: float
-    tpot_s: float
-
-    @property
-    def group(self) -> tuple[str, str, str, str, int]:
-        """The line of the table that it belongs to."""
-        return (self.gpu, self.model, self.precision, self.version, self.ranks)
-
-    @property
-    def setting(self) -> tuple[object, ...]:
-        """What repeats of a measurement have in common."""
-        ranks = (self.ranks, 1) if self.misread else (self.expert_ranks, self.data_ranks)
-        return (*self.group, *ranks, self.prompt, self.output, self.concurrency)
-
-    @property
-    def misread(self) -> bool:
-        """Whether the file says data parallelism, but InferenceX's configuration expert parallelism
-        alone: where it says `ep` the file has as many copies of attention, too. The same
-        measurements are in the file without these.
-        """
-        if self.model != "MiniMax-M2.5" or self.name.rpartition("_")[2] in DP_ATTENTION:
-            return False
-        return self.data_ranks == self.ranks > 1 and self.expert_ranks == self.ranks**2
-
-
-# Rows of configurations with `dp-attn` in InferenceX's nvidia-master.yaml at 13962fc.
-DP_ATTENTION = ("cfg707", "cfg727", "cfg827")
-
-
-def read_rows(data: Path) -> list[Row]:
-    """All rows of vLLM without disaggregation, each once, though the file has some twice."""
-    path = data / CORE / "systems" / "silicon_sample.csv"
-    if not path.exists():
-        raise SystemExit(f"{path}: it is missing; is it a checkout of ai-dynamo/aiconfigurator?")
-    found: dict[tuple[object, ...], Row] = {}
-    with path.open(encoding="utf-8") as file:
-        for given in csv.DictReader(file):
-            if (given["backend"], given["mode"]) != ("vllm", "agg"):
-                continue
-            row = read_row(given)
-            times = f"{row.ttft_s:.6g}", f"{row.tpot_s:.6g}"
-            found.setdefault((*row.setting, *times), row)
-    return list(found.values())
-
-
-def read_row(given: Mapping[str, str]) -> Row:
-    """A row of the file. Where tensor parallelism of experts exceeds the ranks of attention, there
-    are several copies of attention, whatever `attention_dp_size` says.
-    """
-    ranks = int(given["tp_size"])
-    expert_ranks = max(int(given["moe_ep_size"] or 1), 1)
-    together = max(int(given["moe_tp_size"] or 1), 1) * expert_ranks
-    data_ranks = int(given["attention_dp_size"] or 1)
-    if "A22B" in given["model_path"]:
-        data_ranks = max(data_ranks, together // ranks)
-    concurrency = re.search(r"silicon_concurrency=(\d+)", given["silicon_data_source"])
-    day = re.search(r"measured=(\d{4}-\d\d-\d\d)", given["silicon_data_source"])
-    ours = "aic-auto-gap-analysis" in given["silicon_data_source"]
-    return Row(
-        name=given["id"],
-        source="NVIDIA" if ours else "InferenceX",
-        model=given["model_path"].rpartition("/")[2],
-        gpu=given["system"],
-        version=given["backend_version"].partition("-")[0],
-        precision=given["precision"] or "bf16",
-        ranks=ranks,
-        expert_ranks=expert_ranks,
-        data_ranks=data_ranks,
-        prompt=int(given["isl"]),
-        output=int(given["osl"]),
-        concurrency=int(concurrency[1]) if concurrency else 0,
-        day=day[1] if day else "",
-        ttft_s=MS * float(given["silicon_ttft_ms"]),
-        tpot_s=MS * float(given["silicon_tpot_ms"]),
-    )
-
-
-def not_modelled(row: Row) -> str:
-    """Why a row is not predicted; "": it is."""
-    if row.gpu not in GPUS:
-        return f"no operators of {row.gpu}"
-    if row.model in ("Kimi-K2.5",):
-        return "multi-head latent attention"
-    if not row.concurrency:
-        return "concurrency not said"
-    if row.model in IN_MXFP4 and row.gpu == "h100_sxm" and row.day[:7] == "2025-12":
-        return "concurrency not said (the script of that day has 512 for any)"
-    if row.data_ranks > 1 and not row.misread:
-        return "engines that wait for one another (data parallel)"
-    if row.model not in MODELS:
-        return f"no configuration of {row.model}"
-    return ""
-
-
-def tenth_of(rows: Sequence[Row]) -> set[tuple[object, ...]]:
-    """The settings that the constants are set on: of each line of the table one of ten, at least
-    one, drawn by a hash with the seed. All rows of a setting are of the tenth, or none.
-    """
-    groups: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
-    for row in rows:
-        groups.setdefault(row.group, set()).add(row.setting)
-    drawn = set()
-    for settings in groups.values():
-        order = sorted(settings, key=lambda one: hashlib.sha256(f"{SEED} {one}".encode()).digest())
-        drawn |= set(order[: max(round(len(order) / ONE_IN), 1)])
-    return drawn
-
-
-# ---- models ----
-
-MODELS = {
-    "Qwen3-32B": "Qwen--Qwen3-32B",
-    "Llama-3.1-70B": "meta-llama--Meta-Llama-3.1-70B",
-    "Llama-3.1-8B-Instruct-FP8": "meta-llama--Meta-Llama-3.1-8B",
-    "MiniMax-M2.5": "MiniMaxAI--MiniMax-M2.5",
-    "Qwen3-235B-A22B-FP8": "Qwen--Qwen3-235B-A22B-FP8",
-    "gpt-oss-120b": "openai--gpt-oss-120b",
-}
-IN_MXFP4 = ("gpt-oss-120b",)
-IN_BLOCKS = ("MiniMax-M2.5", "Qwen3-235B-A22B-FP8")  # fp8 with a scale per block
-
-
-@cache
-def shapes_of(data: Path, model: str, precision: str) -> ModelShapes:
-    """The model's shapes in that precision, with a KV cache of 16 bits."""
-    path = data / CORE / "model_configs" / f"{MODELS[model]}_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
-        shapes = replace(config_shapes(config, "bfloat16"), expert_weights="mxfp4")
-        layers = config["layer_types"].count("sliding_attention")
-        return replace(shapes, window=config["sliding_window"], window_layers=layers)
-    weights = {"bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}[precision]
-    if weights == "fp8" and model in IN_BLOCKS:
-        weights = "fp8_block"
-    shapes = config_shapes(config, weights)
-    if weights == "nvfp4" and shapes.experts:  # its attention keeps 16 bits
-        return replace(shapes, weights="bfloat16", expert_weights="nvfp4")
-    return shapes
-
-
-# ---- protocols ----
-
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """How a server was started and loaded.
-
-    Attributes:
-        requests: of a run, for each place.
-        ratio: lengths are drawn evenly from so many times the stated ones up to these.
-        rows, tokens: vLLM's `max_num_seqs` and `max_num_batched_tokens`.
-        share: `gpu_memory_utilization`.
-        cache_bytes: of a number in the KV cache.
-        ahead: `async_scheduling`.
-        whole_experts: `enable_expert_parallel`.
-        taken: share of the memory that something else takes.
-        longest: `max_model_len`; 0: as long as a request.
-        experts: precision of the experts' kernels; "": that of their weights.
-        said: whether a script of the source says so; otherwise it is assumed.
-    """
-
-    requests: int = 10
-    ratio: float = 1.0
-    rows: int = 1024
-    tokens: int = 8192
-    share: float = 0.9
-    cache_bytes: int = 2
-    ahead: bool = False
-    whole_experts: bool = False
-    taken: float = RESERVED
-    longest: int = 0
-    experts: str = ""
-    said: bool = False
-
-
-# Where all lengths are alike, requests that begin together stay together, here as in a server.
-# Times to the first token show that those of NVIDIA's runs did not; a spread of 2 % was set on the
-# tenth.
-NEARLY_ALIKE = 0.98
-# Rows with times that no GPU explains set no constants; they are judged like the others.
-# Qwen3-235B: 34 to 58 ms at every concurrency. Llama-3.1-8B: more prompts a second than its GEMMs
-# alone allow, so that requests were fewer at once, or prompts found in the cache.
-UNEXPLAINED = ("Qwen3-235B-A22B-FP8", "Llama-3.1-8B-Instruct-FP8")
-APRIL = "2026-04-03"  # since then the scripts for Blackwell have other flags
-
-
-def protocol_of(row: Row) -> Protocol:
-    """The protocol of a row's source on its day.
-
-    InferenceX: benchmarks/70b_*_slurm.sh and 70b_*_docker.sh at ac1998a (October 2025), and
-    minimaxm2.5_{fp8,fp4}_GPU.sh at a363463, 0f78cf4, f342df1, bddbf40, 79bd988, 340d785, 22d0f12,
-    gptoss_fp4_GPU*.sh at ac1998a, 25506e8, d2c2acb, cec542a.
-    """
-    if row.model in UNEXPLAINED:  # set on the tenth of these: longer runs, of lengths that differ
-        return Protocol(requests=40, ratio=0.8)
-    if row.source != "InferenceX":
-        return Protocol(ratio=NEARLY_ALIKE)  # vLLM 0.12 does not plan ahead by default
-    common = Protocol(ratio=0.8, ahead=True, said=True)
-    hopper = row.gpu in ("h100_sxm", "h200_sxm")
-    if row.model == "Llama-3.1-70B":
-        rows = row.concurrency if hopper else 512
-        # The script for the H100 names a cache of 8 bits too, but the rows of the tenth read and
-        # hold as many bytes as one of 16 bits has.
-        return replace(common, cache_bytes=2 if row.gpu == "h100_sxm" else 1, rows=rows)
-    apart = row.expert_ranks > 1
-    if row.model in IN_MXFP4:
-        longest = max_model_len_of(row)
-        if hopper:
-            return replace(common, rows=row.concurrency, longest=longest)
-        return replace(
-            common,
-            rows=512,
-            cache_bytes=1 if row.day >= "2025-12" else 2,
-            longest=longest,
-            experts="mxfp4_mxfp8",
-        )
-    if row.gpu == "h100_sxm":
-        return replace(common, rows=256, whole_experts=apart)
-    if row.gpu == "h200_sxm":  # the script of vLLM 0.18 turns it on for every row
-        return replace(common, share=0.95, whole_experts=apart or row.version == "0.18.0")
-    if row.day < APRIL:
-        return replace(common, share=0.95, whole_experts=True)
-    return replace(common, cache_bytes=1, tokens=2 * row.prompt, whole_experts=apart)
-
-
-def max_model_len_of(row: Row) -> int:
-    """`max_model_len` of InferenceX's scripts for gpt-oss-120b."""
-    if row.gpu == "h100_sxm":
-        return 10240
-    return row.prompt + row.output + (20 if row.prompt == row.output else 200)
-
-
-def trace_of(row: Row, protocol: Protocol) -> Trace:
-    """The requests of a run. With a ratio, the lengths are those that InferenceX's
-    benchmark_serving.py draws.
-    """
-    count = protocol.requests * row.concurrency
-    drawn = np.random.RandomState(0)
-    lengths = []
-    for length in (row.prompt, row.output):
-        low = int(length * protocol.ratio)
-        lengths.append(drawn.randint(low, length + 1, size=count).astype(np.int64))
-    prompts = lengths[0]
-    outputs = lengths[1]
-    return Trace(np.zeros(count), prompts, outputs, outputs.copy())
-
 
 # ---- laws ----
 
@@ -674,150 +397,6 @@ def median_error(group: Sequence[Compared], kind: int) -> float:
     return round(float(np.median([abs(one.errors()[kind]) for one in group])), 1)
 
 
-def derived(one: Compared) -> list[Any]:
-    """A row as the results keep it: its setting, and the errors of TPOT and TTFT, ours and the
-    peer's. What was measured stays with its source.
-    """
-    errors = [round(error, 1) for error in one.errors()]
-    peer = [round(error, 1) for error in one.peer_errors() or ()]
-    return [one.row.name, *errors, one.ours.full, *peer]
-
-
-def noise(rows: Sequence[Row]) -> tuple[int, list[float], list[float]]:
-    """Settings that were measured again, and how far each repeat is off the setting's first
-    measurement: of TPOT and of TTFT, in percent.
-    """
-    first: dict[tuple[object, ...], Row] = {}
-    again = set()
-    tpot = []
-    ttft = []
-    for row in rows:
-        before = first.setdefault(row.setting, row)
-        if before is not row:
-            again.add(row.setting)
-            tpot.append(abs(percent(row.tpot_s, before.tpot_s)))
-            ttft.append(abs(percent(row.ttft_s, before.ttft_s)))
-    return len(again), tpot, ttft
-
-
-def spread(errors: Sequence[float]) -> str:
-    """Median and p90 of their sizes."""
-    if not errors:
-        return "- | -"
-    median, p90 = np.percentile(np.abs(errors), [50, 90])
-    return f"{median:.1f} | {p90:.1f}"
-
-
-HEAD = (
-    "| {} | rows | TPOT: median, % | TPOT: p90, % | TPOT: bias, % | TTFT: median, % "
-    "| TTFT: p90, % | TTFT: bias, % | peer: rows | peer, TPOT: median, % | peer, TPOT: p90, % "
-    "| peer, TTFT: median, % | peer, TTFT: p90, % |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-)
-SAME_HEAD = (
-    "| {} | rows | TPOT: ours, % | ours, p90, % | TPOT: peer's, % | peer's, p90, % "
-    "| TTFT: ours, % | TTFT: ours, p90, % | TTFT: peer's, % | TTFT: peer's, p90, % |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-)
-
-
-def refusal(words: str) -> str:
-    """What the peer says of a row, without the row's own names and numbers."""
-    plain = re.sub(r"/\S+|'[^']*'|\(.*?\)|\d[\d.]*", "", words.partition(". ")[0])
-    return " ".join(plain.split())[:REFUSAL_MAX].rstrip(" :,")
-
-
-REFUSAL_MAX = 90
-
-
-def line(name: str, group: Sequence[Compared]) -> str:
-    """A line of the table: errors of ours, and of the peer where it has an answer."""
-    ours = [one.errors() for one in group]
-    theirs = [found for one in group if (found := one.peer_errors()) is not None]
-    cells = [name, str(len(group))]
-    for k in (0, 1):
-        signed = [error[k] for error in ours]
-        cells.append(f"{spread(signed)} | {np.median(signed):+.1f}")
-    cells.append(str(len(theirs)))
-    cells += [spread([error[k] for error in theirs]) for k in (0, 1)]
-    return f"| {' | '.join(cells)} |"
-
-
-def same_line(name: str, group: Sequence[Compared]) -> str:
-    """A line about the rows that the peer answers."""
-    both = [one for one in group if one.peer_errors() is not None]
-    cells = [name, str(len(both))]
-    for k in (0, 1):
-        cells.append(spread([one.errors()[k] for one in both]))
-        cells.append(spread([found[k] for one in both if (found := one.peer_errors())]))
-    return f"| {' | '.join(cells)} |"
-
-
-def groups_of(found: Sequence[Compared]) -> dict[str, list[Compared]]:
-    """The lines of the table: each GPU, and on it each model in each precision, version of vLLM
-    and number of GPUs.
-    """
-    lines: dict[str, list[Compared]] = {"all": list(found)}
-    for hopper in (True, False):
-        own = [one for one in found if (one.row.gpu in HOPPER) == hopper]
-        if own:
-            lines["H100 and H200" if hopper else "B200 and B300"] = own
-    for one in sorted(found, key=lambda one: one.row.group):
-        gpu, model, precision, version, ranks = one.row.group
-        chip = gpu.partition("_")[0].upper()
-        lines.setdefault(f"**{chip}**", []).append(one)
-        name = f"{chip}, {model} {precision}, vLLM {version or 'not said'}, TP {ranks}"
-        lines.setdefault(name, []).append(one)
-    return {name: group for name, group in lines.items() if group}
-
-
-HOPPER = ("h100_sxm", "h200_sxm")
-
-
-# ---- what is assumed, varied ----
-
-VARIED_EACH = 4  # rows, one is varied
-VARIED: dict[str, dict[str, Any]] = {
-    "half as many requests": {"requests": 5},
-    "twice as many requests": {"requests": 20},
-    "lengths as stated, all alike": {"ratio": 1.0},
-    "lengths from 0.8 to 1 of the stated": {"ratio": 0.8},
-    "max_num_batched_tokens 2,048": {"tokens": 2048},
-    "max_num_batched_tokens 16,384": {"tokens": 16384},
-    "planning ahead": {"ahead": True},
-    "not planning ahead": {"ahead": False},
-    "KV cache of 16 bits": {"cache_bytes": 2},
-    "experts cut, not whole": {"whole_experts": False},
-    "3 % less memory for the cache": {"taken": RESERVED + 0.03},
-}
-
-
-def vary(
-    data: Path, found: Sequence[Compared], constants: Constants
-) -> Iterator[tuple[str, int, list[Compared]]]:
-    """For each assumption: how many rows it changes, and these rows predicted anew."""
-    for name, change in VARIED.items():
-        changed = []
-        for one in found:
-            protocol = protocol_of(one.row)
-            other = replace(protocol, **change)
-            if other == protocol:
-                continue
-            server = modelled(data, one.row, other)
-            ours = predict(server, constants[family_of(one.row.gpu)])
-            changed.append(replace(one, ours=ours))
-        yield name, len(changed), changed
-
-
-def rows_again(changed: Sequence[Compared], found: Sequence[Compared]) -> list[Compared]:
-    """The rows of `found` that are in `changed`, in its order."""
-    by_name = {one.row.name: one for one in found}
-    return [by_name[one.row.name] for one in changed]
-
-
-# ---- output ----
-
-
 @dataclass(frozen=True)
 class Board:
     """All that was found: rows read, those that are not modelled by reason, those that the
@@ -853,125 +432,6 @@ def board_of(data: Path, constants: Constants, peer: Mapping[str, Any]) -> Board
     return Board(rows, reasons, tenth, judged, peer.get("version", ""))
 
 
-def tables(board: Board) -> str:
-    """What was read, and all errors, as Markdown."""
-    found = board.judged
-    lines = [
-        f"{len(board.rows):,} rows of vLLM without disaggregation, each once. "
-        f"{len(board.tenth)} set the constants, {len(found)} are judged, "
-        f"{sum(board.reasons.values())} are not predicted:",
-        "",
-    ]
-    lines += [f"- {reason}: {count} rows" for reason, count in board.reasons.most_common()]
-    full = [one for one in found if one.ours.full]
-    groups = groups_of(found)
-    same = {name: group for name, group in groups.items() if ", " not in name}
-    same["cache full at some time"] = full
-    lines += ["", SAME_HEAD.format("rows that both answer")]
-    lines += [same_line(name, group) for name, group in same.items()]
-    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
-    answered = len(found) - sum(refused.values())
-    lines += [
-        "",
-        f"The peer, AIConfigurator {board.peer_version}, answers {answered} rows. Others:",
-    ]
-    lines += ["", *(f"- {words}: {count} rows" for words, count in refused.most_common())]
-    lines += ["", HEAD.format("judged rows")]
-    lines += [line(name, group) for name, group in groups.items()]
-    lines.append(line("cache full at some time", full))
-    settings, tpot, ttft = noise(board.rows)
-    cells = ["repeats of a setting", str(settings), str(len(tpot)), spread(tpot), spread(ttft)]
-    lines += ["", NOISE_HEAD, f"| {' | '.join(cells)} |"]
-    return "\n".join(lines) + "\n"
-
-
-def other_peer(board: Board, peer: Mapping[str, Any]) -> str:
-    """The rows that another peer answers, and its words about others, as Markdown."""
-    rows = peer["rows"]
-    found = [replace(one, peer=answer_of(rows, one.row)) for one in board.judged]
-    title = f"rows that {peer['name']} answers too"
-    lines = ["", f"{peer['name']} {peer['version']} answers these:", "", SAME_HEAD.format(title)]
-    answered = [one for one in found if not isinstance(one.peer, str)]
-    groups: dict[str, list[Compared]] = {"all": answered}
-    for one in sorted(answered, key=lambda one: one.row.group):
-        name = f"{one.row.gpu.partition('_')[0].upper()}, {one.row.model} {one.row.precision}"
-        groups.setdefault(name, []).append(one)
-    lines += [same_line(name, group) for name, group in groups.items() if group]
-    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
-    lines += ["", "Others:", ""]
-    lines += [f"- {words}: {count} rows" for words, count in refused.most_common()]
-    return "\n".join(lines) + "\n"
-
-
-def varied_table(data: Path, board: Board, constants: Constants) -> str:
-    """How far answers and errors of every fourth row move with what is assumed, as Markdown."""
-    some = board.judged[::VARIED_EACH]
-    lines = [VARY_HEAD]
-    for name, count, changed in vary(data, some, constants):
-        if not count:
-            continue
-        before = rows_again(changed, some)
-        cells = [name, str(count)]
-        for kind in (0, 1):
-            cells.append(f"{median_move(changed, before, kind):+.1f}")
-            cells.append(f"{median_error(before, kind):.1f}")
-            cells.append(f"{median_error(changed, kind):.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def median_move(changed: Sequence[Compared], before: Sequence[Compared], kind: int) -> float:
-    """The median change of predicted TPOT (0) or TTFT (1), in percent."""
-    moved = []
-    for new, old in zip(changed, before, strict=True):
-        ratio = 1.0 + new.errors()[kind] / 100.0
-        moved.append(percent(ratio, 1.0 + old.errors()[kind] / 100.0))
-    return float(np.median(moved))
-
-
-NOISE_HEAD = (
-    "| noise | settings | repeats | TPOT: median, % | TPOT: p90, % | TTFT: median, % "
-    "| TTFT: p90, % |\n|---|---:|---:|---:|---:|---:|---:|"
-)
-VARY_HEAD = (
-    "| assumed instead | rows | TPOT moves, % | error of TPOT, % | then, % | TTFT moves, % "
-    "| error of TTFT, % | TTFT: then, % |\n|---|---:|---:|---:|---:|---:|---:|---:|"
-)
-
-
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="aiconfigurator")
-    parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
-    parser.add_argument("--calibrate", action="store_true", help="set the constants anew")
-    parser.add_argument("--write", action="store_true", help="replace the constants that ship")
-    parser.add_argument("--rows", action="store_true", help="print each judged row")
-    parser.add_argument("--fixed", action="store_true", help="vary nothing that is assumed")
-    options = parser.parse_args()
-    peer = read_peer(options.peer)
-    constants = shipped_constants()
-    if options.calibrate:
-        rows = [row for row in read_rows(options.data) if not not_modelled(row)]
-        drawn = tenth_of([row for row in rows if not row.misread])
-        constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
-        print(json.dumps({name: asdict(one) for name, one in constants.items()}))
-    board = board_of(options.data, constants, peer)
-    if options.rows:
-        for one in board.judged:
-            row = one.row
-            tpot, ttft = one.errors()
-            print(
-                f"{row.gpu} {row.model} {row.precision} {row.version} TP{row.ranks} "
-                f"EP{row.expert_ranks} {row.prompt}+{row.output} x{row.concurrency}: TPOT "
-                f"{1e3 * row.tpot_s:.2f} {tpot:+.1f} %, TTFT {1e3 * row.ttft_s:.1f} {ttft:+.1f} %"
-            )
-    print(tables(board))
-    if not options.fixed:
-        print(varied_table(options.data, board, constants))
-    if options.write:
-        write_constants(constants, board)
-
-
 def write_constants(constants: Constants, board: Board) -> None:
     """Replace the constants that ship, and beside them the errors of TPOT and TTFT of servers with
     a protocol that is said: of the others, more than the laws may be wrong.
@@ -992,6 +452,25 @@ def write_constants(constants: Constants, board: Board) -> None:
             "points": len(off),
         }
     TABLE.write_text(flat_json(content), encoding="utf-8")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="aiconfigurator")
+    parser.add_argument("--calibrate", action="store_true", help="set the constants anew")
+    parser.add_argument("--write", action="store_true", help="replace the constants that ship")
+    options = parser.parse_args()
+    constants = shipped_constants()
+    if options.calibrate:
+        rows = [row for row in read_rows(options.data) if not not_modelled(row)]
+        drawn = tenth_of([row for row in rows if not row.misread])
+        constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
+        print(json.dumps({name: asdict(one) for name, one in constants.items()}))
+    board = board_of(options.data, constants, {})
+    tpot, ttft = (median_error(board.judged, kind) for kind in (0, 1))
+    print(f"{len(board.judged)} judged: medians of errors {tpot} % (TPOT), {ttft} % (TTFT)")
+    if options.write:
+        write_constants(constants, board)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from typing import Any
 import psutil
 import typer
 
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import LLMCTL, ended, make_parser
 from toolkit.bench.predict import counts
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.demo import Stages
 from toolkit.cli.output import table
 from toolkit.endpoints.target import Target, find_target
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import InputError
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
 from toolkit.units import seconds
@@ -144,7 +144,7 @@ class Replay:
             words = [str(word) for word in words]
             print(f"$ llmctl {' '.join(words)}", flush=True)
             with (self._out / f"bench-{name}.txt").open("w") as said:
-                command = [sys.executable, "-m", "toolkit", *words]
+                command = [*LLMCTL, *words]
                 with subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as bench:
                     if nodes:
                         self._disturb(target, nodes, bench)
@@ -232,17 +232,11 @@ def main() -> int:
     )
     parser.add_argument("--rate", type=float, default=18.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
+    given = parser.parse_args()
     try:
-        demo(parser.parse_args())
-    except LlmctlError as error:
-        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
-        return error.exit_code
-    except typer.Exit as ended:
-        return ended.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the cluster and the server are gone", file=sys.stderr)
-        return 130
-    return 0
+        return ended(lambda: demo(given))
+    except typer.Exit as exited:
+        return exited.exit_code
 
 
 if __name__ == "__main__":

@@ -17,22 +17,21 @@ raw sockets in a process of their own.
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import free_ports, request, send, wait_for
-from benchmarks.common.serving import fake_plan
+from benchmarks.common.raw_client import free_port, request, send, wait_for
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import write_file
 
 BARE = """
@@ -76,19 +75,12 @@ class Run(NamedTuple):
     front_cpu_s: float
 
 
-class Served:
-    """A process of our server or of a bare one, until `end`."""
+class Served(NamedTuple):
+    """A server of ours or a bare one."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: str, port: int) -> None:
-        self.name = name
-        self.port = port
-        self.process = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        if not port:
-            assert self.process.stdout is not None
-            self.port = int(json.loads(self.process.stdout.readline())["url"].rpartition(":")[2])
-        wait_for(self.port)
+    name: str
+    port: int
+    process: subprocess.Popen[str]
 
     def cpu_s(self) -> float:
         """CPU seconds of the serving process. Our workers do not count: their engine is a fake."""
@@ -97,7 +89,7 @@ class Served:
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.communicate(timeout=60)
 
 
 async def stream(port: int, tokens: int) -> tuple[int, bool]:
@@ -123,25 +115,25 @@ def measure(server: Served, clients: int, tokens: int) -> Run:
     return Run(clients * tokens / took_s, events, server.cpu_s() - before_s)
 
 
-def write_plan(folder: Path, flush_s: float) -> str:
+def write_plan(folder: Path, flush_s: float) -> Path:
     """The path of our server's plan; its workers report at this interval."""
     folder.mkdir()
     plan = fake_plan(folder, eos_one_in=0)
     engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})
     recipe = plan.recipe.model_copy(update={"engine": engine})
     write_file(plan.model_copy(update={"recipe": recipe}), folder / "plan.json")
-    return str(folder / "plan.json")
+    return folder / "plan.json"
 
 
 def start_all(folder: str, beside: str | None) -> list[Served]:
     Path(folder, "bare.py").write_text(BARE)
     servers = []
+    checkouts = {"": None} | ({", beside": Path(beside)} if beside else {})
     for name, flush_s in (("ours", 0.05), ("ours, every step", 0.0)):
         plan = write_plan(Path(folder, name.replace(", ", "-").replace(" ", "-")), flush_s)
-        command = [sys.executable, "-m", "toolkit", "serve", plan, "--json", "--admission", "queue"]
-        servers.append(Served(name, command, ".", 0))
-        if beside:
-            servers.append(Served(f"{name}, beside", command, beside, 0))
+        for suffix, checkout in checkouts.items():
+            ours = Server(plan, "--admission", "queue", log=Path(os.devnull), cwd=checkout)
+            servers.append(Served(name + suffix, ours.port, ours.process))
     uvicorn = [sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log"]
     plain = [*uvicorn, "--loop", "asyncio", "--http", "h11"]
     bare = [
@@ -150,8 +142,11 @@ def start_all(folder: str, beside: str | None) -> list[Served]:
         ("FastAPI on asyncio and h11", "bare:app", plain),
     ]
     for name, app, command in bare:
-        (port,) = free_ports(1)
-        servers.append(Served(name, [*command, "--port", str(port), app], folder, port))
+        port = free_port()
+        words = [*command, "--port", str(port), app]
+        process = subprocess.Popen(words, cwd=folder, stderr=subprocess.DEVNULL, text=True)
+        wait_for(port)
+        servers.append(Served(name, port, process))
     return servers
 
 

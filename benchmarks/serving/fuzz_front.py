@@ -34,18 +34,11 @@ import psutil
 import uvloop
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.fronts import front_on
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.gateway import replicas
-from toolkit.gateway.front import Gateway
-from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
-from toolkit.routing.balancer import Balancer
-from toolkit.routing.routers import make_router
-from toolkit.routing.types import ReplicaTraits
-from toolkit.serve.access import Keyring
 from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import WireLimits
-from toolkit.serve.server import listen, url
+from toolkit.serve.server import url
 
 HUGE = 10**400
 HEALTH_EVERY_S = 0.02
@@ -240,19 +233,12 @@ async def serve_front(
     """Serve a front before these replicas, until the parent closes its end."""
     if asks_often:
         replicas.PROBE_UP_S = replicas.IDENTIFY_EVERY_S = 0.02
-    balancer = Balancer(make_router("vllm-dp", {}), [], block_tokens=64, index_limit=1000)
-    kinds = [LiveKind(ReplicaTraits(100_000))]
-    pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=2.0)
     settings = FrontSettings(wait_up_s=20.0, request_timeout_s=deadline_s)
-    gateway = Gateway(pool, settings, Keyring())
-    server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
-    pool.background.start("silent replicas", pool.sweep)
-    pool.background.start("reports of replicas", pool.read_reports)
-    gc.collect()
-    gc.freeze()  # as `llmctl serve` does
-    with listen("127.0.0.1", 0) as listener:
-        await server.start(listener)
-        pool.renew(urls)
+    async with front_on(urls, MODEL, "vllm-dp", settings, hang_s=2.0) as (pool, listener):
+        pool.background.start("silent replicas", pool.sweep)
+        pool.background.start("reports of replicas", pool.read_reports)
+        gc.collect()
+        gc.freeze()  # as `llmctl serve` does
         parent.send(url(listener))
         busy_s: list[float] = []
         beating = asyncio.create_task(beat(busy_s))
@@ -260,8 +246,6 @@ async def serve_front(
             while await asyncio.to_thread(parent.recv):
                 parent.send(busy_s)
         beating.cancel()
-        await pool.stop()
-        await server.stop(1)
 
 
 def front_process(urls: list[str], deadline_s: float, asks_often: bool, parent: Connection) -> None:

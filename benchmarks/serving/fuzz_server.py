@@ -1,6 +1,6 @@
 """20,000 requests, valid, invalid and torn: every answer must be a documented one.
 
-    python -m benchmarks.serving.fuzz_server [--requests 20000] [--seed 0] [--out fuzz.json]
+    python -m benchmarks.serving.fuzz_server [--requests 20000] [--seed 0]
 
 Takes about 50 minutes on two shared, busy cores. Needs hypothesis and schemathesis (`pip install
 'llmctl-toolkit[dev]'`).
@@ -16,13 +16,11 @@ is not too long. The exit code is 1 if there is one.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import hypothesis
@@ -32,6 +30,7 @@ from schemathesis import GenerationMode
 
 from benchmarks.common import fuzzing
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from benchmarks.common.serving import Client, ToyWorkers, client, fake_server
 
 AT_ONCE = 50
@@ -116,7 +115,6 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="what was counted, as JSON")
     options = parser.parse_args()
     tally = Tally()
     share = options.requests // 4
@@ -140,8 +138,7 @@ def main() -> int:
     total = sum(map(Counter.total, tally.statuses.values()))
     print(f"{total:,} requests, seed {options.seed}: {len(tally.wrong)} answers that should not be")
     print("\n".join(tally.wrong[:20]))
-    if options.out:
-        options.out.write_text(json.dumps(vars(tally), indent=2))
+    keep("counted", vars(tally))
     return bool(tally.wrong)
 
 

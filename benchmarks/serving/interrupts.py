@@ -41,7 +41,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import LLMCTL, make_parser
 from benchmarks.common.serving import Server, fake_plan
 
 FIRST_S = 0.2  # after Python's handler is set: until then Python itself starts, without llmctl
@@ -171,7 +171,7 @@ def words_of(case: Case, given: dict[str, str], out: Path) -> list[str]:
 
 
 def start(words: Sequence[str], mark: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "toolkit", *words]
+    command = [*LLMCTL, *words]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -39,8 +39,6 @@ import asyncio
 import json
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -53,7 +51,7 @@ import httpx
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.samples import paged_fit
-from benchmarks.common.serving import fake_plan
+from benchmarks.common.serving import Server, fake_plan
 from benchmarks.common.standin import MAX_MODEL_LEN, MODEL, StandIn, answer_of, prompt_of
 from benchmarks.common.standin_vllm import VERSION, install
 from toolkit.files.io import processor, write_file
@@ -294,7 +292,7 @@ class Rolling:
 class Reloading:
     """Changes the plan of a front that starts its servers, and sends SIGHUP, again and again."""
 
-    def __init__(self, plan: Plan, path: Path, front: subprocess.Popen[bytes], said: Path) -> None:
+    def __init__(self, plan: Plan, path: Path, front: Server, said: Path) -> None:
         self.plan = plan
         self.path = path
         self.front = front
@@ -330,7 +328,7 @@ class Reloading:
         if what == "damaged":
             self.path.write_text(self.path.read_text()[:-100])
         before = self.said.stat().st_size
-        self.front.send_signal(signal.SIGHUP)
+        self.front.process.send_signal(signal.SIGHUP)
         while SAID[what] not in " ".join(self.said.read_text()[before:].split()):
             await asyncio.sleep(POLL_S)
         self.done[what] += 1
@@ -416,15 +414,9 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
         plan = _own_plan(folder, count, is_fleet=is_fleet) if mode == "reload" else _plan(is_fleet)
         write_file(plan, path)
         list_replicas(replicas, listed)
-        words = ["--served-model-name", MODEL, "--port", "0", "--json"]
-        words += _words(mode, replicas, listed)
-        command = [sys.executable, "-m", "toolkit", "serve", str(path), *words]
-        with (
-            said.open("wb") as stderr,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as front,
-        ):
-            assert front.stdout is not None
-            url = json.loads(await asyncio.to_thread(front.stdout.readline))["url"]
+        words = ["--served-model-name", MODEL, "--port", "0", *_words(mode, replicas, listed)]
+        with await asyncio.to_thread(Server, path, *words, log=said) as front:
+            url = front.url
             trouble: Trouble | Rolling | Reloading = Trouble(replicas, rng, is_fleet=is_fleet)
             if mode:
                 trouble = (
@@ -440,8 +432,7 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
                 load.wrong += await trouble.wrong(url)
             disturbing.cancel()
             shown, told = await _shown(url)
-            front.terminate()
-            await asyncio.to_thread(front.wait)
+            exit_code = await asyncio.to_thread(front.end)
     for replica in replicas:
         replica.kill()
     await asyncio.gather(*trouble.tasks, disturbing, return_exceptions=True)
@@ -455,7 +446,7 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
         "disturbances": dict(trouble.done),
         **_counted(shown, told),
         "seconds": round(time.monotonic() - started_s, 1),
-        "exit_code": front.returncode,
+        "exit_code": exit_code,
     }
 
 

@@ -113,17 +113,16 @@ class Load:
 
 FAULTS = ("kill", "stop", "loading", "engine")
 HANG = 258  # the fake engine hangs at this token, which it never samples
+FRONT_EVERY = 5  # rounds of --mixed, after which the front is killed
 LEFT_S = 10.0  # for the processes of a killed front to end
 ROUND_TIMEOUT_S = 180.0
 
 
-async def inject_fault(
-    fault: str, server: Server, http: httpx.AsyncClient, rng: random.Random, load: Load
-) -> int:
+async def inject_fault(fault: str, server: Server, rng: random.Random, load: Load) -> int:
     """Inject the fault; the number of workers that it costs."""
     if fault == "engine":
         body = {"prompt": [rng.randrange(97, 123), HANG], "max_tokens": 8, "ignore_eos": True}
-        load.hangs.append(asyncio.create_task(http.post("/v1/completions", json=body)))
+        load.hangs.append(asyncio.create_task(load.http.post("/v1/completions", json=body)))
         return 2  # a request that costs two workers fails
     victim = rng.choice(server.workers())
     before = {worker.pid for worker in server.workers()}
@@ -139,24 +138,25 @@ async def inject_fault(
 
 
 async def serve_until_front_killed(
-    server: Server, load: Load, rounds: int, rng: random.Random, found: dict[str, int]
+    server: Server, load: Load, options: argparse.Namespace, rng: random.Random, found: Counter[str]
 ) -> None:
-    """Run rounds until all are done or the front is killed, in every fifth."""
+    """Run rounds until all are done or the front is killed."""
+    faults = FAULTS if options.mixed else (options.signal.lower(),)
     load.stopping = False
     clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
     http = load.http
     restarts = 0.0
     size = len(server.workers())
-    while found["rounds"] < rounds:
+    while found["rounds"] < options.rounds:
         before = load.events
         while load.events < before + rng.randint(5, 60):
             await asyncio.sleep(0.005)
-        fault = rng.choice(FAULTS)
+        fault = rng.choice(faults)
         found["rounds"] += 1
         found[fault] += 1
         everything = server.front.children(recursive=True)
-        restarts += await inject_fault(fault, server, http, rng, load)
-        if found["rounds"] % 5 == 0:
+        restarts += await inject_fault(fault, server, rng, load)
+        if options.mixed and found["rounds"] % FRONT_EVERY == 0:
             found["front"] += 1
             await asyncio.sleep(rng.random() * 2)
             everything += server.front.children(recursive=True)
@@ -169,11 +169,15 @@ async def serve_until_front_killed(
             found["gone_ms_max"] = max(found["gone_ms_max"], gone_ms)
             break
         deadline_s = time.monotonic() + ROUND_TIMEOUT_S
-        while not await recovered(http, restarts, size):
+        while True:
+            told = (await http.get("/metrics")).text
+            restarted = metric(told, RESTARTS)
+            if restarted >= restarts and metric(told, "llmctl_workers_alive") >= size:
+                break
             if time.monotonic() > deadline_s:
                 which = f"round {found['rounds']} ({fault})"
                 load.wrong.append(f"{which}: the workers did not come back")
-                restarts = await read_metric(http, RESTARTS)
+                restarts = restarted
                 break
             await asyncio.sleep(0.05)
     load.stopping = True
@@ -184,7 +188,7 @@ async def serve_until_front_killed(
     load.hangs.clear()
 
 
-def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
+def run(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
     """Run all rounds, with a new front after each that was killed."""
     rng = random.Random(options.seed)
     found = Counter[str]()
@@ -201,7 +205,7 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
                     load.expected = expected
                     if not expected:
                         await load.undisturbed()
-                    await serve_until_front_killed(server, load, options.rounds, rng, found)
+                    await serve_until_front_killed(server, load, options, rng, found)
                     return load
 
             load = asyncio.run(live())
@@ -213,58 +217,10 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
     return {**found, **counted, "seconds": round(time.monotonic() - begin_s)}
 
 
-async def read_metric(http: httpx.AsyncClient, name: str) -> float:
-    return metric((await http.get("/metrics")).text, name)
-
-
-async def recovered(http: httpx.AsyncClient, restarts: float, workers: int) -> bool:
-    """Whether so many workers run, after so many restarts."""
-    text = (await http.get("/metrics")).text
-    return metric(text, RESTARTS) >= restarts and metric(text, "llmctl_workers_alive") >= workers
-
-
 def client_of(server: Server) -> httpx.AsyncClient:
     """A client with a new connection for each request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=server.url, timeout=300.0, limits=limits)
-
-
-async def run(server: Server, options: argparse.Namespace, rng: random.Random) -> dict[str, object]:
-    number = getattr(signal, f"SIG{options.signal}")
-    async with client_of(server) as http:
-        load = Load(http, options.tokens, rng)
-        await load.undisturbed()
-        clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
-        begin_s = time.monotonic()
-        back_s = []
-        ill = 0
-        for done in range(options.rounds):
-            before = load.events
-            while load.events < before + rng.randint(5, 60):
-                await asyncio.sleep(0.005)
-            victim = rng.choice(server.workers())
-            victim.send_signal(number)
-            killed_s = time.monotonic()
-            while not await recovered(http, done + 1, len(server.workers())):
-                ill += (await http.get("/health")).status_code != 200
-                await asyncio.sleep(0.05)
-            back_s.append(time.monotonic() - killed_s)
-            if psutil.pid_exists(victim.pid):
-                load.wrong.append(f"worker {victim.pid} is still there")
-        load.stopping = True
-        await asyncio.gather(*clients)
-        return {
-            "signal": options.signal,
-            "rounds": options.rounds,
-            "requests": load.done,
-            "wrong": load.wrong[:5],
-            "wrong_count": len(load.wrong),
-            "restarts": await read_metric(http, RESTARTS),
-            "worker_back_s_median": round(sorted(back_s)[len(back_s) // 2], 2),
-            "worker_back_s_max": round(max(back_s), 2),
-            "unhealthy_polls": ill,
-            "seconds": round(time.monotonic() - begin_s),
-        }
 
 
 def main() -> int:
@@ -287,15 +243,9 @@ def main() -> int:
         served = plan.recipe.serve.model_copy(update={"admission": "queue", "hang_s": hang_s})
         recipe = plan.recipe.model_copy(update={"serve": served})
         write_file(plan.model_copy(update={"recipe": recipe}), path)
-        if options.mixed:
-            found = run_mixed(path, settings, options)
-            print(json.dumps(found))
-            return bool(found["wrong_count"] or found["exit_codes"])
-        with Server(path, "--policy", options.policy, *settings, "--port", "0") as server:
-            found = asyncio.run(run(server, options, random.Random(options.seed)))
-            found["exit_code"] = server.end()
+        found = run(path, settings, options)
     print(json.dumps(found))
-    return bool(found["wrong_count"] or found["exit_code"])
+    return bool(found["wrong_count"] or found["exit_codes"])
 
 
 if __name__ == "__main__":

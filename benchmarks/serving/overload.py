@@ -10,9 +10,6 @@ front and its clients. First a closed loop without refusals gives the capacity. 
 arrivals at half of it, and at `--times` of it, once with admission by the recipe's targets and once
 without. Clients are raw sockets in this process; a refusal is timed from the start of the
 connection to the last byte of the answer.
-
-With `--rate` it measures only an overload of that many requests/s with admission by targets. To
-compare two versions, alternate their order.
 """
 
 from __future__ import annotations
@@ -166,9 +163,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--times", type=float, default=5.0)
-    parser.add_argument("--rate", type=float, help="only an overload of this many requests/s")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     policy = ["--policy", options.policy, *(part for one in options.set for part in ("--set", one))]
     rng = random.Random(options.seed)
@@ -178,18 +173,15 @@ def main() -> None:
         if options.plan is None:
             fake_plan(Path(folder), **FAKE)
         limits = LatencyLimits.of(read_file(Plan, path).recipe.sla)
-        capacity = options.rate
-        phases = [("overload", "targets", 1.0)]
-        if not options.rate:
-            with Server(path, *policy, "--admission", "queue") as server:
-                capacity = asyncio.run(closed_loop(server.port, options.seconds / 2, rng))
-                print(f"capacity {capacity:.1f} requests/s; targets {limits}", flush=True)
-                server.end()
-            phases = [
-                ("half", "targets", 0.5),
-                ("overload", "targets", options.times),
-                ("overload, all admitted", "queue", options.times),
-            ]
+        with Server(path, *policy, "--admission", "queue") as server:
+            capacity = asyncio.run(closed_loop(server.port, options.seconds / 2, rng))
+            print(f"capacity {capacity:.1f} requests/s; targets {limits}", flush=True)
+            server.end()
+        phases = [
+            ("half", "targets", 0.5),
+            ("overload", "targets", options.times),
+            ("overload, all admitted", "queue", options.times),
+        ]
         for name, admission, load in phases:
             with Server(path, *policy, "--admission", admission) as server:
                 port = server.port
@@ -200,16 +192,13 @@ def main() -> None:
                 lines[name] = phase.line(limits)
                 print(name, json.dumps(lines[name]), flush=True)
                 server.end()
-    if "half" in lines:
-        share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
-        print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
+    share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
+    print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
     rss_mib = lines["overload"]["rss_mib"]
     end_mib = statistics.mean(rss_mib[-3:])
     begin_mib = statistics.mean(rss_mib[1:4])
-    print(f"front's RSS over the overload: {end_mib:.1f} MiB at its end, ", end="")
-    print(f"{begin_mib:.1f} MiB near its begin")
-    if options.out:
-        options.out.write_text(json.dumps({"capacity_rps": capacity, **lines}, indent=2))
+    rss = f"{end_mib:.1f} MiB at its end, {begin_mib:.1f} MiB near its begin"
+    print(f"front's RSS over the overload: {rss}")
 
 
 if __name__ == "__main__":

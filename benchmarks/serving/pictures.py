@@ -25,7 +25,7 @@ import psutil
 from playwright.sync_api import sync_playwright
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
+from benchmarks.common.command import LLMCTL, make_parser
 from toolkit.cli.demo import Stages
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -54,7 +54,7 @@ def main() -> None:
         with stages.server(folder / "plan.json") as url:
             words = f"bench --trace chat-small --warmup 0 --rate {RATE} --duration {LOAD_S}".split()
             words += ["--url", url, "--plan", str(folder / "plan.json")]
-            load = subprocess.Popen([sys.executable, "-m", "toolkit", *words])
+            load = subprocess.Popen([*LLMCTL, *words])
             time.sleep(KILL_AT_S)
             kill_a_worker()
             time.sleep(LOOK_AT_S - KILL_AT_S)

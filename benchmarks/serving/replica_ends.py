@@ -24,16 +24,8 @@ import uvloop
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.dialects import DIALECTS, MODEL, Dialect, Replica
-from toolkit.gateway.front import Gateway
-from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
-from toolkit.routing.balancer import Balancer
-from toolkit.routing.routers import make_router
-from toolkit.routing.types import ReplicaTraits
-from toolkit.serve.access import Keyring
+from benchmarks.common.fronts import front_on
 from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import WireLimits
-from toolkit.serve.server import listen
 
 STOPS = {"stop": ["de", "fgab"]}
 USAGE = {"stream_options": {"include_usage": True}}
@@ -145,14 +137,9 @@ async def front_before(*replicas: Replica) -> Any:
     """A client of a front before these replicas."""
     for replica in replicas:
         await replica.start()
-    balancer = Balancer(make_router("round-robin", {}), [], block_tokens=64, index_limit=1000)
-    kinds = [LiveKind(ReplicaTraits(100_000))]
-    pool = ReplicaPool(balancer, kinds, ReplicaNeeds(MODEL), hang_s=30.0)
-    gateway = Gateway(pool, FrontSettings(), Keyring())
-    server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
-    with listen("127.0.0.1", 0) as listener:
-        await server.start(listener)
-        pool.renew([replica.url for replica in replicas])
+    urls = [replica.url for replica in replicas]
+    async with front_on(urls, MODEL, "round-robin", FrontSettings(), hang_s=30.0) as front:
+        pool, listener = front
         while len(pool.up) < len(replicas):
             await asyncio.sleep(0.01)
         streams = await asyncio.open_connection(*listener.getsockname()[:2])
@@ -160,10 +147,8 @@ async def front_before(*replicas: Replica) -> Any:
             yield Client(*streams)
         finally:
             streams[1].close()
-            await pool.stop()
-            await server.stop(1)
-            for replica in replicas:
-                replica.stop()
+    for replica in replicas:
+        replica.stop()
 
 
 @dataclass

@@ -16,7 +16,6 @@ from toolkit.backends.vllm.conformance.workloads import Case, Pass, make_case
 from toolkit.catalogue.caches import longest_blocks
 
 Group = dict[str, Any]
-QWEN_BLOCK = 1056  # tokens: Qwen3-Next's, in which attention has the bytes of a state
 
 
 def like_gpt_oss(draw: random.Random, case: dict[str, Any]) -> list[Group]:
@@ -74,23 +73,6 @@ def states(draw: random.Random, case: dict[str, Any]) -> list[Group]:
     if draw.random() < 0.3:
         groups.append(groups.pop(0))
     return groups
-
-
-def like_qwen3_next(draw: random.Random, case: dict[str, Any]) -> list[Group]:
-    """Three groups of states and one of full attention, with blocks and prompts of true sizes."""
-    times = max(1, 6000 // case["max_model_len"])
-    case["requests"] = [
-        [at, prompt * times, output * (times if draw.random() < 0.3 else 1), limit * times]
-        for at, prompt, output, limit in case["requests"]
-    ]
-    case["shared_tokens"] *= times
-    case["max_model_len"] = 8192
-    case["max_num_batched_tokens"] = draw.choice([2048, 4096, 8192])
-    case["chunked_prefill"] = case["prefix_caching"] = True
-    state: Group = {"kind": "state", "block": QWEN_BLOCK, "mode": "align"}
-    if draw.random() < 0.5:
-        state["checkpoint"] = 1
-    return [state, dict(state), dict(state), _full(QWEN_BLOCK)]
 
 
 Maker = Callable[[random.Random, dict[str, Any]], list[Group]]

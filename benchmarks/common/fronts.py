@@ -1,0 +1,38 @@
+"""A front before replicas, on the caller's loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from socket import socket
+
+from toolkit.gateway.front import Gateway
+from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import make_router
+from toolkit.routing.types import ReplicaTraits
+from toolkit.serve.access import Keyring
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.http import HttpServer
+from toolkit.serve.limits import WireLimits
+from toolkit.serve.server import listen
+
+
+@asynccontextmanager
+async def front_on(
+    urls: Sequence[str], model: str, router: str, settings: FrontSettings, hang_s: float
+) -> AsyncIterator[tuple[ReplicaPool, socket]]:
+    """A front before the replicas at these URLs, without keys: its pool, and where it listens."""
+    balancer = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
+    kinds = [LiveKind(ReplicaTraits(100_000))]
+    pool = ReplicaPool(balancer, kinds, ReplicaNeeds(model), hang_s=hang_s)
+    gateway = Gateway(pool, settings, Keyring())
+    server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
+    with listen("127.0.0.1", 0) as listener:
+        await server.start(listener)
+        pool.renew(list(urls))
+        try:
+            yield pool, listener
+        finally:
+            await pool.stop()
+            await server.stop(1)
