@@ -275,6 +275,13 @@ LoopOption = Annotated[
 ]
 
 
+def names_in(listed: str | None) -> list[str] | None:
+    """The names of a list with commas; None: the option is not given."""
+    if listed is None:
+        return None
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
 def refuse_useless(
     values: Mapping[str, float | str | Path | None], why: str, hint: str = ""
 ) -> None:

@@ -140,6 +140,11 @@ def is_computed(recipe: Recipe) -> bool:
     return by_operators(recipe)
 
 
+def has_computed_laws(recipe: Recipe, fit: Fit) -> bool:
+    """Whether the laws of other tensor parallelisms can be computed beside this fit."""
+    return bool(fit.engine.analytic) and is_computed(recipe)
+
+
 def computed_fit(file: Path, recipe: Recipe) -> Fit:
     """The analytic fit of a recipe, which may differ from its file. `InputError` as
     `analytic_fit`.

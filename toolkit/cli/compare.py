@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, option
+from toolkit.cli.arguments import JsonOption, command_of, names_in, option
 from toolkit.cli.basis import note_rest, plain
 from toolkit.cli.output import (
-    WIDTH,
     FigurePanel,
     bars,
     blocks,
@@ -23,6 +21,7 @@ from toolkit.cli.output import (
     draw,
     emit,
     note,
+    paragraph,
     progress,
     require_matplotlib,
     table,
@@ -140,7 +139,7 @@ def _objective(runs: Sequence[PolicyRun]) -> str:
 
 def _words(name: str, text: str) -> list[str]:
     """The words between the commas. `InputError` where there are none."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = names_in(text)
     if not words:
         hint = "leave the option out for the default"
         raise InputError(f"{name} '{text}': the list is empty", hint)
@@ -226,7 +225,7 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
     table(["policy", *[">rate"] * many, *heads], rows)
     remark = footnote([run.policy for run in runs], engines)
     if remark:
-        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        paragraph(remark)
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:

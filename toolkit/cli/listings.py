@@ -8,13 +8,12 @@ import json
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import WIDTH, aligned, emit, table
+from toolkit.cli.output import aligned, emit, paragraph, table
 from toolkit.errors import EngineError
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, shipped_fit
@@ -59,7 +58,7 @@ def doctor(
         if not absent:
             print(f"{subject}: ready" + (" to be used on this machine" if loaded else ""))
         elif loaded:
-            print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
+            paragraph(f"{subject}: valid; missing on this machine: {', '.join(absent)}")
         else:
             print(f"{subject}: missing: {', '.join(absent)}")
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
-from textwrap import TextWrapper
+from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Any
 
 from toolkit.endpoints.foreign import escaped
@@ -111,6 +111,11 @@ def note(*texts: str) -> None:
         lines = [whole.fill(line) for line in lines]
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def paragraph(text: str) -> None:
+    """Print a text within `WIDTH`: words stay whole, and a continued line is indented."""
+    print(fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:

@@ -31,7 +31,7 @@ from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.units import number, percent, seconds, size
+from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
@@ -255,10 +255,10 @@ class TerminalWatch:
         if plan.set_aside:
             note(f"the results of an earlier run are set aside: {plan.set_aside}")
         for reason, count in plan.skipped.items():
-            note(f"{_points(count)} skipped: {reason}")
+            note(f"{counted(count, 'point')} skipped: {reason}")
         resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
         note(
-            f"{_points(plan.points)}, {plan.steps} measurements to go,"
+            f"{counted(plan.points, 'point')}, {plan.steps} measurements to go,"
             f" about {seconds(plan.about_s)}{resumed}"
         )
         self._told_s = plan.about_s
@@ -274,10 +274,6 @@ class TerminalWatch:
             self._told_s = about_s
 
 
-def _points(count: int) -> str:
-    return f"{count} point{'s' * (count != 1)}"
-
-
 def _show_grid(title: str, cells: Mapping[tuple[int, int], str]) -> None:
     """A table of cells by batch size N and length L."""
     lengths = sorted({length for _, length in cells})
@@ -289,13 +285,13 @@ def _show_grid(title: str, cells: Mapping[tuple[int, int], str]) -> None:
 def show_profile(measured: Profile) -> None:
     """Print a profile for people."""
     facts = measured.engine
-    threads = f", {facts.threads} thread{'s' * (facts.threads != 1)}" if facts.threads else ""
+    threads = f", {counted(facts.threads, 'thread')}" if facts.threads else ""
     kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
     engine = f"{facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}"
     print(f"{measured.recipe_name}: {engine}{threads}")
     if facts.deepspeed:
         print(f"DeepSpeed: {facts.deepspeed}")
-    workers = f"{measured.workers} worker{'s' * (measured.workers != 1)}"
+    workers = counted(measured.workers, "worker")
     if measured.steps and measured.steps.resolved:
         print(f"measured with {measured.steps.resolved.words(facts.dtype)}")
     print(f"KV cache {kv_cache}; times in {measured.clock} seconds, {workers}\n")
@@ -337,7 +333,7 @@ def show_profile(measured: Profile) -> None:
         count = sum(len(sequence.rounds) for sequence in sequences)
         print(f"{count} rounds in {len(sequences)} sequences\n")
     for reason, count in Counter(point.reason for point in measured.failed).items():
-        note(f"{_points(count)} not measured: {reason}")
+        note(f"{counted(count, 'point')} not measured: {reason}")
 
 
 def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
@@ -464,7 +460,7 @@ def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
 def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
     """The line of what serving adds to the laws of an engine."""
     form = f"{seconds(fit.batch_s)} + {number(fit.stretch)} x laws"
-    return name, form, *_errors(fit.error), f"{workers} worker{'s' * (workers != 1)} busy"
+    return name, form, *_errors(fit.error), f"{counted(workers, 'worker')} busy"
 
 
 def _other_laws(fit: Fit) -> list[tuple[object, ...]]:

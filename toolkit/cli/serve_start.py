@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, IN_PROCESS, MANAGED, parse_settings
 from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
-from toolkit.cli.output import WIDTH, emit, note
+from toolkit.cli.output import emit, note, paragraph
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.fleet import is_fleet
@@ -26,6 +25,7 @@ from toolkit.files.io import read_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.shipped import is_recipe
 from toolkit.files.tuning import breaks, broken
+from toolkit.units import counted
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -120,7 +120,7 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     def show() -> None:
         print(f"ready: {server.url} serves {server.model}, by {server.target}")
         if server.breaks:
-            print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
+            paragraph(f"warning: predicted to {server.breaks}")
 
     emit(as_json, server, show)
 
@@ -502,11 +502,10 @@ def announce_plan(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in plan.policy.parameters.items()
         )
-        print(f"ready: {url} serves {model} on {plan.workers} worker{'s' * (plan.workers > 1)}")
-        print(fill(f"policy: {plan.policy.name} ({parameters})", WIDTH, subsequent_indent="  "))
+        print(f"ready: {url} serves {model} on {counted(plan.workers, 'worker')}")
+        paragraph(f"policy: {plan.policy.name} ({parameters})")
         if broken_limits:
-            warning = f"warning: predicted to {breaks(plan.limits)}"
-            print(fill(warning, WIDTH, subsequent_indent="  "))
+            paragraph(f"warning: predicted to {breaks(plan.limits)}")
         if page:
             print(f"status page: {page}")
 

@@ -36,7 +36,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import REFUSED, Outcome, Tuning
-from toolkit.units import word
+from toolkit.units import counted, word
 
 if TYPE_CHECKING:
     from toolkit.sched.policies.parameters import Value
@@ -412,7 +412,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         if not args.sla:
             recipe_says.append(f"targets {_words(spec.sla)}" if spec.sla else "no targets")
         if args.workers is None and not kinds:
-            recipe_says.append(f"{workers} worker{'s' * (workers > 1)}")
+            recipe_says.append(counted(workers, "worker"))
         if args.seed is None:
             recipe_says.append(f"seed {seed}")
     return Stage(
@@ -480,10 +480,8 @@ def result_notes(
     lines = []
     if refusals:
         first = refusals[0]
-        count = len(refusals)
-        counted = "1 request" if count == 1 else f"{count:,} requests"
         example = f"for example number {int(first.request_id) + 1}: {first.reason}"
-        lines.append(f"{counted} rejected; {example}")
+        lines.append(f"{counted(len(refusals), 'request')} rejected; {example}")
     beyond_percent = metrics.get("extrapolated_batches_percent", 0.0)
     if measured is not None and beyond_percent:
         lines.append(f"warning: {extrapolation_warning(beyond_percent, measured)}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from textwrap import fill
 
-from toolkit.cli.output import WIDTH, PlotPoint, note, scatter, table
+from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
 from toolkit.files.tuning import Outcome, ParameterValue, Sizing, SizingRow, Tuning, share_used
 from toolkit.units import number, seconds, word
 
@@ -148,7 +147,7 @@ def show(result: Tuning) -> None:
     table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
     _show_chart(result)
     for line in verdict(result):
-        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        paragraph(line)
 
 
 def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
@@ -192,7 +191,8 @@ def _show_policies(result: Tuning) -> None:
     table([what, ">trials", ">goodput_rps", f">{latency}", "in limits"], rows, title=title)
     remark = footnote([one.policy for one in result.policies], result.engines)
     if remark:
-        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+        paragraph(remark)
+        print()
 
 
 def _show_sizing(sizing: Sizing) -> None:
@@ -246,8 +246,8 @@ def _show_chart(result: Tuning) -> None:
     print("\ngoodput_rps of the trials")
     print("\n".join(scatter(points, x_name=latency)))
     legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
-    text = f"{legend}; o on the front of goodput and latency, D defaults, B best"
-    print(fill(text, WIDTH) + "\n")
+    paragraph(f"{legend}; o on the front of goodput and latency, D defaults, B best")
+    print()
 
 
 def _short(outcome: Outcome) -> str:

@@ -35,7 +35,7 @@ from toolkit.report.parts import (
     quantity,
 )
 from toolkit.sched.policies import footnote, marked
-from toolkit.units import number, percent, seconds, word
+from toolkit.units import counted, number, percent, seconds, word
 
 Point = tuple[int, int, float]  # batch size, length, seconds
 
@@ -59,8 +59,8 @@ def bench_section(files: Material) -> Section:
         section.lines += [f"Left out: {why}." for why in left_out]
         return section
     requests = sum(bench.content.answered for bench in files.benches)
-    counted = f"{len(files.benches)} replay{'s' if len(files.benches) > 1 else ''}"
-    lead = f"{counted} against a running server, {requests:,} requests: measured, not simulated."
+    replays = counted(len(files.benches), "replay")
+    lead = f"{replays} against a running server, {requests:,} requests: measured, not simulated."
     section = Section("bench", lead)
     for bench in files.benches:
         section.lines.append(_bench_line(bench, files.rate_rps))
