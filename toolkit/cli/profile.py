@@ -26,11 +26,12 @@ from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
-from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
+from toolkit.files.fit import Fit, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
+from toolkit.report.rows import error_cells
 from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
@@ -342,7 +343,7 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     rows: list[tuple[object, ...]] = []
     for name, law in laws:
         reach = f"N {law.valid.batch_size_max}, L {law.valid.length_max}"
-        rows.append((name, law.form, *_errors(law.error), reach))
+        rows.append((name, law.form, *error_cells(law.error), reach))
     rows.append(_overhead("slice", fit.overhead, fit.workers))
     rows += _other_laws(fit)
     title = f"{fit.recipe_name}: absolute error on held-out points"
@@ -378,7 +379,7 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     for form in errors[0] | errors[1]:
         cells = [form]
         for error_of, (_, law) in zip(errors, laws, strict=True):
-            median_, p95, _ = _errors(error_of[form]) if form in error_of else ("-", "-", "")
+            median_, p95, _ = error_cells(error_of[form]) if form in error_of else ("-", "-", "")
             cells += [median_, f"{p95} <" if form == law.form else p95]
         forms.append(cells)
     columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
@@ -460,7 +461,7 @@ def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
 def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
     """The line of what serving adds to the laws of an engine."""
     form = f"{seconds(fit.batch_s)} + {number(fit.stretch)} x laws"
-    return name, form, *_errors(fit.error), f"{counted(workers, 'worker')} busy"
+    return name, form, *error_cells(fit.error), f"{counted(workers, 'worker')} busy"
 
 
 def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
@@ -476,11 +477,11 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
             named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
             terms = " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value)
             form = f"{terms} us" if terms else "takes no time"
-            lines.append((name, form, *_errors(part.error), f"{part.error.points} points"))
+            lines.append((name, form, *error_cells(part.error), f"{part.error.points} points"))
     if swap and swap.error:
         out, back = (f"{rate / 1e9:.2g}" for rate in (swap.out_bytes_per_s, swap.in_bytes_per_s))
         form = f"{seconds(swap.latency_s)} + {out}, {back} GB/s"
-        lines.append(("swap", form, *_errors(swap.error), f"{swap.error.points} points"))
+        lines.append(("swap", form, *error_cells(swap.error), f"{swap.error.points} points"))
     if steps:
         form = f"knots {', '.join(map(str, steps.knots))}"
         if steps.experts:
@@ -490,15 +491,9 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
         elif steps.beside_s is not None:
             form = f"{form}, reads beside chunks"
         lines.append(
-            ("pass", form, *_errors(steps.error), f"{steps.valid.tokens_max:,} new tokens")
+            ("pass", form, *error_cells(steps.error), f"{steps.valid.tokens_max:,} new tokens")
         )
     return lines
-
-
-def _errors(error: HeldOutError) -> tuple[str, str, str]:
-    shares = (error.median_percent, error.p95_percent, error.worst_percent)
-    median_, p95, worst = (f"{share:.1f} %" for share in shares)
-    return median_, p95, worst
 
 
 def _show_points(name: str, law: FittedLaw) -> None:
