@@ -125,13 +125,14 @@ def policies(as_json: JsonOption = False) -> None:
 
     lines = []
     groups: dict[str, list[list[str]]] = {}
-    for name in sorted(KNOWN, key=lambda name: not engines_for(name)):  # live ones first
+    for name in KNOWN:
         about = ABOUT[name]
         engines = engines_for(name)
         line = {"name": name, "does": about.does, "source": about.source}
         lines.append(line | {"engines": engines, "live": bool(engines)})
         title = f"live on {', '.join(engines)}" if engines else SIMULATED
         groups.setdefault(title, []).append([f"  {name}", about.does, about.source])
+    groups[SIMULATED] = groups.pop(SIMULATED)  # it is the last one
     heads = ("policy", "what it does", "described by")
     emit(as_json, {"policies": lines}, lambda: _show_groups(heads, groups))
 
