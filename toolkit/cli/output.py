@@ -411,8 +411,11 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def wrote_trace(trace: Trace, out: Path, as_json: bool) -> None:
-    """Say what was written, and the trace's notes."""
+def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
+    """Write a trace; say how many requests it has, and its notes."""
+    from toolkit.traces.write import write_trace
+
+    write_trace(trace, out)
     summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
     emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
     if not as_json:

@@ -324,20 +324,9 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     """
     from toolkit.serve.launch import launch
 
-    target: Where = "ray" if given.ray else "local"
     serve = partial(launch, front.config, front.make)
     model = front.config.settings.model
-    plan = given.plan
-    serve_recorded(
-        serve,
-        front.announce,
-        plan,
-        model,
-        given.manager,
-        target,
-        args.ssl_certfile,
-        front.control_key,
-    )
+    serve_recorded(serve, front.announce, args, given, model, front.control_key)
 
 
 class Keeping(NamedTuple):
@@ -418,18 +407,16 @@ def start_server(
         keep(url, order.control_key)
 
     launch = partial(backend.launch, replace(order, beat=given.manager.beat))
-    serve_recorded(launch, announce, plan, model, given.manager, control_key=order.control_key)
+    serve_recorded(launch, announce, args, given, model, order.control_key)
 
 
 def serve_recorded(
     launch: Callable[[Callable[[str], None]], Mapping[str, int]],
     announce: Callable[[str], None],
-    plan: Plan,
+    args: ServeOptions,
+    given: Prepared,
     model: str,
-    manager: Manager,
-    target: Where = "local",
-    certificate: Path | None = None,
-    control_key: str = "",
+    control_key: str,
 ) -> None:
     """Serve, and record the server for `llmctl status` and `llmctl stop`.
 
@@ -438,14 +425,10 @@ def serve_recorded(
     for. `control_key` is the key of its settings, kept beside the record. Where the record cannot
     be written, as in a container, the server runs without one.
     """
-    from toolkit.deploy.running import (
-        forget,
-        keep_control_key,
-        name_of,
-        remember,
-        this_process,
-    )
+    from toolkit.deploy.running import forget, keep_control_key, name_of, remember, this_process
 
+    plan = given.plan
+    target: Where = "ray" if given.ray else "local"
     record: Running | None = None
     was_ready = False
 
@@ -455,8 +438,8 @@ def serve_recorded(
         name = name_of(plan.recipe.name, url)
         server = this_process(name, target, url, model, plan.workers, plan.policy.name)
         facts = {"breaks": breaks(plan.limits)}
-        if certificate is not None:
-            facts["certificate"] = str(certificate.absolute())
+        if args.ssl_certfile is not None:
+            facts["certificate"] = str(args.ssl_certfile.absolute())
         server = server.model_copy(update=facts)
         try:
             remember(server)
@@ -465,7 +448,7 @@ def serve_recorded(
             record = server
         except InputError as error:
             note(f"llmctl status will not list this server: {error.message}")
-        manager.tell("READY=1")
+        given.manager.tell("READY=1")
         announce(url)
         sys.stdout.flush()
 

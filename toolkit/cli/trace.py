@@ -17,7 +17,7 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
 from toolkit.cli.from_metrics import from_metrics
-from toolkit.cli.output import WIDTH, chart, emit, note, table, wrote_trace
+from toolkit.cli.output import WIDTH, chart, emit, note, put_trace, table
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds, size
@@ -149,9 +149,6 @@ CharsOption = Annotated[
     float | None,
     typer.Option(help="Estimate the tokens of conversations: one for so many characters."),
 ]
-SeedOption = Annotated[
-    int, typer.Option(min=0, help="Draw from this seed; the same seed gives the same trace.")
-]
 
 
 @app.command()
@@ -216,22 +213,22 @@ def _read(
 
 def _tokenizer(name: str) -> TokenCounter:
     """A counter with the tokenizer of a recipe's model, or with a tokenizer.json."""
-    from toolkit.engines.tokenizer import FileTokenizer, load_tokenizer
+    from toolkit.engines.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
     from toolkit.files.shipped import recipe_path
     from toolkit.traces.chats import TokenCounter
 
+    tokenizer: Tokenizer
     if name.endswith(".json"):
         path = Path(name)
         if not path.is_file():
             raise InputError(f"--tokenizer {name}: no such file", "name a tokenizer.json")
-        file = FileTokenizer(path)
-        return TokenCounter(
-            lambda text: len(file.encode(text, special=False)), f"those of {path.name}"
-        )
-    recipe = load_recipe(recipe_path(Path(name)))
-    of_model = load_tokenizer(recipe.model)
-    said = f"those of the tokenizer of recipe {recipe.name}"
-    return TokenCounter(lambda text: len(of_model.encode(text, special=False)), said)
+        tokenizer = FileTokenizer(path)
+        said = f"those of {path.name}"
+    else:
+        recipe = load_recipe(recipe_path(Path(name)))
+        tokenizer = load_tokenizer(recipe.model)
+        said = f"those of the tokenizer of recipe {recipe.name}"
+    return TokenCounter(lambda text: len(tokenizer.encode(text, special=False)), said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +273,6 @@ def convert(args: ConvertOptions) -> None:
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
-    from toolkit.traces.write import write_trace
 
     if (args.max_model_len is None) != (args.max_new_tokens is None):
         raise InputError(
@@ -299,8 +295,7 @@ def convert(args: ConvertOptions) -> None:
     if args.max_model_len is not None and args.max_new_tokens is not None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
     loaded = excerpt(loaded, args.start, args.duration)
-    write_trace(loaded, args.out)
-    wrote_trace(loaded, args.out, args.as_json)
+    put_trace(loaded, args.out, args.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +346,7 @@ class GenerateOptions:
     block_tokens: int | None = option(
         None, "Note what prompts share in blocks of this size; default: 16.", min=1
     )
-    seed: SeedOption = 0
+    seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
     as_json: JsonOption = False
 
 
@@ -362,14 +357,8 @@ def generate(args: GenerateOptions) -> None:
     far as it is known.
     """
     from toolkit.traces.formats import MAX_LENGTH
-    from toolkit.traces.generate import (
-        Arrivals,
-        backlog,
-        limited,
-        parse_lengths,
-    )
+    from toolkit.traces.generate import Arrivals, backlog, limited, parse_lengths
     from toolkit.traces.generate import generate as synthesize
-    from toolkit.traces.write import write_trace
 
     longest = args.longest or MAX_LENGTH
     prompts = parse_lengths(args.prompt, longest)
@@ -389,8 +378,7 @@ def generate(args: GenerateOptions) -> None:
         made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
     if args.max_tokens:
         made = limited(made, args.max_tokens)
-    write_trace(made, args.out)
-    wrote_trace(made, args.out, args.as_json)
+    put_trace(made, args.out, args.as_json)
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:
