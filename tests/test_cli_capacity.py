@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from commands import llmctl
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def capacity(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
+def capacity(capsys) -> Callable[..., dict]:
     def run(*words: str) -> dict:
         assert llmctl("capacity", *words, *TRACE, "--json") == 0
         return json.loads(capsys.readouterr().out)
@@ -70,7 +69,7 @@ def test_policies_and_routers_are_rows_of_their_own(capacity):
     assert (one["policy"], other["policy"]) == ("vllm", "past-future-sla")
 
 
-def test_a_page_and_a_terminal_of_80_columns_show_it(capsys, tmp_path: Path):
+def test_a_page_and_a_terminal_of_80_columns_show_it(capsys, tmp_path):
     page = tmp_path / "capacity.html"
     assert llmctl("capacity", RECIPE, *TRACE, "--html", str(page)) == 0
     shown = capsys.readouterr()
@@ -126,7 +125,7 @@ def test_a_tensor_parallelism_that_cannot_be_is_refused(capsys, words):
     assert "error: --tp" in capsys.readouterr().err
 
 
-def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path: Path):
+def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path):
     shipped = recipe_path("llama-3.1-8b-h200").read_text(encoding="utf-8")
     mine = tmp_path / "mine.yaml"
     mine.write_text(shipped.replace("name: llama-3.1-8b-h200", "name: mine"), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from toolkit.traces.write import write_trace
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> list[object]:
+def stage(tmp_path) -> list[object]:
     """The words that name a small trace, and a fit for it."""
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 100, 80) for _ in range(2)]
@@ -245,7 +244,7 @@ def test_a_log_axis_leaves_out_what_has_no_logarithm():
 
 
 @pytest.mark.parametrize("option", ["--policies", "--rate", "--columns"])
-def test_an_empty_list_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_list_is_refused(option, capsys):
     assert (
         llmctl(
             "compare",
@@ -264,14 +263,12 @@ def test_an_empty_list_is_refused(option: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_a_negative_seed_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_negative_seed_is_refused(command, capsys):
     assert llmctl(command, "--fit", "unit-step", "--seed", "-1") == 2
     assert "'--seed'" in capsys.readouterr().err
 
 
-def test_extrapolation_is_noted_once_with_the_share_of_each_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_extrapolation_is_noted_once_with_the_share_of_each_policy(tmp_path, capsys):
     write_file(samples.fit(), tmp_path / "fit.json")
     many = Trace(
         np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst"

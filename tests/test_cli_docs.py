@@ -13,7 +13,7 @@ from toolkit.errors import InputError
 PACKAGE = Path(toolkit.__file__).parent
 
 
-def test_the_list_has_every_page_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_page_and_fits_80_columns(capsys):
     assert llmctl("docs") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [line.split()[0] for line in lines] == list(pages())
@@ -23,9 +23,7 @@ def test_the_list_has_every_page_and_fits_80_columns(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["how-to/vllm", "reference/engines", "explanation/structures"])
-def test_a_page_fits_80_columns_and_loses_no_word_of_its_tables(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_fits_80_columns_and_loses_no_word_of_its_tables(name, capsys):
     assert llmctl("docs", name) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -33,7 +31,7 @@ def test_a_page_fits_80_columns_and_loses_no_word_of_its_tables(
     assert ".md" not in re.sub(r"\S*/\S*|EXPLAIN.md", "", shown)
 
 
-def test_a_page_has_several_names() -> None:
+def test_a_page_has_several_names():
     serve = find("how-to/serve")
     assert serve.read_text(encoding="utf-8").startswith("# Serve")
     assert find("serve") == find("docs/how-to/serve.md") == serve
@@ -50,13 +48,13 @@ def test_a_page_has_several_names() -> None:
         ("", "see the list: llmctl docs"),
     ],
 )
-def test_an_unknown_page_is_one_line_with_the_nearest(name: str, hint: str) -> None:
+def test_an_unknown_page_is_one_line_with_the_nearest(name, hint):
     with pytest.raises(InputError) as refused:
         find(name)
     assert refused.value.hint == hint
 
 
-def test_every_page_that_the_code_cites_is_one_that_is_printed() -> None:
+def test_every_page_that_the_code_cites_is_one_that_is_printed():
     cited = set()
     for path in PACKAGE.rglob("*.py"):
         text = re.sub(r'"\s*"', "", path.read_text(encoding="utf-8"))

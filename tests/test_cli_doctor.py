@@ -42,7 +42,7 @@ def checked(
     return {check.name: check for check in check_recipe(load_recipe(folder / "test.yaml"), devices)}
 
 
-def test_this_machine_can_run_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_can_run_the_demo(capsys):
     assert doctor("tiny-llama-cpu", "--strict", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["recipe"], result["usable"]) == ("tiny-llama-cpu", True)
@@ -60,9 +60,7 @@ def test_this_machine_can_run_the_demo(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_recipe_for_another_machine_fails_only_with_strict(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_for_another_machine_fails_only_with_strict(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: CPU_ONLY)
     assert doctor("llama-2-13b-a100-80gb") == 0
     out = capsys.readouterr().out
@@ -73,7 +71,7 @@ def test_a_recipe_for_another_machine_fails_only_with_strict(
     assert "error: missing: hardware" in capsys.readouterr().err
 
 
-def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_recipe_is_an_error(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text(RECIPE.replace("engine:", "engin:"))
     assert doctor(str(tmp_path / "r.yaml")) == 2
     assert says(capsys.readouterr().err, "r.yaml", "engin", "'engine'")
@@ -88,26 +86,24 @@ def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("A100-80GB", 139.8, "missing"),
     ],
 )
-def test_a_gpu_is_known_by_name_and_memory(
-    tmp_path: Path, name: str, memory_gib: float, status: str
-) -> None:
+def test_a_gpu_is_known_by_name_and_memory(tmp_path, name, memory_gib, status):
     hardware = f"{{device: cuda, name: {name}, memory_gib: {memory_gib}}}"
     checks = checked(tmp_path, "{device: cpu, name: any}", hardware, ONE_A100)
     assert checks["hardware"].status == status
 
 
-def test_each_worker_needs_a_gpu(tmp_path: Path) -> None:
+def test_each_worker_needs_a_gpu(tmp_path):
     checks = checked(
         tmp_path, "{device: cpu, name: any}", "{device: cuda, name: A100}\nworkers: 2", ONE_A100
     )
     assert says(checks["hardware"].found, "2", "A100", "NVIDIA", "A100-SXM4-80GB")
 
 
-def test_more_threads_than_cpus_is_noted(tmp_path: Path) -> None:
+def test_more_threads_than_cpus_is_noted(tmp_path):
     assert checked(tmp_path, "threads: 1", "threads: 4096")["hardware"].status == "note"
 
 
-def test_the_capacity_is_computed(tmp_path: Path) -> None:
+def test_the_capacity_is_computed(tmp_path):
     found = checked(tmp_path)["memory"].found
     assert says(found, "engine.kv_cache_memory_mib", "1.0", "1,024", "2", "512")
 
@@ -119,18 +115,18 @@ def test_the_capacity_is_computed(tmp_path: Path) -> None:
         ("max_model_len: 512", "max_model_len: 2048"),
     ],
 )
-def test_a_budget_below_one_row_is_missing_memory(tmp_path: Path, old: str, new: str) -> None:
+def test_a_budget_below_one_row_is_missing_memory(tmp_path, old, new):
     check = checked(tmp_path, old, new)["memory"]
     assert (check.status, "not one row" in check.found) == ("missing", True)
 
 
-def test_workers_that_need_more_than_the_machine_has(tmp_path: Path) -> None:
+def test_workers_that_need_more_than_the_machine_has(tmp_path):
     check = checked(tmp_path, "kv_cache_memory_mib: 1", "kv_cache_memory_mib: 1.0e+9")["memory"]
     assert check.status == "missing"
     assert check.found.startswith("1 workers need 976,562.5 GiB")
 
 
-def test_kv_bytes_that_contradict_the_config_are_an_error(tmp_path: Path) -> None:
+def test_kv_bytes_that_contradict_the_config_are_an_error(tmp_path):
     sizes = "num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 4, hidden_size: 256"
     with pytest.raises(InputError) as caught:
         checked(tmp_path, "model_type: llama", f"model_type: llama, {sizes}")
@@ -138,7 +134,7 @@ def test_kv_bytes_that_contradict_the_config_are_an_error(tmp_path: Path) -> Non
     assert says(caught.value.hint, "4 layers", "4 KV heads")
 
 
-def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
+def test_a_model_folder_needs_its_files(tmp_path):
     def check() -> Check:
         return checked(tmp_path, "source: random", f"source: {tmp_path}")["model"]
 
@@ -149,26 +145,24 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert check().status == "ok"
 
 
-def test_a_missing_model_names_the_download_command(tmp_path: Path) -> None:
+def test_a_missing_model_names_the_download_command(tmp_path):
     check = checked(tmp_path, "source: random", "source: absent/such-a-model")["model"]
     assert check.status == "missing"
     assert says(check.remedy, "hf download absent/such-a-model")
 
 
 @pytest.mark.parametrize(("tokenizer", "status"), [("bytes", "ok"), ("model", "note")])
-def test_a_dummy_model_needs_no_download(tmp_path: Path, tokenizer: str, status: str) -> None:
+def test_a_dummy_model_needs_no_download(tmp_path, tokenizer, status):
     dummy = f"source: absent/such-a-model, load_format: dummy, tokenizer: {tokenizer}"
     assert checked(tmp_path, "source: random", dummy)["model"].status == status
 
 
-def test_a_source_that_is_neither_folder_nor_hub_id(tmp_path: Path) -> None:
+def test_a_source_that_is_neither_folder_nor_hub_id(tmp_path):
     check = checked(tmp_path, "source: random", "source: no/such/folder")["model"]
     assert says(check.found, "no/such/folder")
 
 
-def test_a_folder_that_cannot_be_written_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_missing(tmp_path, monkeypatch):
     real = os.access
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
     checks = {check.name: check for check in check_machine(CPU_ONLY, tmp_path / "out")}
@@ -187,7 +181,7 @@ def test_a_folder_that_cannot_be_written_is_missing(
         (Devices("2.13.0", "12.8", "", ()), "note", "sees no GPU"),
     ],
 )
-def test_the_device_is_described(tmp_path: Path, devices: Devices, status: str, part: str) -> None:
+def test_the_device_is_described(tmp_path, devices, status, part):
     check = next(check for check in check_machine(devices, tmp_path) if check.name == "device")
     assert check.status == status
     assert part in check.found
@@ -199,9 +193,7 @@ ONE_H200 = Devices(
 
 
 @pytest.mark.slow
-def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: ONE_H200)
     assert doctor("--json") == 0
     notes = {
@@ -214,7 +206,7 @@ def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
 
 
 @pytest.mark.slow
-def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
+def test_a_recipe_with_a_sibling_for_vllm_names_it():
     (note,) = check_engine(load_recipe("llama-3.1-8b-a100-80gb-transformers"), CPU_ONLY)
     assert note.status == "note"
     assert says(note.found, "'transformers'", "llama-3.1-8b-a100-80gb")
@@ -224,7 +216,7 @@ def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
 
 
 @pytest.mark.parametrize("beside", ["", "0.32.0", "0.1.0"])
-def test_the_program_that_a_recipe_names_is_not_run(beside: str, tmp_path: Path) -> None:
+def test_the_program_that_a_recipe_names_is_not_run(beside, tmp_path):
     program = tmp_path / "bin" / "python"
     ran = tmp_path / "ran"
     program.parent.mkdir()
@@ -239,7 +231,7 @@ def test_the_program_that_a_recipe_names_is_not_run(beside: str, tmp_path: Path)
     assert not ran.exists()
 
 
-def test_a_gpu_with_a_longer_name_is_another(tmp_path: Path) -> None:
+def test_a_gpu_with_a_longer_name_is_another(tmp_path):
     one_h200 = replace(ONE_A100, gpus=(CudaDevice(0, "NVIDIA H200", 150 * GIB, 150 * GIB),))
     hardware = "{device: cuda, name: H20, memory_gib: 95}"
     checks = checked(tmp_path, "{device: cpu, name: any}", hardware, one_h200)
@@ -247,7 +239,7 @@ def test_a_gpu_with_a_longer_name_is_another(tmp_path: Path) -> None:
     assert "H200" in checks["hardware"].found
 
 
-def test_sparse_attention_is_named(tmp_path: Path) -> None:
+def test_sparse_attention_is_named(tmp_path):
     checks = checked(tmp_path, "model_type: llama", "model_type: llama, index_topk: 128")
     assert checks["not modelled"].status == "missing"
     assert "128" in checks["not modelled"].found

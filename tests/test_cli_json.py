@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
-from pydantic import BaseModel
 
 from toolkit.cli.results import ComparedRun, Comparison, Simulation
 
@@ -37,7 +36,7 @@ def keys_under(head: str) -> set[str]:
         ("a run of `runs`", ComparedRun),
     ],
 )
-def test_the_documented_keys_are_those_of_the_models(head: str, model: type[BaseModel]) -> None:
+def test_the_documented_keys_are_those_of_the_models(head, model):
     assert keys_under(head) == set(model.model_fields)
 
 
@@ -45,9 +44,7 @@ WORDS = ["--trace", "bursty-small", "--sla", "ttft_p99_s=2", "--json"]
 
 
 @pytest.mark.parametrize("policy", ["slice", "past-future", "mlfq"])
-def test_every_metric_that_is_printed_is_documented(
-    policy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_metric_that_is_printed_is_documented(policy, capsys):
     assert llmctl("simulate", "--fit", "tiny-llama-cpu", "--policy", policy, *WORDS) == 0
     text = capsys.readouterr().out
     found = Simulation.model_validate_json(text)
@@ -60,9 +57,7 @@ def test_every_metric_that_is_printed_is_documented(
     assert all(isinstance(value, float) for value in extra.values())
 
 
-def test_every_documented_metric_is_printed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_documented_metric_is_printed(capsys, tmp_path):
     """Those of the prefix cache by vLLM's scheduler, for a trace that says what prompts share."""
     assert llmctl("simulate", "--fit", "unit-step", "--policy", "past-future", *WORDS) == 0
     names = json.loads(capsys.readouterr().out)
@@ -80,7 +75,7 @@ def test_every_documented_metric_is_printed(
     assert expected - names.keys() == set()
 
 
-def test_compare_prints_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_its_model(capsys):
     words = ["--fit", "tiny-llama-cpu", "--policies", "slice,past-future-oracle", *WORDS]
     assert llmctl("compare", *words) == 0
     text = capsys.readouterr().out

@@ -20,7 +20,7 @@ LOG = "time,prompt_tokens,completion_tokens\n0.5,5,6\n2.5,7,8\n"
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stage(tmp_path, monkeypatch) -> Path:
     """A folder with recipe.yaml, profile.json, fit.json, plan.json, log.csv and two pages."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)

@@ -22,7 +22,7 @@ from toolkit.traces.types import shipped_traces
 
 
 @pytest.mark.slow
-def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_has_its_line(capsys):
     assert llmctl("recipes") == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -39,7 +39,7 @@ def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert {basis for _, _, basis in rows.values()} == {"analytic", "measured", "none"}
 
 
-def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_as_json(capsys):
     assert llmctl("recipes", "--json") == 0
     found = json.loads(capsys.readouterr().out)["recipes"]
     assert sorted(one["name"] for one in found) == shipped_names()
@@ -47,9 +47,7 @@ def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one.keys() == keys for one in found)
 
 
-def test_every_policy_says_what_it_does_and_which_engines_run_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys):
     assert llmctl("policies", "--json") == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
     assert found.keys() == KNOWN.keys() == ABOUT.keys()
@@ -85,14 +83,14 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-def test_completion_of_commands_and_options_imports_nothing_heavy() -> None:
+def test_completion_of_commands_and_options_imports_nothing_heavy():
     assert completed("tu") == ["tune"]
     assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
     assert completed("trace", "insp") == ["inspect"]
 
 
 @pytest.mark.slow
-def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None:
+def test_completion_offers_shipped_names_and_local_files(tmp_path):
     (tmp_path / "tiny-mine.yaml").touch()
     here = [name for name in shipped_names() if name.startswith("tiny-")]
     assert completed("tune", "tiny-", cwd=tmp_path) == sorted([*here, "tiny-mine.yaml"])
@@ -111,14 +109,12 @@ def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None
         (arguments.served_targets, arguments.IN_PROCESS + arguments.MANAGED),
     ],
 )
-def test_completion_offers_exactly_the_existing_names(
-    complete, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert complete("") == sorted(known)
     assert complete("no-such") == []
 
 
-def test_completion_offers_the_clock_of_steps_to_simulations() -> None:
+def test_completion_offers_the_clock_of_steps_to_simulations():
     assert open_stage(StageOptions(trace="bursty-small", fit=arguments.UNIT_STEP)).fit is None
     assert arguments.UNIT_STEP == UNIT_STEP

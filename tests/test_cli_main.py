@@ -33,7 +33,7 @@ NAMES = list(main.COMMANDS)
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+def command(monkeypatch) -> Callable[[Callable[[], None]], None]:
     """Replaces the function of `llmctl schema` by another one."""
 
     def replace(function: Callable[[], None]) -> None:
@@ -59,13 +59,13 @@ def modules_of(*words: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command_name", ["", *NAMES])
-def test_help_loads_nothing_heavy(command_name: str) -> None:
+def test_help_loads_nothing_heavy(command_name):
     loaded = modules_of(*command_name.split(), "--help")
     assert "typer" in loaded
     assert loaded & HEAVY == set()
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(capsys):
     assert llmctl("--help") == 0
     shown = capsys.readouterr().out
     assert [name for name in NAMES if f" {name} " not in shown] == []
@@ -73,9 +73,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_explains_itself_and_offers_json(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_explains_itself_and_offers_json(name, capsys):
     words = [name, *{"trace": ["inspect"], "recipe": ["new"]}.get(name, [])]
     assert llmctl(*words, "--help") == 0
     assert "--json" in capsys.readouterr().out
@@ -83,9 +81,7 @@ def test_every_command_explains_itself_and_offers_json(
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["", *NAMES])
-def test_no_line_of_the_help_is_cut(
-    name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_line_of_the_help_is_cut(name, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     assert llmctl(*([name] if name else []), "--help") == 0
     shown = capsys.readouterr().out
@@ -93,18 +89,18 @@ def test_no_line_of_the_help_is_cut(
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
-def test_the_help_names_the_extra_that_a_picture_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_the_extra_that_a_picture_needs(capsys):
     """`llmctl-toolkit[plot]` would be taken for markup, and its brackets left out."""
     assert llmctl("compare", "--help") == 0
     assert "extra 'plot'" in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 
-def test_no_words_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_words_at_all_is_help(capsys):
     assert llmctl() == 0
     assert "Usage: llmctl" in capsys.readouterr().out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert llmctl("--version") == 0
     assert capsys.readouterr().out == f"llmctl {toolkit.__version__}\n"
 
@@ -118,9 +114,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["render"], "Missing argument 'RECIPE|FLEET|PLAN.json'", "llmctl render --help"),
     ],
 )
-def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
-    words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_word_is_one_line_a_hint_and_exit_2(words, error, hint, capsys):
     assert llmctl(*words) == 2
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -138,9 +132,7 @@ def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
         ("xyz", "valid: bench, "),
     ],
 )
-def test_a_misspelt_command_names_the_nearest_one(
-    word: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_command_names_the_nearest_one(word, hint, capsys):
     assert llmctl(word) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"error: there is no command '{word}'"
@@ -157,9 +149,7 @@ def test_a_misspelt_command_names_the_nearest_one(
         (TargetMissedError("it failed", "do this"), 4),
     ],
 )
-def test_each_error_has_its_exit_code(
-    error: LlmctlError, code: int, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_error_has_its_exit_code(error, code, command, capsys):
     def fail() -> None:
         raise error
 
@@ -168,9 +158,7 @@ def test_each_error_has_its_exit_code(
     assert capsys.readouterr() == ("", "error: it failed\nhint: do this\n")
 
 
-def test_several_problems_are_several_lines(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_problems_are_several_lines(command, capsys):
     def fail() -> None:
         raise InputError("a: wrong\nb: wrong")
 
@@ -179,7 +167,7 @@ def test_several_problems_are_several_lines(
     assert capsys.readouterr().err == "error: a: wrong\nerror: b: wrong\n"
 
 
-def test_a_bug_shows_its_traceback(command: Callable[..., None]) -> None:
+def test_a_bug_shows_its_traceback(command):
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -188,9 +176,7 @@ def test_a_bug_shows_its_traceback(command: Callable[..., None]) -> None:
         main.run(["schema"])
 
 
-def test_an_interrupt_says_what_is_kept(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_says_what_is_kept(command, capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -199,7 +185,7 @@ def test_an_interrupt_says_what_is_kept(
     assert capsys.readouterr().err == f"\ninterrupted; {main.COMMANDS['schema'].interrupted}\n"
 
 
-def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> None:
+def test_a_command_may_choose_its_exit_code(command):
     def leave() -> None:
         raise typer.Exit(7)
 
@@ -218,7 +204,7 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
         ("None", ["tune", "--help"]),
     ],
 )
-def test_a_closed_pipe_on_stdout_is_no_error(printed: str, words: list[str]) -> None:
+def test_a_closed_pipe_on_stdout_is_no_error(printed, words):
     script = f"""
 import sys, types
 from toolkit.cli.output import table
@@ -256,9 +242,7 @@ run({words})
     ],
 )
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_every_text_is_printed_where_stdout_is_no_utf_8(
-    words: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_text_is_printed_where_stdout_is_no_utf_8(words, encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, "strict"))
     assert llmctl(*words) == 0
     text = sys.stdout.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
@@ -266,9 +250,7 @@ def test_every_text_is_printed_where_stdout_is_no_utf_8(
     assert "?" not in text
 
 
-def test_another_broken_pipe_is_a_bug(
-    command: Callable[..., None], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_broken_pipe_is_a_bug(command, capfd):
     def fail() -> None:
         raise BrokenPipeError
 
@@ -278,7 +260,7 @@ def test_another_broken_pipe_is_a_bug(
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_stdout_is_one_line() -> None:
+def test_a_full_disk_under_stdout_is_one_line():
     """As in `llmctl schema > file`; Python must not complain at exit of unprinted text."""
     with open("/dev/full", "w") as full:
         line = [sys.executable, "-m", "toolkit", "schema"]

@@ -29,7 +29,7 @@ BY_LAW = {"name": "by-law", "parameters": {"late": 7.0}}
 
 
 @pytest.fixture
-def replicas(folder: Path) -> Path:  # noqa: F811
+def replicas(folder) -> Path:  # noqa: F811
     """The folder of `one.yaml`: two replicas of vLLM behind a router, with targets and flags."""
     changes: dict[str, Any] = {
         "workers": 2,
@@ -57,9 +57,7 @@ def judged(path: str, rate_rps: float, *others: Any) -> dict[str, float]:
     return Task(setup, recipe.policy.name, recipe.policy.parameters).simulate(0).metrics
 
 
-def test_replicas_of_a_server_are_simulated_as_tune_judges_them(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_of_a_server_are_simulated_as_tune_judges_them(replicas, capsys):
     wanted = judged("one.yaml", 60.0)
     assert wanted["refused"] > 0, "their front refuses some"
     found = run(capsys, "simulate", "--fit", "one.fit.json", *TRACE, "--rate", 60)
@@ -69,10 +67,7 @@ def test_replicas_of_a_server_are_simulated_as_tune_judges_them(
     assert found["parameters"] == parameters(make_any("vllm", VLLM["parameters"]))
 
 
-def test_workers_of_an_engine_are_simulated_as_tune_judges_them(
-    folder: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_workers_of_an_engine_are_simulated_as_tune_judges_them(folder, capsys):  # noqa: F811
     """Clients get the tokens in the recipe's intervals, and memory has its seed."""
     policy = {"name": "slice", "parameters": {"slice_tokens": 24}}
     changes: dict[str, Any] = {"policy": policy, "sla": TARGETS, "tune": {"seed": 9}}
@@ -87,9 +82,7 @@ def test_workers_of_an_engine_are_simulated_as_tune_judges_them(
 
 
 @pytest.mark.slow
-def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(replicas, capsys):
     flags = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
     write_server(replicas, "two", 1 / 3, policy={"name": "vllm", "parameters": flags})
     fleet = write_fleet(replicas, ("one", 1), ("two", 2))
@@ -103,9 +96,7 @@ def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(
 
 
 @pytest.mark.slow
-def test_options_replace_each_of_the_recipe_s_settings(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_replace_each_of_the_recipe_s_settings(replicas, capsys):
     fit = ("--fit", "one.fit.json", *TRACE)
     found = run(capsys, "simulate", *fit, "--set", "max_num_seqs=4", "--seed", 0)
     assert (found["parameters"]["max_num_seqs"], found["seed"]) == (4, 0)
@@ -122,9 +113,7 @@ def test_options_replace_each_of_the_recipe_s_settings(
     assert len({*means}) == 3
 
 
-def test_another_policy_has_its_defaults_and_the_recipe_s_targets(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_policy_has_its_defaults_and_the_recipe_s_targets(replicas, capsys):
     """It gives requests to workers itself, so the recipe's router is left out."""
     found = run(capsys, "simulate", "--fit", "one.fit.json", *TRACE, "--policy", "fcfs")
     assert found["parameters"] == parameters(make_any("fcfs", {}))
@@ -134,9 +123,7 @@ def test_another_policy_has_its_defaults_and_the_recipe_s_targets(
     assert says(capsys.readouterr().err, "replica_router", "'by-law'")
 
 
-def test_compare_runs_the_recipe_s_policy_with_its_parameters(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_runs_the_recipe_s_policy_with_its_parameters(replicas, capsys):
     words = ("--fit", "one.fit.json", *TRACE, "--rate", 60)
     found = run(capsys, "compare", *words, "--policies", "fcfs,vllm")
     runs = {one["policy"]: one for one in found["runs"]}
@@ -147,9 +134,7 @@ def test_compare_runs_the_recipe_s_policy_with_its_parameters(
 
 
 @pytest.mark.slow
-def test_one_line_says_what_is_the_recipe_s(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_says_what_is_the_recipe_s(replicas, capsys):
     def said(*words: object) -> list[str]:
         capsys.readouterr()
         assert llmctl("simulate", "--fit", "one.fit.json", *TRACE, *words) == 0
@@ -164,9 +149,7 @@ def test_one_line_says_what_is_the_recipe_s(
     assert said("--policy", "fcfs", "--seed", 1, "--workers", 1, "--sla", "ttft_p99_s=1") == []
 
 
-def test_without_a_recipe_the_engine_s_own_policy_runs(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):
     Path("one.yaml").unlink()
     words = ("--fit", "one.fit.json", *TRACE, "--max-new-tokens", 64)
     found = run(capsys, "simulate", *words)
@@ -175,9 +158,7 @@ def test_without_a_recipe_the_engine_s_own_policy_runs(
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_without_targets_nothing_is_called_good(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_targets_nothing_is_called_good(command, capsys):
     words = ("--fit", "unit-step", "--trace", "bursty-small")
     named = ("--policy", "slice") if command == "simulate" else ("--policies", "slice,fcfs")
     assert llmctl(command, *words, *named) == 0

@@ -81,7 +81,7 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(tmp_path, monkeypatch) -> Path:
     """The working directory, with recipe.yaml, profile.json, fit.json and tuning.json, made from
     each other.
     """
@@ -108,7 +108,7 @@ def sources(plan: Plan) -> dict[str, str]:
     return {key: item.source for key, item in plan.explained.items()}
 
 
-def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
+def test_the_best_of_the_tuning_is_planned_and_explained(files):
     assert render() == 0
     plan = read_file(
         Plan,
@@ -126,7 +126,7 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
 
 
 @pytest.mark.parametrize("gain_percent", [0.04, -0.04, 0.0])
-def test_a_tuning_without_gain_claims_none(files: Path, gain_percent: float) -> None:
+def test_a_tuning_without_gain_claims_none(files, gain_percent):
     made_from = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
     write_file(tuning(made_from, gain_percent=gain_percent), "tuning.json")
     assert render() == 0
@@ -134,7 +134,7 @@ def test_a_tuning_without_gain_claims_none(files: Path, gain_percent: float) -> 
     assert says(source, "trial 2 of 3")
 
 
-def test_every_planned_value_is_explained(files: Path) -> None:
+def test_every_planned_value_is_explained(files):
     render()
     plan = read_file(Plan, "plan.json")
     wanted = {
@@ -146,7 +146,7 @@ def test_every_planned_value_is_explained(files: Path) -> None:
     assert wanted <= plan.explained.keys()
 
 
-def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files: Path) -> None:
+def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files):
     found = tuning(
         {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")},
         keep_defaults=True,
@@ -159,26 +159,26 @@ def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files: Path) -> No
     assert says(sources(plan)["policy"], "kept", "3")
 
 
-def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files: Path) -> None:
+def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files):
     assert render(tuned=False) == 0
     plan = read_file(Plan, "plan.json")
     assert (plan.policy.parameters["slice_tokens"], plan.predicted) == (64, {})
     assert sources(plan)["policy"] == "recipe, not tuned"
 
 
-def test_the_same_files_give_the_same_bytes(files: Path) -> None:
+def test_the_same_files_give_the_same_bytes(files):
     assert render("--out", "a.json") == render("--out", "b.json") == 0
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
 
 
-def test_check_accepts_what_render_wrote(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_what_render_wrote(files, capsys):
     render()
     capsys.readouterr()
     assert render("--check") == 0
     assert capsys.readouterr().out == "up to date\n"
 
 
-def test_check_is_the_same_on_another_machine(files: Path) -> None:
+def test_check_is_the_same_on_another_machine(files):
     render()
     plan = json.loads(Path("plan.json").read_text())
     plan["environment"]["processor"] = "another"
@@ -186,9 +186,7 @@ def test_check_is_the_same_on_another_machine(files: Path) -> None:
     assert render("--check") == 0
 
 
-def test_check_names_the_differences_and_writes_nothing(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_the_differences_and_writes_nothing(files, capsys):
     render(tuned=False)
     before = Path("plan.json").read_bytes()
     capsys.readouterr()
@@ -203,9 +201,7 @@ def test_check_names_the_differences_and_writes_nothing(
     assert Path("plan.json").read_bytes() == before
 
 
-def test_a_changed_latency_target_makes_the_tuning_stale(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_latency_target_makes_the_tuning_stale(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 1"))
     assert render() == 2
     lines = capsys.readouterr().err.splitlines()
@@ -223,9 +219,7 @@ def test_a_changed_latency_target_makes_the_tuning_stale(
         ),
     ],
 )
-def test_a_fit_of_something_else_is_refused(
-    files: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fit_of_something_else_is_refused(files, change, message, capsys):
     write_file(read_file(Fit, "fit.json").model_copy(update=change), "fit.json")
     assert render(tuned=False) == 2
     error, hint = capsys.readouterr().err.splitlines()
@@ -233,9 +227,7 @@ def test_a_fit_of_something_else_is_refused(
     assert hint.startswith("hint: ")
 
 
-def test_a_policy_that_the_engine_cannot_run_is_not_planned(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_that_the_engine_cannot_run_is_not_planned(files, capsys):
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     write_file(
         tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best=best),
@@ -249,9 +241,7 @@ def test_a_policy_that_the_engine_cannot_run_is_not_planned(
     assert not Path("plan.json").exists()
 
 
-def test_the_refusal_names_the_best_that_the_engine_runs(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_refusal_names_the_best_that_the_engine_runs(files, capsys):
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     policies = [
         PolicyResult(
@@ -277,12 +267,12 @@ def test_the_refusal_names_the_best_that_the_engine_runs(
     assert render(*hint.split(), tuned=False) == 0
 
 
-def test_what_is_printed_fits_80_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_fits_80_columns(files, capsys):
     render()
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_a_recipe_may_be_json_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_may_be_json_too(files, capsys):
     write_file(samples.recipe(), "recipe.json")
     with pytest.raises(SystemExit):
         main.run(["render", "recipe.json"])

@@ -31,7 +31,7 @@ LOCAL = {
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan(tmp_path, monkeypatch) -> Plan:
     """plan.json in the working directory."""
     monkeypatch.chdir(tmp_path)
     made = orders.plan(tmp_path)
@@ -50,7 +50,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it() -> None:
+def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it():
     assert render("--target", "local", "--out", "here") == 0
     names = {path.name for path in Path("here").iterdir()}
     assert names == LOCAL
@@ -62,9 +62,7 @@ def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_rendering_again_changes_nothing_and_check_agrees(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rendering_again_changes_nothing_and_check_agrees(capsys):
     render("--target", "kubernetes")
     before = contents("kubernetes")
     assert render("--target", "kubernetes") == 0
@@ -75,7 +73,7 @@ def test_rendering_again_changes_nothing_and_check_agrees(
 
 
 @pytest.mark.usefixtures("plan")
-def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_a_diff_and_writes_nothing(capsys):
     render("--target", "kubernetes")
     before = contents("kubernetes")
     capsys.readouterr()
@@ -88,7 +86,7 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("plan")
-def test_files_edited_by_hand_stay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_edited_by_hand_stay(capsys):
     render("--target", "compose")
     edited = Path("compose/compose.yaml")
     edited.write_text(edited.read_text() + "# mine\n")
@@ -104,7 +102,7 @@ def test_files_edited_by_hand_stay(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_file_that_was_there_before_stays() -> None:
+def test_a_file_that_was_there_before_stays():
     Path("compose").mkdir()
     Path("compose/compose.yaml").write_text("services: {}\n")
     assert render("--target", "compose") == 2
@@ -112,7 +110,7 @@ def test_a_file_that_was_there_before_stays() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_files_that_are_no_longer_rendered_are_removed() -> None:
+def test_files_that_are_no_longer_rendered_are_removed():
     render("--target", "kubernetes", "--out", "x")
     assert render("--target", "local", "--out", "x") == 0
     left = {path.name for path in Path("x").rglob("*") if path.is_file()}
@@ -120,9 +118,7 @@ def test_files_that_are_no_longer_rendered_are_removed() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_link_out_of_the_folder_is_not_followed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path, capsys):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kubernetes").mkdir()
     (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
@@ -134,7 +130,7 @@ def test_a_link_out_of_the_folder_is_not_followed(
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/x", "a/b/c", "a b", ".hidden", "x" * 65, "a\nb", ""]
 )
-def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_leave_the_folder_are_refused(name, tmp_path):
     from toolkit.deploy.order import inside
 
     with pytest.raises(InputError, match="rendered file"):
@@ -142,14 +138,14 @@ def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "serve.sh.j2", "Serve", ""])
-def test_templates_have_plain_names(name: str) -> None:
+def test_templates_have_plain_names(name):
     from toolkit.deploy.order import fill
 
     with pytest.raises(InputError, match="not the name of a template"):
         fill(name)
 
 
-def test_a_given_plan_stays_unchanged(plan: Plan) -> None:
+def test_a_given_plan_stays_unchanged(plan):
     render("--target", "local")
     other = plan.model_copy(
         update={"environment": plan.environment.model_copy(update={"processor": "another"})}
@@ -158,7 +154,7 @@ def test_a_given_plan_stays_unchanged(plan: Plan) -> None:
     assert render("--target", "local", "--check") == 4
 
 
-def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> None:
+def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
     error = MetricError(
         metric="throughput_rps",
         measured=3.0,
@@ -184,16 +180,14 @@ def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> Non
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_plan_needs_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_needs_a_target(capsys):
     assert render() == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert says(error, "plan.json")
 
 
 @pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
-def test_a_secret_in_the_environment_is_in_no_output(
-    plan: Plan, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_in_the_environment_is_in_no_output(plan, target, monkeypatch, capsys):
     for name in ("LLMCTL_API_KEY", "HF_TOKEN", "VLLM_API_KEY", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, CANARY)
     assert render("--target", target, "--json") == 0
@@ -211,9 +205,7 @@ def test_a_secret_in_the_environment_is_in_no_output(
         (("inputs", "fit", "sha256"), f"{CANARY}\n"),
     ],
 )
-def test_a_secret_in_a_plan_is_refused_and_not_repeated(
-    plan: Plan, where: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_in_a_plan_is_refused_and_not_repeated(plan, where, value, capsys):
     data = json.loads(Path("plan.json").read_text())
     inner = data
     for key in where[:-1]:
@@ -229,9 +221,7 @@ def test_a_secret_in_a_plan_is_refused_and_not_repeated(
     assert not Path("local").exists()
 
 
-def test_the_plan_of_a_recipe_is_the_same_on_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_a_recipe_is_the_same_on_another_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     orders.plan(tmp_path)
     Path("recipe.yaml").write_text((tmp_path / "recipe.json").read_text())

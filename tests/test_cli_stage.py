@@ -18,7 +18,7 @@ COMPARE = ["compare", "--policies", "slice,sequence", "--trace", "trace.jsonl"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The working directory, with a recipe, its fit, and a trace with outputs that are too long for
     it.
     """
@@ -44,7 +44,7 @@ def scaling(
 
 @pytest.mark.slow
 @without_capacity()
-def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_scale_alike(folder, capsys):
     assert (
         llmctl("tune", "recipe.yaml", "--trace", "trace.jsonl", "--jobs", "1", "--draws", "0") == 0
     )
@@ -55,9 +55,7 @@ def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", [SIMULATE, COMPARE])
-def test_the_first_line_says_how_lengths_were_scaled(
-    folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_line_says_how_lengths_were_scaled(folder, command, capsys):
     assert llmctl(*command) == 0
     lines = capsys.readouterr().err.splitlines()
     assert says(lines[0], "384")
@@ -65,9 +63,7 @@ def test_the_first_line_says_how_lengths_were_scaled(
     assert sum("divided" in line for line in lines) == 1
 
 
-def test_the_recipe_is_found_beside_the_fit_here_and_by_option(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_is_found_beside_the_fit_here_and_by_option(folder, monkeypatch, capsys):
     own = scaling(SIMULATE, capsys)
     (folder / "elsewhere").mkdir()
     Path("fit.json").rename("elsewhere/fit.json")
@@ -88,9 +84,7 @@ def test_the_recipe_is_found_beside_the_fit_here_and_by_option(
 
 
 @pytest.mark.parametrize("command", [SIMULATE, COMPARE])
-def test_without_its_recipe_a_limit_is_required(
-    folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_recipe_a_limit_is_required(folder, command, capsys):
     Path("recipe.yaml").unlink()
     assert llmctl(*command) == 2
     error, hint = capsys.readouterr().err.splitlines()
@@ -99,9 +93,7 @@ def test_without_its_recipe_a_limit_is_required(
     assert scaling(command, capsys, "--max-new-tokens", "200")["max_new_tokens"] == 200
 
 
-def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(folder, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("max_model_len: 512", "max_model_len: 256"))
     assert llmctl(*SIMULATE) == 2
     assert "its recipe 'test'" in capsys.readouterr().err
@@ -109,15 +101,11 @@ def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(
     assert says(capsys.readouterr().err, "fit.json", "'model'", "recipe.yaml")
 
 
-def test_a_given_limit_replaces_the_recipe_s(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_given_limit_replaces_the_recipe_s(folder, capsys):
     assert scaling(SIMULATE, capsys, "--max-new-tokens", "64")["max_new_tokens"] == 64
     assert scaling(SIMULATE, capsys, "--no-fit-lengths") is None
 
 
-def test_a_recipe_without_effect_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_without_effect_is_refused(folder, capsys):
     assert llmctl(*SIMULATE, "--fit", "unit-step", "--recipe", "recipe.yaml") == 2
     assert says(capsys.readouterr().err, "--recipe recipe.yaml", "--fit unit-step")

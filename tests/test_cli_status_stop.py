@@ -35,7 +35,7 @@ CANARY = "sk-canary-5d1e88"
 
 
 @pytest.fixture
-def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def states(tmp_path, monkeypatch) -> Path:
     """An empty folder of states."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return folder_of_states()
@@ -51,7 +51,7 @@ class Keyed:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+def keyed(tmp_path_factory) -> Iterator[Keyed]:
     folder = tmp_path_factory.mktemp("keyed")
     fake_plan(folder)
     (folder / "key").write_text(f"{CANARY}\n")
@@ -75,9 +75,7 @@ def gone(pid: int = 1) -> Running:
 
 
 @pytest.mark.slow
-def test_status_shows_running_servers(
-    keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_running_servers(keyed, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", keyed.state)
     assert llmctl("status", "--json", "--api-key", CANARY) == 0
     (one,) = json.loads(capsys.readouterr().out)["servers"]
@@ -91,7 +89,7 @@ def test_status_shows_running_servers(
 
 
 @pytest.mark.slow
-def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
+def test_the_key_is_required_and_stored_nowhere(keyed):
     url = f"{keyed.server.url}/v1/models"
     assert httpx.get(url).status_code == 401
     assert httpx.get(url, headers={"authorization": f"Bearer {CANARY}"}).status_code == 200
@@ -101,15 +99,13 @@ def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
 
 
 @pytest.mark.slow
-def test_a_service_manager_is_told_when_it_is_ready(keyed: Keyed) -> None:
+def test_a_service_manager_is_told_when_it_is_ready(keyed):
     assert keyed.told == b"READY=1"
     assert all("NOTIFY_SOCKET" not in worker.environ() for worker in keyed.server.workers())
 
 
 @pytest.mark.slow
-def test_stop_waits_for_the_drain_and_counts_it(
-    states: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_waits_for_the_drain_and_counts_it(states, tmp_path, capsys):
     def ask() -> None:
         httpx.post(
             f"{server.url}/v1/completions",
@@ -137,7 +133,7 @@ def test_stop_waits_for_the_drain_and_counts_it(
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_server_is_noticed(states, capsys):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started_s = psutil.Process(process.pid).create_time()
         server = gone(process.pid).model_copy(update={"started_s": started_s})
@@ -151,7 +147,7 @@ def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[
     assert not list(states.glob("*.json"))
 
 
-def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch):
     server = this_process("mine-8000", "local", "http://127.0.0.1:9", "m", 1, "slice")
     create_time = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
@@ -160,7 +156,7 @@ def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("states")
-def test_a_reused_process_number_is_not_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reused_process_number_is_not_stopped(capsys):
     remember(gone(os.getpid()))
     assert llmctl("stop") == 2
     err = capsys.readouterr().err
@@ -169,7 +165,7 @@ def test_a_reused_process_number_is_not_stopped(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("states")
-def test_several_servers_are_stopped_only_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_servers_are_stopped_only_with_all(capsys):
     for name in ("a-1", "b-2"):
         remember(
             gone().model_copy(
@@ -183,22 +179,20 @@ def test_several_servers_are_stopped_only_with_all(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("states")
-def test_status_of_a_url_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_url_without_a_server(capsys):
     assert llmctl("status", "--url", "http://127.0.0.1:9", "--json") == 1
     assert json.loads(capsys.readouterr().out)["servers"][0]["state"] == "no answer"
 
 
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "x\n"])
-def test_names_of_servers_stay_in_their_folder(name: str) -> None:
+def test_names_of_servers_stay_in_their_folder(name):
     with pytest.raises(InputError, match="was started here"):
         recall(name)
 
 
 @pytest.mark.parametrize("content", ["", "two words\n", "a\nb\n", "\x00\xff"])
-def test_a_file_without_one_key_is_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_one_key_is_refused(content, tmp_path, capsys):
     orders.plan(tmp_path)
     write_file(orders.plan(tmp_path), tmp_path / "plan.json")
     (tmp_path / "key").write_text(content, encoding="latin-1")
@@ -209,7 +203,7 @@ def test_a_file_without_one_key_is_refused(
 
 
 @pytest.fixture
-def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rendered(tmp_path, monkeypatch) -> Path:
     """plan.json, rendered to folders that are named like their targets."""
     monkeypatch.chdir(tmp_path)
     write_file(orders.plan(tmp_path), "plan.json")
@@ -219,9 +213,7 @@ def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("rendered", "states")
-def test_a_missing_service_manager_is_one_line_and_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_service_manager_is_one_line_and_a_command(monkeypatch, capsys):
     monkeypatch.setattr(managers.shutil, "which", lambda _: None)
     for target, message, remedy in (
         ("systemd", "there is no systemd here", "apt-get install systemd"),
@@ -235,9 +227,7 @@ def test_a_missing_service_manager_is_one_line_and_a_command(
 
 
 @pytest.mark.usefixtures("rendered", "states")
-def test_a_target_that_serve_cannot_start_names_the_command_that_can(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_target_that_serve_cannot_start_names_the_command_that_can(capsys):
     for words, said in (
         (["kubernetes"], "start it with: kubectl apply -k kubernetes"),
         (["plan.json", "--target", "compose"], "llmctl render PLAN.json --target compose"),
@@ -250,9 +240,7 @@ def test_a_target_that_serve_cannot_start_names_the_command_that_can(
 
 
 @pytest.mark.slow
-def test_managers_are_asked_in_this_order(
-    rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_managers_are_asked_in_this_order(rendered, states, monkeypatch):
     """A fake docker writes down what it is asked."""
     fake = rendered / "bin" / "docker"
     fake.parent.mkdir()
@@ -275,7 +263,7 @@ def test_managers_are_asked_in_this_order(
 
 
 @pytest.mark.parametrize("url", ["x", "", "ftp://x", "http://"])
-def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_wants_the_url_of_a_server(url, capsys):
     assert llmctl("status", "--url", url) == 2
     assert f"error: '{url}' is not " in capsys.readouterr().err
 
@@ -296,12 +284,8 @@ def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
-    rendered: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    log: str,
-    said: str,
-) -> None:
+    rendered, monkeypatch, capsys, log, said
+):
     """A fake systemctl that cannot start, and a fake journalctl."""
     unit = "llmctl-test.service"
     programs = rendered / "bin"
@@ -326,7 +310,7 @@ def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
 
 
 @pytest.mark.slow
-def test_a_rendered_script_starts_a_server(states: Path, tmp_path: Path) -> None:
+def test_a_rendered_script_starts_a_server(states, tmp_path):
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)
     assert (

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ FIT = ("--fit", "tiny-llama-cpu")
 LENGTHS = ("--prompt", 100, "--output", 20)
 
 
-def test_lengths_by_numbers() -> None:
+def test_lengths_by_numbers():
     trace = fixed_lengths(100, 20, 2000)
     assert set(trace.prompt_tokens.tolist()) == {100}
     assert set(trace.output_tokens.tolist()) == set(trace.max_tokens.tolist()) == {20}
@@ -30,7 +29,7 @@ def test_lengths_by_numbers() -> None:
     assert len(trace) / trace.arrival_s[-1] == pytest.approx(1.0, rel=0.1)
 
 
-def test_a_spread_of_lengths_is_even_and_as_wide_as_asked_for() -> None:
+def test_a_spread_of_lengths_is_even_and_as_wide_as_asked_for():
     trace = fixed_lengths(100, 21, 5000, spread=0.3, seed=3)
     assert (trace.prompt_tokens.min(), trace.prompt_tokens.max()) == (70, 130)
     assert (trace.output_tokens.min(), trace.output_tokens.max()) == (14, 28)
@@ -42,7 +41,7 @@ def test_a_spread_of_lengths_is_even_and_as_wide_as_asked_for() -> None:
 @pytest.mark.parametrize(
     "wrong", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1, 1.0), (1, 1, 1, -0.1)]
 )
-def test_lengths_that_cannot_be(wrong: tuple[float, ...]) -> None:
+def test_lengths_that_cannot_be(wrong):
     prompt, output, requests, *spread = wrong
     with pytest.raises(InputError):
         fixed_lengths(int(prompt), int(output), int(requests), spread=sum(spread))
@@ -67,9 +66,7 @@ def test_lengths_that_cannot_be(wrong: tuple[float, ...]) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_options_that_contradict_each_other(
-    command: str, words: tuple[object, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_contradict_each_other(command, words, capsys):
     assert llmctl(command, *FIT, *words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -81,9 +78,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, f
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_higher_concurrency_gives_more_throughput_and_longer_latencies(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_higher_concurrency_gives_more_throughput_and_longer_latencies(capsys):
     low, high = (simulated(capsys, *LENGTHS, "--concurrency", n) for n in (1, 16))
     assert (low["concurrency"], high["concurrency"]) == (1, 16)
     assert (low["requests"], high["requests"]) == (300, 300)
@@ -92,18 +87,18 @@ def test_a_higher_concurrency_gives_more_throughput_and_longer_latencies(
     assert high["e2e_mean_s"] > low["e2e_mean_s"]
 
 
-def test_so_many_at_once_are_in_the_system_on_average(capsys: pytest.CaptureFixture[str]) -> None:
+def test_so_many_at_once_are_in_the_system_on_average(capsys):
     found = simulated(capsys, *LENGTHS, "--concurrency", 8, "--requests", 800)
     assert found["throughput_rps"] * found["e2e_mean_s"] == pytest.approx(8, rel=0.02)
 
 
-def test_lengths_at_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_at_a_rate(capsys):
     found = simulated(capsys, *LENGTHS, "--rate", 2, "--requests", 500)
     assert (found["concurrency"], found["requests"]) == (0, 500)
     assert found["throughput_rps"] == pytest.approx(2, rel=0.1)
 
 
-def test_compare_takes_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_takes_the_same_options(capsys):
     words = [*LENGTHS, "--concurrency", 8, "--policies", "slice,sequence", "--json"]
     assert llmctl("compare", *FIT, *words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -111,13 +106,13 @@ def test_compare_takes_the_same_options(capsys: pytest.CaptureFixture[str]) -> N
     assert [run["rate_rps"] for run in found["runs"]] == [0, 0]
 
 
-def test_a_trace_s_sessions_are_only_an_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_s_sessions_are_only_an_order(capsys):
     found = simulated(capsys, "--trace", "chat-small", "--concurrency", 8)
     assert found["unfinished"] == 0
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
-def test_the_client_sends_the_next_when_one_has_ended(concurrency: int) -> None:
+def test_the_client_sends_the_next_when_one_has_ended(concurrency):
     trace = trace_of(*((9 * k, 5, 1) for k in range(12)))  # at its times it would take 100 s
     with sse_server() as server:
         result = play(server, trace, replace(HIDDEN, concurrency=concurrency))
@@ -129,7 +124,7 @@ def test_the_client_sends_the_next_when_one_has_ended(concurrency: int) -> None:
     assert all(one >= end for one, end in zip(sent[concurrency:], ends, strict=False))
 
 
-def test_a_request_that_fails_frees_its_place_too() -> None:
+def test_a_request_that_fails_frees_its_place_too():
     trace = trace_of(*[(0, 5, 1)] * 4)
     with sse_server(lambda body: None) as server:
         load = replace(HIDDEN, lengths="given", timeout_s=0.1, concurrency=2)
@@ -140,7 +135,7 @@ def test_a_request_that_fails_frees_its_place_too() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_requests_are_sent_over_the_ramp() -> None:
+def test_the_first_requests_are_sent_over_the_ramp():
     with sse_server(lambda body: None) as server:
         load = replace(HIDDEN, lengths="given", timeout_s=0.2, concurrency=4, ramp_s=0.1)
         found = run(find_target(server.url), trace_of(*[(0, 5, 1)] * 4), load, lambda: None)
@@ -149,9 +144,7 @@ def test_the_first_requests_are_sent_over_the_ramp() -> None:
 
 
 @pytest.mark.slow
-def test_bench_predicts_for_the_same_concurrency(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bench_predicts_for_the_same_concurrency(capsys, tmp_path):
     plan = tmp_path / "plan.json"
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
     with sse_server() as server:
@@ -169,8 +162,6 @@ def test_bench_predicts_for_the_same_concurrency(
     "words",
     [("--rate", 5, "--concurrency", 4), ("--concurrency", 4, "--loop", "closed"), LENGTHS],
 )
-def test_bench_refuses_contradictions_before_it_asks_a_server(
-    words: tuple[object, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_refuses_contradictions_before_it_asks_a_server(words, capsys):
     assert llmctl("bench", "--url", "http://127.0.0.1:9", *words) == 2
     assert "127.0.0.1" not in capsys.readouterr().err

@@ -31,14 +31,14 @@ WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def files(tmp_path, monkeypatch) -> Iterator[Path]:
     """As `whole`, for tests that ask for no capacity."""
     with without_capacity():
         yield stage(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def whole(tmp_path, monkeypatch) -> Path:
     return stage(tmp_path, monkeypatch)
 
 
@@ -67,9 +67,7 @@ def tune(*words: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_output_fits_80_columns_and_has_the_results(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_fits_80_columns_and_has_the_results(whole, capsys):
     assert tune("--policies", "slice,past-future") == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
@@ -91,9 +89,7 @@ def test_the_output_fits_80_columns_and_has_the_results(
 
 
 @pytest.mark.slow
-def test_a_search_that_goes_on_says_how_much_is_kept(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_goes_on_says_how_much_is_kept(files, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.tuning.executor.JournalFile.forget", lambda journal: None)
         assert tune("--out", "whole.json") in WRITTEN
@@ -104,15 +100,13 @@ def test_a_search_that_goes_on_says_how_much_is_kept(
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_changes_no_byte_of_the_file(whole: Path) -> None:
+def test_the_number_of_processes_changes_no_byte_of_the_file(whole):
     assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
 
 @pytest.mark.slow
-def test_another_policy_that_keeps_the_limits_is_rendered(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_policy_that_keeps_the_limits_is_rendered(files, capsys):
     assert tune("--policies", "slice", "--draws", "0") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.best.policy == "slice"
@@ -127,9 +121,7 @@ def test_another_policy_that_keeps_the_limits_is_rendered(
 
 
 @pytest.mark.slow
-def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.2"))
     assert tune("--policies", "slice,past-future", "--draws", "0", "--rate", "60") == 5
     result = read_file(Tuning, "tuning.json")
@@ -143,9 +135,7 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
 
 
 @pytest.mark.slow
-def test_by_default_every_policy_is_searched_and_the_cost_is_noted(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_default_every_policy_is_searched_and_the_cost_is_noted(files, capsys):
     Path("recipe.yaml").write_text(
         RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", "")
     )
@@ -166,9 +156,7 @@ TIGHT = RECIPE.replace("batch_size: 1}", "batch_size: 8}").replace(
 
 
 @pytest.mark.slow
-def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(whole, capsys):
     Path("recipe.yaml").write_text(TIGHT)
     assert tune("--draws", "0") == 5
     out, err = capsys.readouterr()
@@ -190,9 +178,7 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
 
 
 @pytest.mark.slow
-def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(files, capsys):
     Path("recipe.yaml").write_text(TIGHT)
     assert tune("--draws", "0", "--json") == 5
     printed = json.loads(capsys.readouterr().out)
@@ -211,7 +197,7 @@ def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
 
 
 @pytest.mark.slow
-def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> None:
+def test_every_kind_of_limit_is_judged_by_the_recommendation(files):
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
     assert tune("--draws", "0", "--policies", "slice") == 5
@@ -234,9 +220,7 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, capsys):
     assert tune("--draws", "0", "--trials", "1") == 5
     result = read_file(Tuning, "tuning.json")
     assert result.alternatives is not None
@@ -251,9 +235,7 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
 
 
 @pytest.mark.slow
-def test_the_fewest_workers_are_printed_and_written(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fewest_workers_are_printed_and_written(files, capsys):
     assert tune("--workers", "auto", "--policies", "slice", "--draws", "0") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.sizing is not None
@@ -281,9 +263,7 @@ def test_the_fewest_workers_are_printed_and_written(
         (("--workers", "many"), "--workers many: it is a whole number from 1, or 'auto'", ""),
     ],
 )
-def test_an_impossible_search_is_refused_before_anything_runs(
-    files: Path, words: tuple[str, ...], message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_search_is_refused_before_anything_runs(files, words, message, hint, capsys):
     assert tune(*words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
@@ -307,9 +287,7 @@ def test_an_impossible_search_is_refused_before_anything_runs(
         ),
     ],
 )
-def test_windows_fit_themselves_to_the_trace_and_say_so(
-    files: Path, words: tuple[str, ...], note: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_windows_fit_themselves_to_the_trace_and_say_so(files, words, note, capsys):
     assert tune("--draws", "0", "--trials", "2", *words) in WRITTEN
     result = read_file(Tuning, "tuning.json")
     assert result.window_length is not None
@@ -335,9 +313,7 @@ def first_rows(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "few"), [(60, True), (120, False)])
-def test_few_requests_are_counted(
-    files: Path, count: int, few: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_few_requests_are_counted(files, count, few, capsys):
     first_rows(count)
     assert tune("--draws", "0", "--trials", "1", "--rate", "5") in WRITTEN
     assert read_file(Tuning, "tuning.json").judged.requests == count
@@ -345,9 +321,7 @@ def test_few_requests_are_counted(
 
 
 @pytest.mark.slow
-def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(files, capsys):
     assert tune("--rate", "200") == 2  # 4.5 s
     error, hint = capsys.readouterr().err.splitlines()
     assert "e2e_p95_s, 8 s" in error
@@ -358,9 +332,7 @@ def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(
 
 
 @pytest.mark.slow
-def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(whole, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
     assert tune("--load", "0.5", "--draws", "0", "--trials", "1") == 0
     result = read_file(Tuning, "tuning.json")
@@ -375,7 +347,7 @@ def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(
 
 
 @pytest.mark.slow
-def test_without_a_rate_the_trace_is_taken_as_it_is(files: Path) -> None:
+def test_without_a_rate_the_trace_is_taken_as_it_is(files):
     assert tune("--draws", "0", "--trials", "1") in WRITTEN
     result = read_file(Tuning, "tuning.json")
     assert result.request_rate_rps == pytest.approx(40.0)
@@ -383,9 +355,7 @@ def test_without_a_rate_the_trace_is_taken_as_it_is(files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
     assert tune("--rate", "0.5", "--window", "400") == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -399,9 +369,7 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
 
 
 @pytest.mark.slow
-def test_a_fixed_concurrency_is_tuned_and_simulated_alike(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fixed_concurrency_is_tuned_and_simulated_alike(files, capsys):
     assert tune("--concurrency", "8", "--trials", "3", "--draws", "0") in (0, 5)
     made = read_file(Tuning, "tuning.json")
     assert made.concurrency == 8
@@ -417,7 +385,7 @@ def test_a_fixed_concurrency_is_tuned_and_simulated_alike(
 
 
 @pytest.mark.slow
-def test_lengths_by_numbers_are_tuned_for(files: Path) -> None:
+def test_lengths_by_numbers_are_tuned_for(files):
     words = ("--prompt", "100", "--output", "20", "--rate", "10", "--requests", "300")
     command = ("tune", "recipe.yaml", "--fit", "fit.json", "--trials", "2", "--draws", "0")
     assert llmctl(*command, *words) in (0, 5)
@@ -440,9 +408,7 @@ def test_lengths_by_numbers_are_tuned_for(files: Path) -> None:
         ("--concurrency", "0"),
     ],
 )
-def test_contradicting_words_about_the_load_are_refused(
-    files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
+def test_contradicting_words_about_the_load_are_refused(files, capsys, words):
     given = () if "--prompt" in words else ("--trace", "trace.jsonl")
     assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *given, *words) == 2
     assert not Path("tuning.json").exists()

@@ -24,7 +24,7 @@ SHOWN = ("goodput_rps", "throughput_rps", "ttft_p95_s", "mtpot_p95_s", "e2e_mean
 
 
 @pytest.fixture(scope="module")
-def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned_folder(tmp_path_factory) -> Path:
     """A tuned fleet of two kinds of servers, and its trace."""
     here = tmp_path_factory.mktemp("tuned")
     space = TUNE | {"request_rate_rps": 15.0, "routers": ["by-law"], "trials": 24}
@@ -44,7 +44,7 @@ def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tuned(tuned_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tuning:
+def tuned(tuned_folder, monkeypatch) -> Tuning:
     """The tuning; its folder is the current one."""
     monkeypatch.chdir(tuned_folder)
     return read_file(Tuning, "tuning.json")
@@ -57,9 +57,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, A
     return found
 
 
-def test_a_fleet_is_simulated_exactly_as_it_was_tuned(
-    tuned: Tuning, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_is_simulated_exactly_as_it_was_tuned(tuned, capsys):
     best = tuned.recommended
     assert best.parameters[TOKENS] != best.kind_parameters["short"][TOKENS]
     found = simulated(capsys, *SERVERS, "--rate", tuned.request_rate_rps)
@@ -73,7 +71,7 @@ def test_a_fleet_is_simulated_exactly_as_it_was_tuned(
     assert plain["goodput_rps"] != found["goodput_rps"]
 
 
-def test_options_replace_what_was_tuned(tuned: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_replace_what_was_tuned(tuned, capsys):
     best = tuned.recommended
     short = tuned.recommended.kind_parameters["short"]
     found = simulated(
@@ -92,9 +90,7 @@ def test_options_replace_what_was_tuned(tuned: Tuning, capsys: pytest.CaptureFix
     assert same["e2e_mean_s"] == simulated(capsys, *SERVERS)["e2e_mean_s"] != other["e2e_mean_s"]
 
 
-def test_compare_shows_the_tuned_servers_at_several_rates(
-    tuned: Tuning, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_shows_the_tuned_servers_at_several_rates(tuned, capsys):
     assert llmctl("compare", *SERVERS, "--rate", "10,25", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["policy"] for run in runs] == ["vllm", "vllm"]
@@ -103,9 +99,7 @@ def test_compare_shows_the_tuned_servers_at_several_rates(
     assert runs[1]["metrics"]["e2e_mean_s"] == simulated(capsys, *words)["e2e_mean_s"]
 
 
-def test_counts_that_tune_found_are_simulated(
-    tuned: Tuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_counts_that_tune_found_are_simulated(tuned, tmp_path, capsys):
     def sized(few: int, short: int) -> dict[str, Any]:
         counts = {"few": few, "short": short}
         kinds = [
@@ -127,9 +121,7 @@ def test_counts_that_tune_found_are_simulated(
     assert alone["parameters"] == tuned.recommended.parameters
 
 
-def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
-    tuned: Tuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(tuned, tmp_path, capsys):
     def without(outcome: Outcome) -> Outcome:
         return outcome.model_copy(update={"kind_parameters": {}})
 
@@ -154,14 +146,7 @@ def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
         (("--fleet", "fleet.yaml", "--policy", "slice"), 2, "recommends policy 'vllm'"),
     ],
 )
-def test_a_tuning_that_does_not_belong_is_refused(
-    tuned: Tuning,
-    command: str,
-    words: tuple[str, ...],
-    code: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_tuning_that_does_not_belong_is_refused(tuned, command, words, code, said, capsys):
     text = Path("fleet.yaml").read_text()
     Path("other.yaml").write_text(text.replace("workers: 2", "workers: 3"))
     given = [
@@ -172,10 +157,7 @@ def test_a_tuning_that_does_not_belong_is_refused(
 
 
 @without_capacity()
-def test_a_recipe_is_simulated_as_it_was_tuned(
-    folder: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
     trace = ("--trace", "trace.jsonl")
     words = ("--jobs", "1", "--draws", "0", "--seed", "4", "--trials", "9")
     assert llmctl("tune", "recipe.yaml", *trace, *words) in (0, 5)

@@ -24,7 +24,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stage(tmp_path, monkeypatch) -> Path:
     """A folder with recipe.yaml and its fit.json."""
     monkeypatch.chdir(tmp_path)
     write_kind(tmp_path, "recipe", model={"max_model_len": 512})
@@ -42,9 +42,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=lambda words: words[0],
 )
-def test_the_number_of_workers_has_a_limit(
-    words: list[str], stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_workers_has_a_limit(words, stage, capsys):
     assert llmctl(*words, "--workers", 1_000_000) == 2
     error, hint = lines_of(capsys)
     assert error == f"error: --workers 1000000: {LIMIT}"
@@ -81,25 +79,19 @@ def test_the_number_of_workers_has_a_limit(
         ),
     ],
 )
-def test_a_search_has_bounds(
-    words: list[str], error: str, hint: str, stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_has_bounds(words, error, hint, stage, capsys):
     assert llmctl("tune", "recipe.yaml", *words) == 2
     assert lines_of(capsys) == [f"error: {error}", f"hint: {hint}"]
 
 
-def test_the_number_of_workers_in_a_recipe_has_a_limit(
-    stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_workers_in_a_recipe_has_a_limit(stage, capsys):
     path = stage / "recipe.yaml"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"workers": 1_000_000}))
     assert llmctl("tune", path) == 2
     assert lines_of(capsys)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
 
 
-def test_the_number_of_workers_in_a_fleet_has_a_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_workers_in_a_fleet_has_a_limit(tmp_path, capsys):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small")
     assert llmctl("tune", write_fleet(tmp_path, ("large", 1), ("small", MANY))) == 2
@@ -110,16 +102,12 @@ def test_the_number_of_workers_in_a_fleet_has_a_limit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000])
-def test_a_count_of_workers_is_a_whole_number(
-    count: str, stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_count_of_workers_is_a_whole_number(count, stage, capsys):
     assert llmctl("tune", "recipe.yaml", "--workers", count) == 2
     assert says(lines_of(capsys)[0], "'auto'")
 
 
-def test_a_fit_of_another_recipe_is_named_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fit_of_another_recipe_is_named_as_such(tmp_path, capsys):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small", model={"max_model_len": 1024})
     assert llmctl("tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json") == 2
@@ -128,9 +116,7 @@ def test_a_fit_of_another_recipe_is_named_as_such(
     assert says(hint, "'large'", "llmctl profile RECIPE", "llmctl fit PROFILE")
 
 
-def test_the_shipped_fit_is_offered_instead_of_another_recipes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_shipped_fit_is_offered_instead_of_another_recipes(capsys):
     one = shipped_fits()[0]
     other = shipped_fits()[-1]
     assert llmctl("tune", one, "--fit", other) == 2
@@ -140,12 +126,7 @@ def test_the_shipped_fit_is_offered_instead_of_another_recipes(
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_without_a_fit_those_that_ship_are_named(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_fit_those_that_ship_are_named(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert llmctl(command) == 2
     error, hint = lines_of(capsys)
@@ -155,9 +136,7 @@ def test_without_a_fit_those_that_ship_are_named(
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_report_needs_its_folder(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_its_folder(kind, tmp_path, capsys):
     folder = tmp_path / "there"
     page = tmp_path / "report.html"
     if kind == "file":
@@ -168,9 +147,7 @@ def test_a_report_needs_its_folder(
     assert not page.exists()
 
 
-def test_the_number_of_processes_has_a_limit(
-    stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_processes_has_a_limit(stage, capsys):
     assert llmctl("tune", "recipe.yaml", "--jobs", 1_000_000) == 2
     error, hint = lines_of(capsys)
     assert says(error, "--jobs 1000000", "1,024")
@@ -181,9 +158,7 @@ def test_the_number_of_processes_has_a_limit(
     ("policy", "setting"),
     [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")],
 )
-def test_an_enormous_whole_number_is_refused(
-    policy: str, setting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_enormous_whole_number_is_refused(policy, setting, capsys):
     words = ["--fit", "unit-step", "--trace", "bursty-small", "--set", f"{setting}={10**21}"]
     assert llmctl("simulate", "--policy", policy, *words) == 2
     assert f"{setting} is {10**21}; the limit is from " in capsys.readouterr().err
@@ -193,9 +168,7 @@ def test_an_enormous_whole_number_is_refused(
     ("content", "why"),
     [(b"", "empty"), (b" \n", "empty"), (b'{"a": \xff', "not text: byte 7 is not UTF-8")],
 )
-def test_a_file_that_is_no_json_says_why(
-    content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_json_says_why(content, why, tmp_path, capsys):
     (tmp_path / "fit.json").write_bytes(content)
     assert llmctl("simulate", "--fit", tmp_path / "fit.json") == 2
     assert lines_of(capsys)[0] == f"error: fit.json: {why}"

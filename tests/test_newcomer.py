@@ -23,13 +23,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "answer"), CASES, ids=lambda case: str(case))
-def test_from_one_command_to_an_answer(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    answer: int | str,
-) -> None:
+def test_from_one_command_to_an_answer(tmp_path, monkeypatch, capsys, words, answer):
     monkeypatch.chdir(tmp_path)
     assert llmctl("recipe", "new", *words) == 0
     Path("recipe.yaml").write_text(capsys.readouterr().out, encoding="utf-8")

@@ -37,7 +37,7 @@ SECTIONS = ("verdict", "bench", "validation", "tuning", "fit", "plan", "origin")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """All the files of a recipe, each made from the ones before."""
     paths = {
         role: tmp_path / f"{role}.json"
@@ -153,7 +153,7 @@ def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
-def test_the_page_starts_with_the_verdict_in_words(folder: Path):
+def test_the_page_starts_with_the_verdict_in_words(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     html = verdict_of(folder)
     text = text_of(html)
@@ -173,7 +173,7 @@ def test_the_page_starts_with_the_verdict_in_words(folder: Path):
     assert "<details" not in html
 
 
-def test_a_broken_target_is_shown_in_words_with_its_used_share(folder: Path):
+def test_a_broken_target_is_shown_in_words_with_its_used_share(folder):
     make_tuning(folder, {"ttft_p99_s": 10.08, "e2e_p95_s": 1.1})
     html = verdict_of(folder)
     text = text_of(html)
@@ -189,9 +189,7 @@ def test_a_broken_target_is_shown_in_words_with_its_used_share(folder: Path):
 
 
 @pytest.mark.parametrize(("surely", "kept"), [(99.4, True), (98.1, False)])
-def test_the_attainment_is_a_limit_where_the_recipe_has_one(
-    folder: Path, surely: float, kept: bool
-):
+def test_the_attainment_is_a_limit_where_the_recipe_has_one(folder, surely, kept):
     """It is judged by its confidence bound, not by the share itself."""
     found = gather(str(folder / "plan.json"))
     assert found.plan is not None
@@ -210,7 +208,7 @@ def test_the_attainment_is_a_limit_where_the_recipe_has_one(
 
 
 @pytest.mark.slow
-def test_measured_values_are_shown_and_judged(folder: Path):
+def test_measured_values_are_shown_and_judged(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "bench.json", 3.01, ttft_p99_s=1.6, e2e_p95_s=7.0, goodput_rps=2.9)
     text = text_of(verdict_of(folder))
@@ -228,7 +226,7 @@ def test_measured_values_are_shown_and_judged(folder: Path):
     ("requests", "told"),
     [(27, "measurement broke TTFT p99 (validation.json)"), (90, "as predicted")],
 )
-def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder: Path, requests, told):
+def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder, requests, told):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     old = read_file(Validation, folder / "validation.json")
     late = MetricError(
@@ -245,7 +243,7 @@ def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder: Path, reques
     assert told in text_of(verdict_of(folder))
 
 
-def test_a_bench_at_another_rate_does_not_judge_the_targets(folder: Path):
+def test_a_bench_at_another_rate_does_not_judge_the_targets(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     make_bench(folder, "overload.json", 9.0, ttft_p99_s=50.0)
     page = text_of(report(gather(str(folder / "plan.json"))))
@@ -253,7 +251,7 @@ def test_a_bench_at_another_rate_does_not_judge_the_targets(folder: Path):
     assert says(page, "3.00")
 
 
-def test_benches_are_found_and_the_plan_s_come_first(folder: Path):
+def test_benches_are_found_and_the_plan_s_come_first(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     shutil.copy(folder / "plan.json", folder / "other-plan.json")
     with (folder / "other-plan.json").open("a") as file:
@@ -276,7 +274,7 @@ def test_benches_are_found_and_the_plan_s_come_first(folder: Path):
     assert "Left out: torn.json" in text
 
 
-def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
+def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder):
     make_bench(folder, "mine.json", 3.0)
     content = json.loads((folder / "mine.json").read_text())
     content["inputs"]["fit"]["sha256"] = "0" * 64
@@ -289,7 +287,7 @@ def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
     assert "without --plan" in found.why["none.json"]
 
 
-def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
+def test_untuned_settings_have_an_open_verdict(folder, tmp_path):
     recipe = read_file(Plan, folder / "plan.json").recipe
     fit = read_file(Fit, folder / "fit.json")
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
@@ -305,7 +303,7 @@ def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_other_settings_have_no_prediction_of_the_tuning(folder: Path):
+def test_other_settings_have_no_prediction_of_the_tuning(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     recipe = read_file(Plan, folder / "plan.json").recipe
     fit = read_file(Fit, folder / "fit.json")
@@ -318,12 +316,12 @@ def test_other_settings_have_no_prediction_of_the_tuning(folder: Path):
     assert says(text, "other settings", "tuning.json")
 
 
-def test_changes_to_the_trace_are_in_the_verdict(folder: Path):
+def test_changes_to_the_trace_are_in_the_verdict(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75}, trace_notes=["prompts divided by 11.91"])
     assert says(text_of(verdict_of(folder)), "11.91")
 
 
-def test_all_tables_but_that_of_the_verdict_are_folded(folder: Path):
+def test_all_tables_but_that_of_the_verdict_are_folded(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75})
     page = report(gather(str(folder / "plan.json")))
     after = page[page.index('<section id="bench"') :]
@@ -332,7 +330,7 @@ def test_all_tables_but_that_of_the_verdict_are_folded(folder: Path):
 
 
 @pytest.mark.slow
-def test_points_and_bars_have_their_values_as_titles(folder: Path):
+def test_points_and_bars_have_their_values_as_titles(folder):
     make_tuning(folder, {"ttft_p99_s": 0.75})
     page = report(gather(str(folder / "plan.json")))
     drawn = re.findall(r"<(circle|rect) [^>]*?(/?)>(<title>)?", page)
@@ -349,7 +347,7 @@ def test_points_and_bars_have_their_values_as_titles(folder: Path):
     assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles
 
 
-def test_the_page_shows_all_files(folder: Path):
+def test_the_page_shows_all_files(folder):
     make_bench(folder, "overload.json", 9.0)
     found = gather(str(folder / "plan.json"))
     assert found.why == {}
@@ -369,7 +367,7 @@ def test_the_page_shows_all_files(folder: Path):
     assert len(page.encode()) < 2 << 20
 
 
-def test_names_are_escaped(folder: Path):
+def test_names_are_escaped(folder):
     page = report(gather(str(folder / "plan.json")))
     assert "<script" not in page
     assert "<img" not in page
@@ -379,7 +377,7 @@ def test_names_are_escaped(folder: Path):
     )
 
 
-def test_a_missing_file_names_the_command_that_makes_it(folder: Path, tmp_path: Path):
+def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     page = report(gather(str(folder / "plan.json"), empty))
@@ -390,7 +388,7 @@ def test_a_missing_file_names_the_command_that_makes_it(folder: Path, tmp_path: 
     assert says(page, "llmctl render tiny-llama-cpu --fit fit.json")
 
 
-def test_a_file_about_another_fit_is_not_shown(folder: Path, capsys):
+def test_a_file_about_another_fit_is_not_shown(folder, capsys):
     other = samples.fit(capacity_tokens=4096)
     write_file(other, folder / "fit.json")
     tuned = tuning({"recipe": folder / "recipe.json", "fit": folder / "fit.json"})
@@ -400,7 +398,7 @@ def test_a_file_about_another_fit_is_not_shown(folder: Path, capsys):
     assert "not the one" in (folder / "report.html").read_text()
 
 
-def test_an_unreadable_source_is_one_line(tmp_path: Path, capsys):
+def test_an_unreadable_source_is_one_line(tmp_path, capsys):
     assert llmctl("report", tmp_path / "plan.json", "--out", tmp_path / "report.html") == 2
     assert not (tmp_path / "report.html").exists()
 
@@ -417,7 +415,7 @@ def test_charts_of_all_numbers_can_be_drawn(values, log):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
-def test_a_browser_shows_it_without_errors_or_requests(folder: Path, width, scheme):
+def test_a_browser_shows_it_without_errors_or_requests(folder, width, scheme):
     (folder / "report.html").write_text(report(gather(str(folder / "plan.json"))), encoding="utf-8")
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     with (
@@ -446,7 +444,7 @@ def test_a_browser_shows_it_without_errors_or_requests(folder: Path, width, sche
         assert seen.hosts == {"file"}
 
 
-def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
+def test_the_memory_edge_is_that_of_one_number_of_steps(folder):
     found = gather(str(folder / "plan.json"))
     few = synthetic_profiles.probe_all(1.0, steps=16)
     edges = [
@@ -458,7 +456,7 @@ def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
     assert edges[0] == edges[1]
 
 
-def test_passes_of_a_paged_engine_have_their_error_shown(folder: Path):
+def test_passes_of_a_paged_engine_have_their_error_shown(folder):
     found = gather(str(folder / "plan.json"))
     paged = fit_section(replace(found, fit=samples.paged_fit(), profile=None))
     assert "passes" in str(paged.tables[0].rows)
