@@ -1,10 +1,10 @@
 """`llmctl capacity`: how much a recipe serves within its targets, its cost, how many GPUs."""
 
-import json
 from collections.abc import Callable
+from functools import partial
 
 import pytest
-from commands import llmctl
+from commands import printed, ran, refused
 
 from toolkit.files.shipped import recipe_path
 
@@ -17,17 +17,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def capacity(capsys) -> Callable[..., dict]:
-    def run(*words: str) -> dict:
-        assert llmctl("capacity", *words, *TRACE, "--json") == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
+    return partial(printed, capsys, "capacity", *TRACE)
 
 
 def simulated(capsys: pytest.CaptureFixture[str], rate: float) -> str:
-    words = ["--fit", RECIPE, *TRACE, "--rate", f"{rate:.9g}", "--json"]
-    assert llmctl("simulate", *words) == 0
-    return json.loads(capsys.readouterr().out)["verdict"]
+    return printed(capsys, f"simulate --fit {RECIPE} --rate {rate:.9g}", *TRACE)["verdict"]
 
 
 def test_simulate_keeps_the_targets_below_the_capacity_and_not_above(capacity, capsys):
@@ -71,63 +65,57 @@ def test_policies_and_routers_are_rows_of_their_own(capacity):
 
 def test_a_page_and_a_terminal_of_80_columns_show_it(capsys, tmp_path):
     page = tmp_path / "capacity.html"
-    assert llmctl("capacity", RECIPE, *TRACE, "--html", str(page)) == 0
-    shown = capsys.readouterr()
-    assert all(len(line) <= 80 for line in shown.out.splitlines())
+    code, out, _ = ran(capsys, "capacity", RECIPE, *TRACE, "--html", page)
+    assert code == 0
+    assert all(len(line) <= 80 for line in out.splitlines())
     assert RECIPE in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["nothing-like-it"],
-        ["llama-3.1-8b-h200-measured", "--tp", "2"],
-        [RECIPE, "--price", "H200"],
-        [RECIPE, "--price", "H200=-1"],
-        [RECIPE, "--routers", "all"],
-        [RECIPE, "--policies", "no-such-policy"],
-        [RECIPE, "--rate", "0"],
-        [RECIPE, "--rate", "1e9"],
-        [RECIPE, "--sla", "ttft=1"],
+        "nothing-like-it",
+        "llama-3.1-8b-h200-measured --tp 2",
+        f"{RECIPE} --price H200",
+        f"{RECIPE} --price H200=-1",
+        f"{RECIPE} --routers all",
+        f"{RECIPE} --policies no-such-policy",
+        f"{RECIPE} --rate 0",
+        f"{RECIPE} --rate 1e9",
+        f"{RECIPE} --sla ttft=1",
     ],
 )
 def test_wrong_words_are_one_line_and_a_hint(capsys, words):
-    assert llmctl("capacity", *words, *TRACE) == 2
-    shown = capsys.readouterr().err.splitlines()
-    assert sum(line.startswith("error: ") for line in shown) == 1
-    assert any(line.startswith("hint: ") for line in shown)
+    said = refused(capsys, f"capacity {words}", *TRACE)
+    assert [line.split(":")[0] for line in said] == ["error", "hint"]
 
 
 def test_where_the_trace_is_too_short_for_more_the_capacity_is_at_least(capsys):
-    words = ["capacity", RECIPE, "--trace", "bursty-small", "--no-at-once", "--json"]
-    assert llmctl(*words) == 0
-    [found] = json.loads(capsys.readouterr().out)["capacities"]
+    line = f"capacity {RECIPE} --trace bursty-small --no-at-once"
+    [found] = printed(capsys, line)["capacities"]
     assert found["at_least"]
 
 
 def test_targets_that_no_rate_keeps_are_named(capsys):
-    assert llmctl("capacity", RECIPE, *TRACE, "--sla", "mtpot_p99_s=0.000001") == 5
-    assert "mtpot_p99_s" in capsys.readouterr().err
+    ended = ran(capsys, "capacity", RECIPE, *TRACE, "--sla", "mtpot_p99_s=0.000001")
+    assert (ended.code, "mtpot_p99_s" in ended.err) == (5, True)
 
 
-def test_two_servers_or_one_on_two_gpus_is_one_command(capsys):
-    words = ["capacity", "llama-3.1-8b-h200", "--tp", "1,2", "--no-at-once", "--json"]
-    assert llmctl(*words, *TRACE) == 0
-    one, two = json.loads(capsys.readouterr().out)["capacities"]
+def test_two_servers_or_one_on_two_gpus_is_one_command(capacity):
+    one, two = capacity(RECIPE, "--tp", "1,2", "--no-at-once")["capacities"]
     assert [(one["workers"], one["gpus"]), (two["workers"], two["gpus"])] == [(2, 2), (1, 2)]
     assert one["capacity_rps"] != two["capacity_rps"]
     assert one["analytic"]
 
 
-@pytest.mark.parametrize("words", [["--tp", "3"], ["--tp", "x"], ["--tp", "2", "--workers", "3"]])
+@pytest.mark.parametrize("words", ["--tp 3", "--tp x", "--tp 2 --workers 3"])
 def test_a_tensor_parallelism_that_cannot_be_is_refused(capsys, words):
-    assert llmctl("capacity", "llama-3.1-8b-h200", *words, *TRACE) == 2
-    assert "error: --tp" in capsys.readouterr().err
+    assert refused(capsys, f"capacity {RECIPE} {words}", *TRACE)[0].startswith("error: --tp")
 
 
 def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path):
-    shipped = recipe_path("llama-3.1-8b-h200").read_text(encoding="utf-8")
+    shipped = recipe_path(RECIPE).read_text(encoding="utf-8")
     mine = tmp_path / "mine.yaml"
-    mine.write_text(shipped.replace("name: llama-3.1-8b-h200", "name: mine"), encoding="utf-8")
-    assert llmctl("capacity", str(mine), *TRACE, "--no-at-once") == 0
-    assert "analytic" in capsys.readouterr().err
+    mine.write_text(shipped.replace(f"name: {RECIPE}", "name: mine"), encoding="utf-8")
+    ended = ran(capsys, "capacity", mine, *TRACE, "--no-at-once")
+    assert (ended.code, "analytic" in ended.err) == (0, True)

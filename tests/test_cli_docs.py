@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import llmctl
+from commands import ran
 
 import toolkit
 from toolkit.cli.docs import FOLDERS, find, pages
@@ -14,8 +14,7 @@ PACKAGE = Path(toolkit.__file__).parent
 
 
 def test_the_list_has_every_page_and_fits_80_columns(capsys):
-    assert llmctl("docs") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    lines = [line for line in ran(capsys, "docs").out.splitlines() if line]
     assert [line.split()[0] for line in lines] == list(pages())
     assert {line.partition("/")[0] for line in lines} == set(FOLDERS)
     assert max(map(len, lines)) <= 80
@@ -24,8 +23,7 @@ def test_the_list_has_every_page_and_fits_80_columns(capsys):
 
 @pytest.mark.parametrize("name", ["how-to/vllm", "reference/engines", "explanation/structures"])
 def test_a_page_fits_80_columns_and_loses_no_word_of_its_tables(name, capsys):
-    assert llmctl("docs", name) == 0
-    shown = capsys.readouterr().out
+    shown = ran(capsys, "docs", name).out
     assert max(map(len, shown.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert ".md" not in re.sub(r"\S*/\S*|EXPLAIN.md", "", shown)

@@ -1,12 +1,11 @@
 """`llmctl doctor`: missing things come with a remedy, and fail only with --strict."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import llmctl
+from commands import printed, ran, refused
 from said import says
 
 from toolkit.deploy.doctor import Check, check_engine, check_machine, check_recipe
@@ -29,10 +28,6 @@ profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_leng
 """
 
 
-def doctor(*words: str) -> int:
-    return llmctl("doctor", *words)
-
-
 def checked(
     folder: Path, old: str = "", new: str = "", devices: Devices = CPU_ONLY
 ) -> dict[str, Check]:
@@ -43,38 +38,27 @@ def checked(
 
 
 def test_this_machine_can_run_the_demo(capsys):
-    assert doctor("tiny-llama-cpu", "--strict", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = printed(capsys, "doctor tiny-llama-cpu --strict")
     assert (result["recipe"], result["usable"]) == ("tiny-llama-cpu", True)
-    assert {
-        "python",
-        "packages",
-        "device",
-        "cpu",
-        "numba",
-        "disk",
-        "hardware",
-        "model",
-        "memory",
-    } <= {check["name"] for check in result["checks"]}
+    wanted = "python packages device cpu numba disk hardware model memory"
+    assert {*wanted.split()} <= {check["name"] for check in result["checks"]}
 
 
 @pytest.mark.slow
 def test_a_recipe_for_another_machine_fails_only_with_strict(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: CPU_ONLY)
-    assert doctor("llama-2-13b-a100-80gb") == 0
-    out = capsys.readouterr().out
+    code, out, _ = ran(capsys, "doctor llama-2-13b-a100-80gb")
+    assert code == 0
     assert says(" ".join(out.split()), "1", "A100-80GB", "79.1")
     assert says(out, "llama-2-13b-a100-80gb")
     assert max(map(len, out.splitlines())) <= 80
-    assert doctor("llama-2-13b-a100-80gb", "--strict") == 3
-    assert "error: missing: hardware" in capsys.readouterr().err
+    ended = ran(capsys, "doctor llama-2-13b-a100-80gb --strict")
+    assert (ended.code, "error: missing: hardware" in ended.err) == (3, True)
 
 
 def test_a_wrong_recipe_is_an_error(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text(RECIPE.replace("engine:", "engin:"))
-    assert doctor(str(tmp_path / "r.yaml")) == 2
-    assert says(capsys.readouterr().err, "r.yaml", "engin", "'engine'")
+    assert says(refused(capsys, "doctor", tmp_path / "r.yaml")[0], "r.yaml", "engin", "'engine'")
 
 
 @pytest.mark.parametrize(
@@ -195,10 +179,8 @@ ONE_H200 = Devices(
 @pytest.mark.slow
 def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: ONE_H200)
-    assert doctor("--json") == 0
-    notes = {
-        check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]
-    }
+    checks = printed(capsys, "doctor")["checks"]
+    notes = {check["name"]: check["found"] for check in checks}
     assert "vLLM" in notes["engine"]
     assert "llama-3.1-8b-h200" in notes["engine"].split(": ")[1].split(", ")
     assert "transformers" not in notes["engine"]

@@ -25,7 +25,7 @@ def stage(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json") == 0
+    assert llmctl("render recipe.yaml --fit fit.json") == 0
     Path("log.csv").write_text(LOG)
     Path("page").write_text(page(*EARLY))
     Path("later").write_text(page(*EARLY, *LATE))
@@ -90,9 +90,9 @@ def test_a_session_in_the_folder_that_is_read_is_kept(stage, capsys):
         '{"block_size": 64, "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}'
     )
     before = session.read_bytes()
-    assert llmctl("trace", "convert", "sessions", "sessions/a.json") == 2
+    assert llmctl("trace convert sessions sessions/a.json") == 2
     assert session.read_bytes() == before
-    assert llmctl("trace", "convert", "sessions", "sessions/b.jsonl") == 0
+    assert llmctl("trace convert sessions sessions/b.jsonl") == 0
 
 
 def test_a_shipped_trace_is_kept():
@@ -102,18 +102,18 @@ def test_a_shipped_trace_is_kept():
 
 def test_an_older_output_is_replaced(stage):
     Path("out.jsonl").write_text("{}")
-    assert llmctl("trace", "convert", "log.csv", "out.jsonl") == 0
-    assert llmctl("trace", "convert", "log.csv", "out.jsonl") == 0
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json") == 0
+    assert llmctl("trace convert log.csv out.jsonl") == 0
+    assert llmctl("trace convert log.csv out.jsonl") == 0
+    assert llmctl("render recipe.yaml --fit fit.json") == 0
 
 
 @pytest.mark.slow
 def test_a_rendered_file_does_not_replace_an_input_even_with_force(stage):
     words = ["--target", "local", "--out", "."]
-    assert llmctl("render", "plan.json", *words) == 0  # the plan stays as it is
+    assert llmctl("render plan.json", *words) == 0  # the plan stays as it is
     Path("bench.sh").write_text(LOG)
     words += ["--trace", "bench.sh", "--force"]
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", *words) == 2
+    assert llmctl("render recipe.yaml --fit fit.json", *words) == 2
     assert Path("bench.sh").read_text() == LOG
 
 

@@ -1,13 +1,12 @@
 """`llmctl recipes`, `llmctl policies`, and shell completion."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import llmctl
+from commands import printed, ran
 from test_cli_main import HEAVY
 
 from toolkit.cli import arguments
@@ -23,8 +22,7 @@ from toolkit.traces.types import shipped_traces
 
 @pytest.mark.slow
 def test_every_recipe_has_its_line(capsys):
-    assert llmctl("recipes") == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(capsys, "recipes").out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {
         line.split()[0]: line.split()[1:]
@@ -40,22 +38,19 @@ def test_every_recipe_has_its_line(capsys):
 
 
 def test_recipes_as_json(capsys):
-    assert llmctl("recipes", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["recipes"]
+    found = printed(capsys, "recipes")["recipes"]
     assert sorted(one["name"] for one in found) == shipped_names()
     keys = {"name", "description", "model", "hardware", "engine", "policy", "fit"}
     assert all(one.keys() == keys for one in found)
 
 
 def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys):
-    assert llmctl("policies", "--json") == 0
-    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
+    found = {one["name"]: one for one in printed(capsys, "policies")["policies"]}
     assert found.keys() == KNOWN.keys() == ABOUT.keys()
     assert {name for name, one in found.items() if not one["live"]} == ORACLES
     assert found["slice"]["engines"] == ["rebatch", "transformers", "deepspeed"]
     assert found["vllm"]["engines"] == ["vllm"]
-    assert llmctl("policies") == 0
-    out = capsys.readouterr().out
+    out = ran(capsys, "policies").out
     assert max(map(len, out.splitlines())) <= 80
     assert [name for name in KNOWN if f" {name} " not in out] == []
 

@@ -91,7 +91,7 @@ def test_no_line_of_the_help_is_cut(name, width, monkeypatch, capsys):
 
 def test_the_help_names_the_extra_that_a_picture_needs(capsys):
     """`llmctl-toolkit[plot]` would be taken for markup, and its brackets left out."""
-    assert llmctl("compare", "--help") == 0
+    assert llmctl("compare --help") == 0
     assert "extra 'plot'" in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 

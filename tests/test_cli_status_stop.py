@@ -77,7 +77,7 @@ def gone(pid: int = 1) -> Running:
 @pytest.mark.slow
 def test_status_shows_running_servers(keyed, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", keyed.state)
-    assert llmctl("status", "--json", "--api-key", CANARY) == 0
+    assert llmctl("status --json --api-key", CANARY) == 0
     (one,) = json.loads(capsys.readouterr().out)["servers"]
     assert (one["name"], one["state"]) == (name_of("test", keyed.server.url), "ready")
     assert (one["running"], one["waiting"], one["kv_usage_percent"]) == (0, 0, 0)
@@ -174,13 +174,13 @@ def test_several_servers_are_stopped_only_with_all(capsys):
         )
     assert llmctl("stop") == 2
     assert says(capsys.readouterr().err.splitlines()[0], "2", "a-1", "b-2")
-    assert llmctl("stop", "c-3") == 2
+    assert llmctl("stop c-3") == 2
     assert says(capsys.readouterr().err, "'c-3'")
 
 
 @pytest.mark.usefixtures("states")
 def test_status_of_a_url_without_a_server(capsys):
-    assert llmctl("status", "--url", "http://127.0.0.1:9", "--json") == 1
+    assert llmctl("status --url http://127.0.0.1:9 --json") == 1
     assert json.loads(capsys.readouterr().out)["servers"][0]["state"] == "no answer"
 
 
@@ -208,7 +208,7 @@ def rendered(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_file(orders.plan(tmp_path), "plan.json")
     for target in ("systemd", "compose", "kubernetes"):
-        assert llmctl("render", "plan.json", "--target", target) == 0
+        assert llmctl("render plan.json --target", target) == 0
     return tmp_path
 
 
@@ -247,7 +247,7 @@ def test_managers_are_asked_in_this_order(rendered, states, monkeypatch):
     fake.write_text(f'#!/bin/sh\necho "$@" >> {rendered}/asked\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    assert llmctl("serve", "compose") == 0
+    assert llmctl("serve compose") == 0
     assert [
         server.name for server in map(recall, [path.stem for path in states.glob("*.json")])
     ] == ["test-8000"]
@@ -264,7 +264,7 @@ def test_managers_are_asked_in_this_order(rendered, states, monkeypatch):
 
 @pytest.mark.parametrize("url", ["x", "", "ftp://x", "http://"])
 def test_status_wants_the_url_of_a_server(url, capsys):
-    assert llmctl("status", "--url", url) == 2
+    assert llmctl("status --url", url) == 2
     assert f"error: '{url}' is not " in capsys.readouterr().err
 
 
@@ -303,7 +303,7 @@ def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(managers, "BOOTED", rendered)
     capsys.readouterr()
-    assert llmctl("serve", "systemd") == 3
+    assert llmctl("serve systemd") == 3
     assert said.format(unit=unit) in capsys.readouterr().err
     link = f"link {rendered}/systemd/{unit}"
     assert (rendered / "asked").read_text().splitlines() == [link, f"start {unit}", f"stop {unit}"]

@@ -57,18 +57,12 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tune(*words: str) -> int:
-    return llmctl(
-        "tune",
-        "recipe.yaml",
-        "--trace",
-        "trace.jsonl",
-        *(words if "--jobs" in words else ("--jobs", "1", *words)),
-    )
+    return llmctl(f"tune recipe.yaml --trace trace.jsonl --jobs 1 {' '.join(words)}")
 
 
 @pytest.mark.slow
 def test_the_output_fits_80_columns_and_has_the_results(whole, capsys):
-    assert tune("--policies", "slice,past-future") == 0
+    assert tune("--policies slice,past-future") == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
     for said in (
@@ -92,28 +86,28 @@ def test_the_output_fits_80_columns_and_has_the_results(whole, capsys):
 def test_a_search_that_goes_on_says_how_much_is_kept(files, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.tuning.executor.JournalFile.forget", lambda journal: None)
-        assert tune("--out", "whole.json") in WRITTEN
+        assert tune("--out whole.json") in WRITTEN
     assert "kept" not in capsys.readouterr().err
     kept = Path("whole.json.partial").read_text().splitlines()[1:]
-    assert tune("--out", "whole.json") in WRITTEN
+    assert tune("--out whole.json") in WRITTEN
     assert f"{len(kept)} of them are kept" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_number_of_processes_changes_no_byte_of_the_file(whole):
-    assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
+    assert tune("--out one.json") == tune("--jobs 2 --out two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
 
 @pytest.mark.slow
 def test_another_policy_that_keeps_the_limits_is_rendered(files, capsys):
-    assert tune("--policies", "slice", "--draws", "0") == 0
+    assert tune("--policies slice --draws 0") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.best.policy == "slice"
     assert result.keeps_limits
     assert all(one.kept for one in result.limits)
     assert "beside the limits" in capsys.readouterr().out
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
+    assert llmctl("render recipe.yaml --fit fit.json --tuning tuning.json") == 0
     plan = read_file(Plan, "plan.json")
     assert plan.policy.name == "slice"
     assert plan.policy.parameters == result.best.parameters
@@ -123,7 +117,7 @@ def test_another_policy_that_keeps_the_limits_is_rendered(files, capsys):
 @pytest.mark.slow
 def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.2"))
-    assert tune("--policies", "slice,past-future", "--draws", "0", "--rate", "60") == 5
+    assert tune("--policies slice,past-future --draws 0 --rate 60") == 5
     result = read_file(Tuning, "tuning.json")
     assert result.best.policy == "slice"
     assert result.alternatives is not None
@@ -139,13 +133,13 @@ def test_by_default_every_policy_is_searched_and_the_cost_is_noted(files, capsys
     Path("recipe.yaml").write_text(
         RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", "")
     )
-    assert tune("--draws", "0") == 0
+    assert tune("--draws 0") == 0
     result = read_file(Tuning, "tuning.json")
     assert {one.policy for one in result.policies} == POLICIES.keys() - ORACLES
     assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
     err = capsys.readouterr().err
     assert says(err, "10 trials", "10 policies", "2")
-    assert tune("--draws", "0", "--policies", "own", "--trials", "2") == 0
+    assert tune("--draws 0 --policies own --trials 2") == 0
     assert [one.policy for one in read_file(Tuning, "tuning.json").policies] == ["sequence"]
     assert says(capsys.readouterr().err, "2 trials")
 
@@ -158,7 +152,7 @@ TIGHT = RECIPE.replace("batch_size: 1}", "batch_size: 8}").replace(
 @pytest.mark.slow
 def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(whole, capsys):
     Path("recipe.yaml").write_text(TIGHT)
-    assert tune("--draws", "0") == 5
+    assert tune("--draws 0") == 5
     out, err = capsys.readouterr()
     result = read_file(Tuning, "tuning.json")
     assert result.binding_sla == "ttft_p99_s"
@@ -180,7 +174,7 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(whole
 @pytest.mark.slow
 def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(files, capsys):
     Path("recipe.yaml").write_text(TIGHT)
-    assert tune("--draws", "0", "--json") == 5
+    assert tune("--draws 0 --json") == 5
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(Path("tuning.json").read_text())
     assert not Path("tuning.json.partial").exists()
@@ -200,7 +194,7 @@ def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(files,
 def test_every_kind_of_limit_is_judged_by_the_recommendation(files):
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
-    assert tune("--draws", "0", "--policies", "slice") == 5
+    assert tune("--draws 0 --policies slice") == 5
     result = read_file(Tuning, "tuning.json")
     told = {one.name: one for one in result.limits}
     attained = told["sla_attainment_lower_percent"]
@@ -221,7 +215,7 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files):
 
 @pytest.mark.slow
 def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, capsys):
-    assert tune("--draws", "0", "--trials", "1") == 5
+    assert tune("--draws 0 --trials 1") == 5
     result = read_file(Tuning, "tuning.json")
     assert result.alternatives is not None
     assert not result.alternatives.feasible
@@ -236,7 +230,7 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, cap
 
 @pytest.mark.slow
 def test_the_fewest_workers_are_printed_and_written(files, capsys):
-    assert tune("--workers", "auto", "--policies", "slice", "--draws", "0") == 0
+    assert tune("--workers auto --policies slice --draws 0") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.sizing is not None
     out = capsys.readouterr().out
@@ -288,7 +282,7 @@ def test_an_impossible_search_is_refused_before_anything_runs(files, words, mess
     ],
 )
 def test_windows_fit_themselves_to_the_trace_and_say_so(files, words, note, capsys):
-    assert tune("--draws", "0", "--trials", "2", *words) in WRITTEN
+    assert tune("--draws 0 --trials 2", *words) in WRITTEN
     result = read_file(Tuning, "tuning.json")
     assert result.window_length is not None
     if note is None:
@@ -315,40 +309,40 @@ def first_rows(count: int) -> None:
 @pytest.mark.parametrize(("count", "few"), [(60, True), (120, False)])
 def test_few_requests_are_counted(files, count, few, capsys):
     first_rows(count)
-    assert tune("--draws", "0", "--trials", "1", "--rate", "5") in WRITTEN
+    assert tune("--draws 0 --trials 1 --rate 5") in WRITTEN
     assert read_file(Tuning, "tuning.json").judged.requests == count
     assert (f"only {count} requests" in capsys.readouterr().out) is few
 
 
 @pytest.mark.slow
 def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(files, capsys):
-    assert tune("--rate", "200") == 2  # 4.5 s
+    assert tune("--rate 200") == 2  # 4.5 s
     error, hint = capsys.readouterr().err.splitlines()
     assert "e2e_p95_s, 8 s" in error
     assert hint.startswith("hint: ")
     assert " 112 requests/s" in hint
     assert not Path("tuning.json").exists()
-    assert tune("--rate", "112", "--draws", "0", "--trials", "1") in WRITTEN
+    assert tune("--rate 112 --draws 0 --trials 1") in WRITTEN
 
 
 @pytest.mark.slow
 def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(whole, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
-    assert tune("--load", "0.5", "--draws", "0", "--trials", "1") == 0
+    assert tune("--load 0.5 --draws 0 --trials 1") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.capacity is not None
     assert result.request_rate_rps == pytest.approx(0.5 * result.capacity.defaults_rps, rel=0.02)
     assert result.keeps_limits
-    assert tune("--load", "1.2", "--draws", "0", "--trials", "1") == 5
+    assert tune("--load 1.2 --draws 0 --trials 1") == 5
     assert not read_file(Tuning, "tuning.json").keeps_limits
     capsys.readouterr()
-    assert tune("--load", "0.5", "--rate", "3") == 2
+    assert tune("--load 0.5 --rate 3") == 2
     assert "--rate 3" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_without_a_rate_the_trace_is_taken_as_it_is(files):
-    assert tune("--draws", "0", "--trials", "1") in WRITTEN
+    assert tune("--draws 0 --trials 1") in WRITTEN
     result = read_file(Tuning, "tuning.json")
     assert result.request_rate_rps == pytest.approx(40.0)
     assert not any("arrival times" in note for note in result.trace_notes)
@@ -357,7 +351,7 @@ def test_without_a_rate_the_trace_is_taken_as_it_is(files):
 @pytest.mark.slow
 def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
-    assert tune("--rate", "0.5", "--window", "400") == 0
+    assert tune("--rate 0.5 --window 400") == 0
     said = " ".join(capsys.readouterr().out.split())
     result = read_file(Tuning, "tuning.json")
     assert result.keep_defaults
@@ -370,7 +364,7 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(files, caps
 
 @pytest.mark.slow
 def test_a_fixed_concurrency_is_tuned_and_simulated_alike(files, capsys):
-    assert tune("--concurrency", "8", "--trials", "3", "--draws", "0") in (0, 5)
+    assert tune("--concurrency 8 --trials 3 --draws 0") in (0, 5)
     made = read_file(Tuning, "tuning.json")
     assert made.concurrency == 8
     assert made.capacity is None
@@ -410,6 +404,6 @@ def test_lengths_by_numbers_are_tuned_for(files):
 )
 def test_contradicting_words_about_the_load_are_refused(files, capsys, words):
     given = () if "--prompt" in words else ("--trace", "trace.jsonl")
-    assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *given, *words) == 2
+    assert llmctl("tune recipe.yaml --fit fit.json", *given, *words) == 2
     assert not Path("tuning.json").exists()
     assert "error: " in capsys.readouterr().err

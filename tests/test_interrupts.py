@@ -168,7 +168,7 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, ca
     real = api.requests_of
     looked = list[int]()
     monkeypatch.setattr(api, "requests_of", requests_of)
-    assert llmctl("simulate", "--trace", "bursty-small", *words) == 0
+    assert llmctl("simulate --trace bursty-small", *words) == 0
     assert len(looked) > 3  # one is after `requests_of`, one at the end
     capsys.readouterr()
 

@@ -25,9 +25,9 @@ CASES = [
 @pytest.mark.parametrize(("words", "answer"), CASES, ids=lambda case: str(case))
 def test_from_one_command_to_an_answer(tmp_path, monkeypatch, capsys, words, answer):
     monkeypatch.chdir(tmp_path)
-    assert llmctl("recipe", "new", *words) == 0
+    assert llmctl("recipe new", *words) == 0
     Path("recipe.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
-    code = llmctl("capacity", "recipe.yaml", *TRAFFIC)
+    code = llmctl("capacity recipe.yaml", *TRAFFIC)
     shown = capsys.readouterr()
     if isinstance(answer, str):
         assert code == 2
