@@ -8,10 +8,9 @@ import pytest
 from toolkit.cli import main
 
 
-class Ended(NamedTuple):
-    """How a command ended, and what it printed."""
+class Printed(NamedTuple):
+    """What a command printed to stdout and to stderr."""
 
-    code: int
     out: str
     err: str
 
@@ -29,22 +28,22 @@ def llmctl(line: str = "", *words: object) -> int:
     return ended.value.code
 
 
-def ran(capsys: pytest.CaptureFixture[str], line: str, *words: object) -> Ended:
-    """One command with what it printed."""
+def ran(capsys: pytest.CaptureFixture[str], line: str, *words: object, code: int = 0) -> Printed:
+    """What a command printed that ended with this exit code."""
     capsys.readouterr()
-    code = llmctl(line, *words)
-    return Ended(code, *capsys.readouterr())
+    found = llmctl(line, *words)
+    printed = Printed(*capsys.readouterr())
+    assert found == code, printed.err
+    return printed
 
 
 def printed(capsys: pytest.CaptureFixture[str], line: str, *words: object) -> Any:
     """What a command that succeeds prints as JSON."""
-    ended = ran(capsys, line, *words, "--json")
-    assert ended.code == 0, ended.err
-    return json.loads(ended.out)
+    return json.loads(ran(capsys, line, *words, "--json").out)
 
 
 def refused(capsys: pytest.CaptureFixture[str], line: str, *words: object) -> list[str]:
     """The error and the hint of a command with wrong input, which prints no result."""
-    ended = ran(capsys, line, *words)
-    assert (ended.code, ended.out) == (2, "")
+    ended = ran(capsys, line, *words, code=2)
+    assert ended.out == ""
     return ended.said

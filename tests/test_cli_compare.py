@@ -2,11 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import samples
-from commands import llmctl, printed, ran, refused
+from commands import printed, ran, refused
 from said import says
 
 from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
@@ -22,25 +23,25 @@ from toolkit.traces.write import write_trace
 
 
 @pytest.fixture
-def stage(tmp_path) -> list[object]:
+def stage(tmp_path, monkeypatch) -> str:
     """The words that name a small trace, and a fit for it."""
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 100, 80) for _ in range(2)]
     trace = Trace(np.cumsum(rng.exponential(0.05, 80)), *lengths, np.zeros(80, np.int64))
-    write_trace(trace, tmp_path / "trace.jsonl")
-    write_file(samples.fit(), tmp_path / "fit.json")
-    files = ["--trace", tmp_path / "trace.jsonl", "--fit", tmp_path / "fit.json"]
-    return ["compare", *files, "--max-new-tokens", "256"]
+    write_trace(trace, Path("trace.jsonl"))
+    write_file(samples.fit(), Path("fit.json"))
+    return "--trace trace.jsonl --fit fit.json --max-new-tokens 256"
 
 
 @pytest.mark.slow
 def test_a_run_is_what_simulate_gives(stage, capsys):
     words = "--policies slice,past-future --sla ttft_p99_s=1 --set past-future.reserve=0.2"
-    runs = printed(capsys, *stage, *words.split())["runs"]
+    runs = printed(capsys, f"compare {stage} {words}")["runs"]
     found = {run["policy"]: run for run in runs}
     assert found["past-future"]["parameters"]["reserve"] == 0.2
     fit = samples.fit()
-    trace = read_trace(stage[2])[0]
+    trace = read_trace(Path("trace.jsonl"))[0]
     for name, run in found.items():
         policy = policy_for(fit, name, {"reserve": 0.2} if name == "past-future" else {})
         result = simulate(trace, policy, make_world(fit, {}))
@@ -49,14 +50,13 @@ def test_a_run_is_what_simulate_gives(stage, capsys):
 
 @pytest.mark.slow
 def test_by_default_all_but_the_oracles_run(stage, capsys):
-    runs = printed(capsys, *stage)["runs"]
+    runs = printed(capsys, f"compare {stage}")["runs"]
     assert {run["policy"] for run in runs} == POLICIES.keys() - ORACLES
     assert all(run["servable"] for run in runs)
 
 
 def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
-    code, out, err = ran(capsys, *stage, "--policies", "fcfs,past-future-oracle")
-    assert code == 0
+    out, err = ran(capsys, f"compare {stage} --policies fcfs,past-future-oracle")
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
@@ -68,7 +68,7 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
 
 def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
     words = "--policies sequence,past-future,slice --rate 40,10 --rate 160 --sla e2e_p99_s=1"
-    runs = printed(capsys, *stage, *words.split())["runs"]
+    runs = printed(capsys, f"compare {stage} {words}")["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
     keys = [
         (run["rate_rps"], -run["metrics"]["goodput_rps"], run["metrics"]["e2e_mean_s"])
@@ -77,10 +77,10 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
     assert keys == sorted(keys)
 
 
-@pytest.mark.parametrize("words", [[], ["--rate", "10,20"]])
+@pytest.mark.parametrize("words", ["", "--rate 10,20"])
 def test_every_plot_fits_the_terminal(words, stage, capsys):
-    assert llmctl(*stage, "--policies", "fcfs,slice", "--sla", "ttft_p99_s=9", *words) == 0
-    out = capsys.readouterr().out
+    line = f"compare {stage} --policies fcfs,slice --sla ttft_p99_s=9 {words}"
+    out = ran(capsys, line).out
     assert "goodput, requests/s" in out
     assert "a fcfs  b slice" in out or "a slice  b fcfs" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -110,16 +110,15 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(words, error, hint, stage, capsys):
-    said = refused(capsys, *stage, "--policies", "slice", *words.split())
+    said = refused(capsys, f"compare {stage} --policies slice {words}")
     assert error in said[0]
     assert said[1].startswith(f"hint: {hint}")
 
 
 def test_chosen_columns_are_shown(stage, capsys):
     columns = "pad_tokens_per_request,rounds"
-    assert llmctl(*stage, "--policies", "slice", "--columns", f"{columns},batches") == 2
-    code, out, _ = ran(capsys, *stage, "--policies", "slice,fcfs", "--columns", columns)
-    assert code == 0
+    assert refused(capsys, f"compare {stage} --policies slice --columns {columns},batches")
+    out = ran(capsys, f"compare {stage} --policies slice,fcfs --columns {columns}").out
     assert "tokens per request" in out
     (row,) = [line for line in out.splitlines() if line.startswith(" slice") and "#" not in line]
     assert row.split()[-1] == "-"  # a policy of static batches has no rounds
@@ -133,8 +132,7 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison, "compare", interrupted)
-    code, out, err = ran(capsys, *stage, "--policies", "slice,fcfs", "--json")
-    assert code == 130
+    out, err = ran(capsys, f"compare {stage} --policies slice,fcfs --json", code=130)
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
@@ -150,18 +148,15 @@ def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
         return real(trace, policy, world)
 
     monkeypatch.setattr(comparison, "simulate", stalls)
-    code, out, err = ran(capsys, *stage, "--policies", "slice,fcfs")
-    assert code == 0
+    out, err = ran(capsys, f"compare {stage} --policies slice,fcfs")
     assert says(err, "slice", "5 wait")
     assert " slice " in out
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
-    stage, capsys, monkeypatch, tmp_path
-):
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(comparison, "compare", lambda *args: pytest.fail("it ran"))
-    error, hint = refused(capsys, *stage, "--png", tmp_path / "x.png")
+    error, hint = refused(capsys, f"compare {stage} --png x.png")
     assert says(error, "--png", "matplotlib")
     assert says(hint, "llmctl-toolkit[plot]")
 
@@ -203,36 +198,28 @@ def test_a_log_axis_leaves_out_what_has_no_logarithm():
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 def test_a_negative_seed_is_refused(command, capsys):
-    assert llmctl(command, "--fit", "unit-step", "--seed", "-1") == 2
-    assert "'--seed'" in capsys.readouterr().err
+    assert "'--seed'" in refused(capsys, f"{command} --fit unit-step --seed -1")[0]
 
 
-def test_extrapolation_is_noted_once_with_the_share_of_each_policy(tmp_path, capsys):
-    write_file(samples.fit(), tmp_path / "fit.json")
-    many = Trace(
-        np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst"
-    )
-    write_trace(many, tmp_path / "burst.jsonl")
-    files = ["--fit", tmp_path / "fit.json", "--trace", tmp_path / "burst.jsonl"]
-    line = "compare --policies aggressive,slice --max-new-tokens 256"
-    code, _, err = ran(capsys, line, *files)
-    assert code == 0
+def test_extrapolation_is_noted_once_with_the_share_of_each_policy(stage, capsys):
+    many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, np.int64))
+    write_trace(many, Path("trace.jsonl"))
+    err = ran(capsys, f"compare {stage} --policies aggressive,slice").err
     [line] = [line for line in err.splitlines() if "outside what the fit measured" in line]
     assert "aggressive" in line
     assert "slice" in line
 
 
 def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
-    write_file(samples.fit(engine="transformers"), stage[4])
-    code, out, _ = ran(capsys, *stage, "--policies", "slice,past-future,baton")
-    assert code == 0
+    write_file(samples.fit(engine="transformers"), Path("fit.json"))
+    out = ran(capsys, f"compare {stage} --policies slice,past-future,baton").out
     assert "past-future *" in out
     assert "baton *" in out
     assert "slice *" not in out
     said = " ".join(out.split())
     assert footnote(["slice", "past-future", "baton"], ["transformers"]) in said
     assert "vllm or rebatch for past-future" in said
-    found = printed(capsys, *stage, "--policies", "slice,past-future")["runs"]
+    found = printed(capsys, f"compare {stage} --policies slice,past-future")["runs"]
     runs = {run["policy"]: run for run in found}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
@@ -240,8 +227,7 @@ def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
 
 
 def test_simulate_marks_an_unservable_policy(stage, capsys):
-    write_file(samples.fit(engine="transformers"), stage[4])
-    code, out, err = ran(capsys, "simulate", *stage[1:], "--policy", "past-future")
-    assert code == 0
+    write_file(samples.fit(engine="transformers"), Path("fit.json"))
+    out, err = ran(capsys, f"simulate {stage} --policy past-future")
     assert "policy 'past-future *'" in out
     assert footnote(["past-future"], ["transformers"]) in " ".join(err.split())

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl
+from commands import llmctl, refused
+from test_cli_main import every_command
 from test_cli_render import RECIPE
 from test_traces_from_metrics import EARLY, LATE, page
 
 from toolkit.cli.arguments import OUTPUTS, keep_inputs
-from toolkit.cli.main import COMMANDS, _load
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
@@ -73,12 +73,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 def test_an_output_that_is_an_input_is_refused(command, stage, capsys):
     before = contents(stage)
-    capsys.readouterr()
-    assert llmctl(*command.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
-    assert "written over" in err or "two outputs" in err
+    error, _hint = refused(capsys, command)
+    assert "written over" in error or "two outputs" in error
     assert contents(stage) == before
 
 
@@ -127,12 +123,10 @@ def test_a_file_that_a_result_was_made_from_is_kept_where_no_option_names_it(sta
 
 def test_every_option_that_names_a_file_to_write_is_checked():
     found = set()
-    for name in COMMANDS:
-        loaded = _load(name)
-        for command in getattr(loaded, "commands", {name: loaded}).values():
-            for parameter in command.params:
-                help_text = getattr(parameter, "help", None) or ""
-                writes = help_text.startswith(("Write", "Draw the plots to"))
-                if writes and not getattr(parameter, "is_flag", False):
-                    found.add(parameter.name)
+    for _, command in every_command():
+        for parameter in command.params:
+            help_text = getattr(parameter, "help", None) or ""
+            writes = help_text.startswith(("Write", "Draw the plots to"))
+            if writes and not getattr(parameter, "is_flag", False):
+                found.add(parameter.name)
     assert found - {"target"} == set(OUTPUTS)  # `render --target` names a kind of files

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orders
 import pytest
-from commands import llmctl
+from commands import llmctl, ran, refused
 from said import says
 
 from toolkit.deploy.render import read_manifest
@@ -39,8 +39,8 @@ def plan(tmp_path, monkeypatch) -> Plan:
     return made
 
 
-def render(*words: str, source: str = "plan.json") -> int:
-    return llmctl("render", source, *words)
+def render(words: str, source: str = "plan.json") -> int:
+    return llmctl(f"render {source} {words}")
 
 
 def contents(folder: str) -> dict[str, bytes]:
@@ -51,7 +51,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 @pytest.mark.usefixtures("plan")
 def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it():
-    assert render("--target", "local", "--out", "here") == 0
+    assert render("--target local --out here") == 0
     names = {path.name for path in Path("here").iterdir()}
     assert names == LOCAL
     assert Path("here/plan.json").read_bytes() == Path("plan.json").read_bytes()
@@ -63,22 +63,19 @@ def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it():
 
 @pytest.mark.usefixtures("plan")
 def test_rendering_again_changes_nothing_and_check_agrees(capsys):
-    render("--target", "kubernetes")
+    render("--target kubernetes")
     before = contents("kubernetes")
-    assert render("--target", "kubernetes") == 0
+    assert render("--target kubernetes") == 0
     assert contents("kubernetes") == before
-    capsys.readouterr()
-    assert render("--target", "kubernetes", "--check") == 0
-    assert capsys.readouterr().out == "up to date\n"
+    assert ran(capsys, "render plan.json --target kubernetes --check").out == "up to date\n"
 
 
 @pytest.mark.usefixtures("plan")
 def test_check_shows_a_diff_and_writes_nothing(capsys):
-    render("--target", "kubernetes")
+    render("--target kubernetes")
     before = contents("kubernetes")
-    capsys.readouterr()
-    assert render("--target", "kubernetes", "--check", "--replicas", "3") == 4
-    out, err = capsys.readouterr()
+    words = "--target kubernetes --check --replicas 3"
+    out, err = ran(capsys, f"render plan.json {words}", code=4)
     assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
     assert "-  replicas: 1\n+  replicas: 3\n" in out
     assert says(err, "EXPLAIN.md", "core/deployment.yaml")
@@ -87,17 +84,15 @@ def test_check_shows_a_diff_and_writes_nothing(capsys):
 
 @pytest.mark.usefixtures("plan")
 def test_files_edited_by_hand_stay(capsys):
-    render("--target", "compose")
+    render("--target compose")
     edited = Path("compose/compose.yaml")
     edited.write_text(edited.read_text() + "# mine\n")
     before = contents("compose")
-    capsys.readouterr()
-    assert render("--target", "compose") == 2
-    error, hint = capsys.readouterr().err.splitlines()
+    error, hint = refused(capsys, "render plan.json --target compose")
     assert says(error, "compose/compose.yaml")
     assert "--force" in hint
     assert contents("compose") == before
-    assert render("--target", "compose", "--force") == 0
+    assert render("--target compose --force") == 0
     assert "# mine" not in edited.read_text()
 
 
@@ -105,14 +100,14 @@ def test_files_edited_by_hand_stay(capsys):
 def test_a_file_that_was_there_before_stays():
     Path("compose").mkdir()
     Path("compose/compose.yaml").write_text("services: {}\n")
-    assert render("--target", "compose") == 2
+    assert render("--target compose") == 2
     assert Path("compose/compose.yaml").read_text() == "services: {}\n"
 
 
 @pytest.mark.usefixtures("plan")
 def test_files_that_are_no_longer_rendered_are_removed():
-    render("--target", "kubernetes", "--out", "x")
-    assert render("--target", "local", "--out", "x") == 0
+    render("--target kubernetes --out x")
+    assert render("--target local --out x") == 0
     left = {path.name for path in Path("x").rglob("*") if path.is_file()}
     assert left == LOCAL
 
@@ -122,8 +117,8 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path, capsys):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kubernetes").mkdir()
     (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
-    assert render("--target", "kubernetes") == 2
-    assert "link leads out" in capsys.readouterr().err
+    said = refused(capsys, "render plan.json --target kubernetes")
+    assert "link leads out" in said[0]
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -146,12 +141,10 @@ def test_templates_have_plain_names(name):
 
 
 def test_a_given_plan_stays_unchanged(plan):
-    render("--target", "local")
-    other = plan.model_copy(
-        update={"environment": plan.environment.model_copy(update={"processor": "another"})}
-    )
-    write_file(other, "plan.json")
-    assert render("--target", "local", "--check") == 4
+    render("--target local")
+    elsewhere = plan.environment.model_copy(update={"processor": "another"})
+    write_file(plan.model_copy(update={"environment": elsewhere}), "plan.json")
+    assert render("--target local --check") == 4
 
 
 def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
@@ -172,7 +165,7 @@ def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
         requests=[],
     )
     write_file(found, "validation.json")
-    assert render("--target", "local") == 0
+    assert render("--target local") == 0
     explained = Path("local/EXPLAIN.md").read_text()
     assert "| throughput_rps | 3.5 | +10.0 % |" in explained
     assert "Validated on 0 windows" in explained
@@ -181,17 +174,14 @@ def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
 
 @pytest.mark.usefixtures("plan")
 def test_a_plan_needs_a_target(capsys):
-    assert render() == 2
-    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert says(error, "plan.json")
+    assert says(refused(capsys, "render plan.json")[0], "plan.json")
 
 
 @pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
 def test_a_secret_in_the_environment_is_in_no_output(plan, target, monkeypatch, capsys):
     for name in ("LLMCTL_API_KEY", "HF_TOKEN", "VLLM_API_KEY", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, CANARY)
-    assert render("--target", target, "--json") == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, f"render plan.json --target {target} --json")
     assert CANARY not in out + err
     assert not any(CANARY.encode() in content for content in contents(target).values())
 
@@ -215,8 +205,7 @@ def test_a_secret_in_a_plan_is_refused_and_not_repeated(plan, where, value, caps
         inner["name"] = "openai"
         data["recipe"]["workers"] = 1
     Path("plan.json").write_text(json.dumps(data))
-    assert render("--target", "local") == 2
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, "render plan.json --target local", code=2)
     assert CANARY not in out + err
     assert not Path("local").exists()
 
@@ -225,11 +214,9 @@ def test_the_plan_of_a_recipe_is_the_same_on_another_machine(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     orders.plan(tmp_path)
     Path("recipe.yaml").write_text((tmp_path / "recipe.json").read_text())
-    write_file(
-        read_file(Fit, "fit.json").model_copy(update=dict(head({"recipe": "recipe.yaml"}))),
-        "fit.json",
-    )
-    assert render("--fit", "fit.json", "--target", "local", source="recipe.yaml") == 0
+    about = dict(head({"recipe": "recipe.yaml"}))
+    write_file(read_file(Fit, "fit.json").model_copy(update=about), "fit.json")
+    assert render("--fit fit.json --target local", source="recipe.yaml") == 0
     assert read_file(Plan, "local/plan.json").recipe.name == "test"
     monkeypatch.setattr(io, "processor", lambda: "another machine's")
-    assert render("--fit", "fit.json", "--target", "local", "--check", source="recipe.yaml") == 0
+    assert render("--fit fit.json --target local --check", source="recipe.yaml") == 0
