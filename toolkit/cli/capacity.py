@@ -37,12 +37,12 @@ from toolkit.cli.basis import (
 from toolkit.cli.output import (
     FigurePanel,
     chart,
+    check_png,
     draw,
     emit,
     note,
     paragraph,
     progress,
-    require_matplotlib,
     table,
 )
 from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
@@ -162,8 +162,7 @@ def command(args: CapacityOptions) -> None:
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
     if args.png:
-        require_matplotlib()
-        check_writable(args.png)
+        check_png(args.png)
     if args.html:
         check_writable(args.html)
     targets = parse_sla(args.sla)
@@ -209,7 +208,6 @@ def command(args: CapacityOptions) -> None:
     _note_counts(found)
     if args.png:
         draw(_panels(result), args.png)
-        note(f"wrote {args.png}")
     if args.html:
         from toolkit.report.capacity import capacity_page
 

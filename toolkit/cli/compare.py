@@ -18,18 +18,17 @@ from toolkit.cli.output import (
     bars,
     blocks,
     chart,
+    check_png,
     draw,
     emit,
     note,
     paragraph,
     progress,
-    require_matplotlib,
     table,
 )
 from toolkit.cli.results import ComparedRun, Comparison
 from toolkit.cli.stage import StageOptions, open_stage, result_notes, sharing_notes
 from toolkit.errors import InputError, nearest
-from toolkit.files.io import check_writable
 from toolkit.interrupts import EXIT_CODE, held
 from toolkit.units import number
 
@@ -72,8 +71,7 @@ def command(args: CompareOptions) -> None:
     from toolkit.sim.api import compare, usual_policies
 
     if args.png:
-        require_matplotlib()
-        check_writable(args.png)
+        check_png(args.png)
     listed = [] if args.policies is None else _words("--policies", args.policies)
     named = list(dict.fromkeys(listed))
     rates = _rates(args.rate)
@@ -104,7 +102,6 @@ def command(args: CompareOptions) -> None:
         emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
         if args.png:
             draw(_panels(runs), args.png)
-            note(f"wrote {args.png}")
     if interrupted:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(EXIT_CODE)

@@ -401,14 +401,19 @@ class FigurePanel:
     log_x: bool = False
 
 
-def require_matplotlib() -> None:
-    """`InputError` with the remedy where matplotlib is not installed."""
+def check_png(path: Path) -> None:
+    """`InputError` with the remedy where `draw` could not write this file, or matplotlib is not
+    installed.
+    """
+    from toolkit.files.io import check_writable
+
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
             "--png needs matplotlib, which is not installed", install("plot")
         ) from None
+    check_writable(path)
 
 
 def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
@@ -424,7 +429,9 @@ def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
 
 
 def draw(panels: Sequence[FigurePanel], path: Path) -> None:
-    """Write the panels side by side as a PNG. `InputError` where the file cannot be written."""
+    """Write the panels side by side as a PNG, and say so. `InputError` where the file cannot be
+    written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -448,3 +455,4 @@ def draw(panels: Sequence[FigurePanel], path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     write_bytes(path, picture.getvalue())
+    note(f"wrote {path}")
