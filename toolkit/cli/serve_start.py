@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -359,10 +359,10 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
     if not args.live:
         raise InputError("--keep-tuned changes live settings", "add --live")
     bounds = bounds_of(args.keep or [], live_bounds(plan))
-    with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="llmctl-passes-"))
         own = args.pass_log is None
         log = args.pass_log or Path(folder) / "passes.jsonl"
-        kept: list[KeeperProcess] = []
 
         def begin(url: str, control_key: str) -> None:
             keep = KeepOrder(
@@ -374,14 +374,11 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
                 horizon_s=60.0 * args.keep_minutes,
                 replica=replica,
             )
-            kept.append(KeeperProcess(keep, url, control_key, note))
-            kept[0].start()
+            keeper = KeeperProcess(keep, url, control_key, note)
+            stack.callback(keeper.stop)
+            keeper.start()
 
-        try:
-            yield Keeping(log, begin)
-        finally:
-            for one in kept:
-                one.stop()
+        yield Keeping(log, begin)
 
 
 def start_server(
