@@ -383,8 +383,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         context = fitted.engine.max_model_len if fitted else None
         traffic.refuse_longer(context, limit if limited else None)
     elif args.fit_lengths and spec:
-        serve = spec.serve.model_copy(update={"max_new_tokens": limit})
-        requests = prepare(requests, spec.model_copy(update={"serve": serve}))
+        requests = prepare(requests, spec, max_new_tokens=limit)
     elif args.fit_lengths and fitted:
         requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
     note_scaling(requests)
