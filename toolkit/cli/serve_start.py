@@ -338,10 +338,6 @@ class Keeping(NamedTuple):
     begin: Callable[[str, str], None]
 
 
-def _keep_nothing(url: str, control_key: str) -> None:
-    """Without --keep-tuned."""
-
-
 @contextmanager
 def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keeping]:
     """What --keep-tuned needs; without that option it does nothing. Behind a front, `replica` is
@@ -350,7 +346,7 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
     if not args.keep_tuned:
         if args.keep_apply or args.keep:
             raise InputError("--keep and --keep-apply are about --keep-tuned", "add --keep-tuned")
-        yield Keeping(args.pass_log, _keep_nothing)
+        yield Keeping(args.pass_log, lambda *_: None)
         return
     from toolkit.backends.vllm.backend import live_bounds
     from toolkit.live.keep import KeepRules

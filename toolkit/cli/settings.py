@@ -60,19 +60,15 @@ def command(args: SetOptions) -> None:
     client = control_of(args.url, args.control_key)
     asked = from_words(args.settings or [])
     if args.replica:
-        _refuse_replica(client.get(), args.replica)
+        known = client.get().replicas
+        if args.replica not in known:
+            there = ", ".join(known) or "none: it is one server"
+            raise InputError(f"there is no replica '{args.replica}'", f"its replicas are {there}")
     state = client.set(asked, "llmctl set", args.replica) if asked else client.get()
     emit(args.as_json, msgspec.to_builtins(state), lambda: _show(state))
     if asked:
         words = ", ".join(f"{name}={value}" for name, value in state.changed.items())
         note(f"changed from the next pass on: {words}" if words else "nothing changed")
-
-
-def _refuse_replica(state: LiveState, name: str) -> None:
-    """`InputError` where the server has no such replica."""
-    if name not in state.replicas:
-        there = ", ".join(state.replicas) or "none: it is one server"
-        raise InputError(f"there is no replica '{name}'", f"its replicas are {there}")
 
 
 def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
