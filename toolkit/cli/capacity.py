@@ -28,8 +28,7 @@ from toolkit.cli.basis import (
     has_computed_laws,
     note_found,
     note_other_count,
-    note_rest,
-    note_scaling,
+    note_trace,
     parallel_size,
     plain,
     read_tuning,
@@ -182,8 +181,7 @@ def command(args: CapacityOptions) -> None:
             conditions=seen,
         )
     traces = [_trace(args, deployment.recipe, deployment.fit) for deployment in deployments]
-    note_scaling(traces[0])
-    note_rest(traces[0])
+    note_trace(traces[0])
     found: list[Measured] = []
     total = SIMULATIONS * (1 + args.at_once) * len(deployments)
     longest = max(len(trace) for trace in traces)

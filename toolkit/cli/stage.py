@@ -23,7 +23,14 @@ from toolkit.cli.arguments import (
     refuse_useless,
     resolve_recipe,
 )
-from toolkit.cli.basis import note_bases, note_scaling, open_fleet, read_tuning, refuse_workers
+from toolkit.cli.basis import (
+    FoundFit,
+    note_found,
+    note_scaling,
+    open_fleet,
+    read_tuning,
+    refuse_workers,
+)
 from toolkit.cli.output import note
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
 from toolkit.engine_traits import traits_of
@@ -346,7 +353,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     targets = parse_sla(args.sla)
     traffic = read_traffic(args, rate, seed=args.seed or 0)
     kinds: Sequence[Kind] = ()
-    bases: dict[Path, Fit] = {}
+    found: list[FoundFit] = []
     spec: Recipe | None = None
     fitted: Fit | None = None
     tuning: Tuning | None = None
@@ -375,7 +382,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
                 f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
                 "name the fleet with --fleet in place of --fit",
             )
-        bases[path] = fitted
+        found = [FoundFit(fitted, path)]
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests = traffic.trace
     if traffic.path is None:
@@ -389,7 +396,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     note_scaling(requests)
     if fleet:
         fleet.note_bases(tuning)
-    note_bases(bases)
+    note_found(found)
     if args.tuning and tuning:
         note(f"{args.tuning.name} recommends {tuning.recommended.key}")
     if tuning and tuning.concurrency and rate is None and not traffic.concurrency:
