@@ -11,7 +11,7 @@ import samples
 
 from toolkit.cli.output import emit, note, progress, show_any_text, table
 from toolkit.files.fit import Fit
-from toolkit.units import number, percent, seconds, size
+from toolkit.units import counted, number, percent, seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,34 +20,27 @@ class Point:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (7, "7"), (12345, "12,345"), (1234.5, "1,234"), (2.0, "2"), (3.14159, "3.14"),
-    (0.0027149, "0.00271"),
-     (-0.5, "-0.5"), (0.0, "0")],
-)  # fmt: skip
-def test_numbers_are_short(value, text):
-    assert number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0 s"), (8.12e-4, "812 us"), (0.0362, "36.2 ms"), (4.25, "4.25 s"), (119, "119 s"),
-    (720, "12 min"),
-     (9000, "2.5 h")],
-)  # fmt: skip
-def test_durations_have_the_unit_that_suits_them(value, text):
-    assert seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (85 * 2**30, "85.0 GiB"), (0, "0 B")]
+    ("form", "shown"),
+    [
+        (number, {0: "0", 7: "7", 12345: "12,345", 1234.5: "1,234", 2.0: "2", 3.14159: "3.14"}),
+        (number, {0.0027149: "0.00271", -0.5: "-0.5", 0.0: "0"}),
+        (seconds, {0.0: "0 s", 8.12e-4: "812 us", 0.0362: "36.2 ms", 4.25: "4.25 s"}),
+        (seconds, {119: "119 s", 720: "12 min", 9000: "2.5 h"}),
+        (size, {512: "512 B", 1536: "1.5 KiB", 85 * 2**30: "85.0 GiB", 0: "0 B"}),
+        (percent, {12.34: "+12.3 %", -1.0: "-1.0 %"}),
+    ],
 )
-def test_sizes_are_binary(value, text):
-    assert size(value) == text
+def test_numbers_are_short_and_have_the_unit_that_suits_them(form, shown):
+    assert {value: form(value) for value in shown} == shown
 
 
-def test_percentages_have_a_sign():
-    assert (percent(12.34), percent(-1.0)) == ("+12.3 %", "-1.0 %")
+def test_a_noun_is_counted():
+    assert [counted(count, "worker") for count in (0, 1, 2, 1024)] == [
+        "0 workers",
+        "1 worker",
+        "2 workers",
+        "1,024 workers",
+    ]
 
 
 def test_json_is_one_object_on_stdout(capsys):
