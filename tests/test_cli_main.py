@@ -46,7 +46,7 @@ def command(monkeypatch) -> Callable[[Callable[[], None]], None]:
 
     def replace(function: Callable[[], None]) -> None:
         module = ModuleType("toolkit.cli.listings")
-        module.command = function  # type: ignore[attr-defined]
+        module.command = function
         monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
 
     return replace
@@ -199,7 +199,7 @@ from toolkit.cli.main import run
 run({words})
 """
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script], **pipe) as writer:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", script], **pipe) as writer:
         writer.stdout.close()
         writer.stdin.close()
         message = writer.stderr.read()
@@ -220,7 +220,7 @@ run({words})
 def test_every_text_is_printed_where_stdout_is_no_utf_8(words, encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, "strict"))
     assert llmctl(words) == 0
-    text = sys.stdout.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    text = sys.stdout.buffer.getvalue().decode("ascii")
     assert len(text.splitlines()) > 5
     assert "?" not in text
 

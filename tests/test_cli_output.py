@@ -150,14 +150,14 @@ def test_what_stdout_cannot_encode_is_replaced(text, shown, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
     show_any_text()
     print(text, flush=True)
-    assert sys.stdout.buffer.getvalue().decode() == f"{shown}\n"  # type: ignore[attr-defined]
+    assert sys.stdout.buffer.getvalue().decode() == f"{shown}\n"
 
 
 def test_json_loses_nothing_where_stdout_is_ascii(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
     emit(True, {"name": "é中"}, lambda: None)
     sys.stdout.flush()
-    assert json.loads(sys.stdout.buffer.getvalue()) == {"name": "é中"}  # type: ignore[attr-defined]
+    assert json.loads(sys.stdout.buffer.getvalue()) == {"name": "é中"}
 
 
 def test_progress_is_silent_without_a_terminal(capsys):

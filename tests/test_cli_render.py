@@ -79,7 +79,7 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         keeps_limits=True,
         sensitivity=[],
     )
-    return Tuning(**(fields | changes))  # type: ignore[arg-type]
+    return Tuning(**(fields | changes))
 
 
 @pytest.fixture

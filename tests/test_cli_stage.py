@@ -42,7 +42,6 @@ def scaling(capsys: pytest.CaptureFixture[str], line: str, *words: str) -> dict[
 def test_all_commands_scale_alike(folder, capsys):
     assert llmctl("tune recipe.yaml --trace trace.jsonl --jobs 1 --draws 0") == 0
     tuned = read_file(Tuning, "tuning.json").scaling
-    assert tuned is not None
     assert tuned.max_new_tokens == 128
     assert scaling(capsys, SIMULATE) == scaling(capsys, COMPARE) == tuned.model_dump(mode="json")
 

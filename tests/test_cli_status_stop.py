@@ -299,7 +299,6 @@ def test_a_rendered_script_starts_a_server(states, tmp_path):
     with subprocess.Popen(
         serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     ) as process:
-        assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
         checked = subprocess.run(
             [out / "bench.sh", "chat-small"],

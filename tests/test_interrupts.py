@@ -238,7 +238,7 @@ def test_an_error_that_follows_the_signal_is_an_interrupt(handler, monkeypatch, 
             raise ImportError("half imported") from None
 
     module = ModuleType("toolkit.cli.listings")
-    module.command = failing  # type: ignore[attr-defined]
+    module.command = failing
     monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
     monkeypatch.setattr(interrupts, "_command_line", handler())
     assert llmctl("schema") == EXIT_CODE
@@ -252,7 +252,6 @@ def test_a_process_ends_with_130_and_one_line():
     with subprocess.Popen(
         [sys.executable, "-m", "toolkit", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
-        assert process.stderr is not None
         process.stderr.readline()  # the trace is read, and the simulation follows
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()

@@ -204,7 +204,6 @@ def test_a_broken_target_is_shown_in_words_with_its_used_share(folder):
 def test_the_attainment_is_a_limit_where_the_recipe_has_one(folder, surely, kept):
     """It is judged by its confidence bound, not by the share itself."""
     found = material(folder)
-    assert found.plan is not None
     asked = Limit(name=ATTAINMENT, bound="at least", limit=99.0).judged(surely, kept=kept)
     predicted = {"sla_attainment_percent": 99.2}
     plan = found.plan.model_copy(update={"limits": [asked], "predicted": predicted})
