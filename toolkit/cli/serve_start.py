@@ -54,8 +54,8 @@ class ServeLocation:
     """Where to serve. `plan` is the plan's file in a rendered folder; None: no folder was given."""
 
     target: str
-    folder: Path | None = None
-    manifest: Manifest | None = None
+    folder: Path | None
+    manifest: Manifest | None
 
     @property
     def plan(self) -> str | None:
@@ -314,7 +314,7 @@ class FrontToStart(NamedTuple):
     config: FrontConfig
     make: Callable[[OpenedFront], AbstractContextManager[FrontServer]]
     announce: Callable[[str], None]
-    control_key: str = ""
+    control_key: str
 
 
 def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
