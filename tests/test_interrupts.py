@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from commands import llmctl
+from commands import llmctl, ran
 
 from toolkit import interrupts
 from toolkit.__main__ import main as entry_point
@@ -25,7 +25,7 @@ from toolkit.sim.world import UNIT_STEP, make_world
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
-VLLM = ["--policy", "vllm", "--fit", "llama-3.1-8b-h200"]
+VLLM = "--policy vllm --fit llama-3.1-8b-h200"
 ROOT = Path(interrupts.__file__).parent.parent
 
 
@@ -149,9 +149,9 @@ def test_a_simulation_ends_between_two_events():
 @pytest.mark.parametrize(
     "words",
     [
-        ["--policy", "fcfs", "--fit", UNIT_STEP],
+        f"--policy fcfs --fit {UNIT_STEP}",
         VLLM,
-        [*VLLM, "--workers", "2", "--set", "replica_router=prefix"],
+        f"{VLLM} --workers 2 --set replica_router=prefix",
     ],
 )
 def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, capsys):
@@ -168,7 +168,7 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, ca
     real = api.requests_of
     looked = list[int]()
     monkeypatch.setattr(api, "requests_of", requests_of)
-    assert llmctl("simulate --trace bursty-small", *words) == 0
+    assert llmctl(f"simulate --trace bursty-small {words}") == 0
     assert len(looked) > 3  # one is after `requests_of`, one at the end
     capsys.readouterr()
 
@@ -241,17 +241,15 @@ def test_an_error_that_follows_the_signal_is_an_interrupt(handler, monkeypatch, 
     module.command = failing
     monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
     monkeypatch.setattr(interrupts, "_command_line", handler())
-    assert llmctl("schema") == EXIT_CODE
-    assert len(capsys.readouterr().err.splitlines()) == 2  # the line of ^C, and one
+    err = ran(capsys, "schema", code=EXIT_CODE).err
+    assert len(err.splitlines()) == 2  # the line of ^C, and one
 
 
 @pytest.mark.slow
 def test_a_process_ends_with_130_and_one_line():
-    words = ["simulate", "--fit", "tiny-llama-cpu", "--trace", "chat-small", "--policy", "slice"]
-    words += ["--set", "slice_tokens=1"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "toolkit", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
+    words = "--fit tiny-llama-cpu --trace chat-small --policy slice --set slice_tokens=1"
+    line = [sys.executable, "-m", "toolkit", "simulate", *words.split()]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         process.stderr.readline()  # the trace is read, and the simulation follows
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
