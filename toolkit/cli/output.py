@@ -15,7 +15,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
@@ -81,23 +81,15 @@ def emit(
     `result` is a pydantic model, a dataclass or a mapping, of plain values or of more of these.
     """
 
-    def plain(value: Any) -> Any:
-        if hasattr(value, "model_dump"):
-            return value.model_dump(mode="json")
-        if is_dataclass(value) and not isinstance(value, type):
-            return asdict(value)
-        if hasattr(value, "tolist"):  # numpy's numbers and arrays
-            return value.tolist()
-        raise TypeError(f"{type(value).__name__} has no JSON form")
+    from pydantic_core import to_jsonable_python
 
     if not as_json:
         render()
         sys.stdout.flush()
         return
-    print(
-        json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False),
-        flush=True,
-    )
+    # the fallback is for numpy's numbers and arrays
+    plain = to_jsonable_python(result, by_alias=False, fallback=lambda value: value.tolist())
+    print(json.dumps(plain, ensure_ascii=not shows_unicode(), allow_nan=False), flush=True)
 
 
 def note(*texts: str) -> None:
