@@ -14,7 +14,14 @@ from toolkit.catalogue.classes import of_config, refusal
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
-from toolkit.cli.arguments import JsonOption, argument, command_of, option, parse_sla
+from toolkit.cli.arguments import (
+    JsonOption,
+    argument,
+    command_of,
+    completing,
+    option,
+    parse_sla,
+)
 from toolkit.cli.output import emit, note, table
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
@@ -31,14 +38,6 @@ app = typer.Typer(
 )
 
 
-def _known_models(incomplete: str) -> list[str]:
-    return [name for name in KNOWN if name.startswith(incomplete)]
-
-
-def _known_gpus(incomplete: str) -> list[str]:
-    return [name for name in GPUS if name.startswith(incomplete)]
-
-
 @dataclass(frozen=True, slots=True)
 class NewOptions:
     """The command line of `llmctl recipe new`."""
@@ -46,10 +45,12 @@ class NewOptions:
     model: str = argument(
         "A folder, a config.json, a name from `llmctl recipe models`, or a hub id.",
         metavar="MODEL",
-        autocompletion=_known_models,
+        autocompletion=completing(lambda: KNOWN),
     )
     gpu: str = option(
-        "", "The GPU, a name from `llmctl recipe gpus`; required.", autocompletion=_known_gpus
+        "",
+        "The GPU, a name from `llmctl recipe gpus`; required.",
+        autocompletion=completing(lambda: GPUS),
     )
     gpus: int | None = option(
         None,
