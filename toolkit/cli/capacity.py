@@ -35,13 +35,13 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import (
     FigurePanel,
-    chart,
     check_png,
     draw,
     emit,
     note,
     paragraph,
     progress,
+    show_panels,
     table,
 )
 from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
@@ -456,9 +456,7 @@ def _show(result: Capacities) -> None:
     table(columns, rows, f"capacity of {result.trace.source}: all targets hold up to")
     _show_costs(result)
     _show_needed(result)
-    for panel in _panels(result):
-        print(f"\n{panel.title}")
-        print("\n".join(chart(panel.curves or {}, x_name=panel.x_name)))
+    show_panels(_panels(result))
     print()
     for line in conclusion(result):
         paragraph(line)

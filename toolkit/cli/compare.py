@@ -15,15 +15,13 @@ from toolkit.cli.arguments import JsonOption, command_of, names_in, option
 from toolkit.cli.basis import note_rest, plain
 from toolkit.cli.output import (
     FigurePanel,
-    bars,
-    blocks,
-    chart,
     check_png,
     draw,
     emit,
     note,
     paragraph,
     progress,
+    show_panels,
     table,
 )
 from toolkit.cli.results import ComparedRun, Comparison
@@ -223,12 +221,7 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
     remark = footnote([run.policy for run in runs], engines)
     if remark:
         paragraph(remark)
-    for panel in _panels(runs):
-        print(f"\n{panel.title}")
-        if panel.bars is not None:
-            print("\n".join(bars(panel.bars, unicode=blocks())))
-        if panel.curves is not None:
-            print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
+    show_panels(_panels(runs))
 
 
 def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:

@@ -285,13 +285,10 @@ COLUMNS = 60
 Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 
-def blocks() -> bool:
-    """Whether stdout is a terminal that shows block characters; else bars are of '#'."""
-    return sys.stdout.isatty() and shows_unicode()
-
-
 def bars(values: Mapping[str, float], *, unicode: bool) -> list[str]:
-    """A line per value: its name, a bar as long as its share of the largest, the value."""
+    """A line per value: its name, a bar as long as its share of the largest, the value. Without
+    `unicode` bars are of '#'.
+    """
     names = max(map(len, values))
     figures = {name: number(value) for name, value in values.items()}
     room = WIDTH - names - max(map(len, figures.values())) - 3
@@ -391,6 +388,17 @@ class FigurePanel:
     curves: Mapping[str, Curve] | None = None
     x_name: str = ""
     log_x: bool = False
+
+
+def show_panels(panels: Sequence[FigurePanel]) -> None:
+    """Print the panels as text, one below the other."""
+    for panel in panels:
+        print(f"\n{panel.title}")
+        if panel.bars is not None:
+            unicode = sys.stdout.isatty() and shows_unicode()
+            print("\n".join(bars(panel.bars, unicode=unicode)))
+        if panel.curves is not None:
+            print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
 
 
 def check_png(path: Path) -> None:

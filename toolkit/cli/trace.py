@@ -178,7 +178,7 @@ def inspect(args: InspectOptions) -> None:
     loaded, report = _read(args)
     found = describe(loaded)
     reuse = describe_reuse(loaded, per_token)
-    whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
+    whole = {"report": report, **asdict(found), "reuse": reuse}
     emit(args.as_json, whole, lambda: _show(loaded, report, found, reuse))
 
 
