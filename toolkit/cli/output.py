@@ -276,6 +276,18 @@ def progress(
         yield advance
 
 
+def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
+    """Write a trace; say how many requests it has, and its notes."""
+    from toolkit.traces.write import write_trace
+
+    write_trace(trace, out)
+    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
+    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
+    if not as_json:
+        for line in trace.notes:
+            note(f"  {line}")
+
+
 # Plots: for the terminal as plain text (bars, curves of one letter each, and points), and for
 # `llmctl compare --png` with matplotlib, of the extra `plot`.
 
@@ -414,18 +426,6 @@ def check_png(path: Path) -> None:
             "--png needs matplotlib, which is not installed", install("plot")
         ) from None
     check_writable(path)
-
-
-def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
-    """Write a trace; say how many requests it has, and its notes."""
-    from toolkit.traces.write import write_trace
-
-    write_trace(trace, out)
-    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
-    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
-    if not as_json:
-        for line in trace.notes:
-            note(f"  {line}")
 
 
 def draw(panels: Sequence[FigurePanel], path: Path) -> None:
