@@ -27,6 +27,7 @@ policy: {name: sequence, parameters: {batch_size: 1}}
 tune: {trials: 6, windows: 2, held_out_windows: 2, window_s: 2, draws: 3, policies: [own]}
 serve: {max_new_tokens: 128}
 """
+BROKEN = (5,)
 WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 
@@ -58,6 +59,11 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tune(*words: str) -> int:
     return llmctl(f"tune recipe.yaml --trace trace.jsonl --jobs 1 {' '.join(words)}")
+
+
+def tuned(words: str, codes: tuple[int, ...] = (0,)) -> Tuning:
+    assert tune(words) in codes
+    return read_file(Tuning, "tuning.json")
 
 
 @pytest.mark.slow
@@ -101,8 +107,7 @@ def test_the_number_of_processes_changes_no_byte_of_the_file(whole):
 
 @pytest.mark.slow
 def test_another_policy_that_keeps_the_limits_is_rendered(files, capsys):
-    assert tune("--policies slice --draws 0") == 0
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--policies slice --draws 0")
     assert result.best.policy == "slice"
     assert result.keeps_limits
     assert all(one.kept for one in result.limits)
@@ -117,8 +122,7 @@ def test_another_policy_that_keeps_the_limits_is_rendered(files, capsys):
 @pytest.mark.slow
 def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.2"))
-    assert tune("--policies slice,past-future --draws 0 --rate 60") == 5
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--policies slice,past-future --draws 0 --rate 60", BROKEN)
     assert result.best.policy == "slice"
     assert result.alternatives.best_of_all == "past-future"
     assert "past-future" in capsys.readouterr().out
@@ -132,14 +136,13 @@ def test_by_default_every_policy_is_searched_and_the_cost_is_noted(files, capsys
     Path("recipe.yaml").write_text(
         RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", "")
     )
-    assert tune("--draws 0") == 0
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--draws 0")
     assert {one.policy for one in result.policies} == POLICIES.keys() - ORACLES
     assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
     err = capsys.readouterr().err
     assert says(err, "10 trials", "10 policies", "2")
-    assert tune("--draws 0 --policies own --trials 2") == 0
-    assert [one.policy for one in read_file(Tuning, "tuning.json").policies] == ["sequence"]
+    result = tuned("--draws 0 --policies own --trials 2")
+    assert [one.policy for one in result.policies] == ["sequence"]
     assert says(capsys.readouterr().err, "2 trials")
 
 
@@ -199,8 +202,7 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files, capsys):
 
 @pytest.mark.slow
 def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, capsys):
-    assert tune("--draws 0 --trials 1") == 5
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--draws 0 --trials 1", BROKEN)
     assert not result.alternatives.feasible
     assert [one.policy for one in result.alternatives.policies] == ["slice"]
     assert result.capacity.recommended_rps < result.request_rate_rps
@@ -211,8 +213,7 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, cap
 
 @pytest.mark.slow
 def test_the_fewest_workers_are_printed_and_written(files, capsys):
-    assert tune("--workers auto --policies slice --draws 0") == 0
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--workers auto --policies slice --draws 0")
     out = capsys.readouterr().out
     assert f"workers needed: {result.sizing.workers}, with " in out
     assert "workers that were tried" in out
@@ -261,10 +262,11 @@ def test_an_impossible_search_is_refused_before_anything_runs(files, words, mess
     ],
 )
 def test_windows_fit_themselves_to_the_trace_and_say_so(files, words, note, capsys):
-    assert tune("--draws 0 --trials 2", words) in WRITTEN
-    result = read_file(Tuning, "tuning.json")
+    result = tuned(f"--draws 0 --trials 2 {words}", WRITTEN)
     if note is None:
         assert result.window_length.seconds == result.window_length.wished_s == 3
+        assert result.request_rate_rps == pytest.approx(40.0), "the trace's own"
+        assert not any("arrival times" in one for one in result.trace_notes)
     else:
         assert result.window_length.seconds == result.window_length.longest_s
         assert f"trace: {note}" in capsys.readouterr().err.splitlines()
@@ -287,15 +289,15 @@ def first_rows(count: int) -> None:
 @pytest.mark.parametrize(("count", "few"), [(60, True), (120, False)])
 def test_few_requests_are_counted(files, count, few, capsys):
     first_rows(count)
-    assert tune("--draws 0 --trials 1 --rate 5") in WRITTEN
-    assert read_file(Tuning, "tuning.json").judged.requests == count
+    result = tuned("--draws 0 --trials 1 --rate 5", WRITTEN)
+    assert result.judged.requests == count
     assert (f"only {count} requests" in capsys.readouterr().out) is few
 
 
 @pytest.mark.slow
 def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(files, capsys):
-    # 4.5 s
-    error, hint = refused(capsys, "tune recipe.yaml --trace trace.jsonl --rate 200")
+    at_200 = "tune recipe.yaml --trace trace.jsonl --rate 200"  # it lasts 4.5 s then
+    error, hint = refused(capsys, at_200)
     assert "e2e_p95_s, 8 s" in error
     assert " 112 requests/s" in hint
     assert not Path("tuning.json").exists()
@@ -305,22 +307,12 @@ def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(files, 
 @pytest.mark.slow
 def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(whole, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
-    assert tune("--load 0.5 --draws 0 --trials 1") == 0
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--load 0.5 --draws 0 --trials 1")
     assert result.request_rate_rps == pytest.approx(0.5 * result.capacity.defaults_rps, rel=0.02)
     assert result.keeps_limits
-    assert tune("--load 1.2 --draws 0 --trials 1") == 5
-    assert not read_file(Tuning, "tuning.json").keeps_limits
+    assert not tuned("--load 1.2 --draws 0 --trials 1", BROKEN).keeps_limits
     said = refused(capsys, "tune recipe.yaml --trace trace.jsonl --load 0.5 --rate 3")
     assert "--rate 3" in said[0]
-
-
-@pytest.mark.slow
-def test_without_a_rate_the_trace_is_taken_as_it_is(files):
-    assert tune("--draws 0 --trials 1") in WRITTEN
-    result = read_file(Tuning, "tuning.json")
-    assert result.request_rate_rps == pytest.approx(40.0)
-    assert not any("arrival times" in note for note in result.trace_notes)
 
 
 @pytest.mark.slow
@@ -339,8 +331,7 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(files, caps
 
 @pytest.mark.slow
 def test_a_fixed_concurrency_is_tuned_and_simulated_alike(files, capsys):
-    assert tune("--concurrency 8 --trials 3 --draws 0") in (0, 5)
-    made = read_file(Tuning, "tuning.json")
+    made = tuned("--concurrency 8 --trials 3 --draws 0", WRITTEN)
     assert made.concurrency == 8
     assert made.capacity is None
     assert "behind_percent" not in {limit.name for limit in made.limits}
