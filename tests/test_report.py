@@ -100,8 +100,6 @@ METRICS = {
     "e2e_p95_s": 6.0,
     "oom_percent": 0.0,
 }
-
-
 KEPT = {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8}  # used shares of the recipe's targets
 
 
@@ -110,20 +108,27 @@ def make_tuning(folder: Path, usage: dict[str, float] = KEPT, **changes: object)
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
     best = Outcome(policy="slice", parameters=defaults(KNOWN["slice"]), metrics=METRICS)
     recipe = read_file(Plan, folder / "plan.json").recipe
-    fit = read_file(Fit, paths["fit"])
     trial = Trial(number=0, outcome=best, feasible=all(share <= 1 for share in usage.values()))
     shares = [(one, usage.get(one.name, 0.0)) for one in recipe_limits(recipe)]
     limits = [one.judged(share * one.limit, kept=share <= 1) for one, share in shares]
     told = {"sla": recipe.sla, "best": best, "trials": [trial], "usage": usage}
     told |= {"limits": limits, "keeps_limits": trial.feasible}
-    write_file(tuning(paths, **(told | changes)), folder / "tuning.json")
-    made_from = paths | {"tuning": folder / "tuning.json"}
     trace = folder / "trace.jsonl"
     trace.write_text("{}\n")
-    tuned = read_file(Tuning, folder / "tuning.json")
-    tuned = of_files(tuned, **paths, trace=trace)
+    tuned = tuning(paths | {"trace": trace}, **(told | changes))
     write_file(tuned, folder / "tuning.json")
-    write_file(make_plan(recipe, fit, tuned, made_from), folder / "plan.json")
+    write_plan(folder, tuned)
+
+
+def write_plan(
+    folder: Path, tuned: Tuning | None = None, policy: PlannedPolicy | None = None
+) -> None:
+    """Another plan of the folder's recipe and fit."""
+    recipe = read_file(Plan, folder / "plan.json").recipe
+    fit = read_file(Fit, folder / "fit.json")
+    roles = ("recipe", "fit", "tuning") if tuned else ("recipe", "fit")
+    made_from = {role: folder / f"{role}.json" for role in roles}
+    write_file(make_plan(recipe, fit, tuned, made_from, policy), folder / "plan.json")
 
 
 def make_bench(
@@ -293,10 +298,7 @@ def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder):
 
 
 def test_untuned_settings_have_an_open_verdict(folder, tmp_path):
-    recipe = read_file(Plan, folder / "plan.json").recipe
-    fit = read_file(Fit, folder / "fit.json")
-    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
-    write_file(make_plan(recipe, fit, None, paths), folder / "plan.json")
+    write_plan(folder)
     (folder / "tuning.json").unlink()
     text = text_of(verdict_of(folder))
     assert "not tuned" in text
@@ -310,11 +312,7 @@ def test_untuned_settings_have_an_open_verdict(folder, tmp_path):
 @pytest.mark.slow
 def test_other_settings_have_no_prediction_of_the_tuning(folder):
     make_tuning(folder)
-    recipe = read_file(Plan, folder / "plan.json").recipe
-    fit = read_file(Fit, folder / "fit.json")
-    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit", "tuning")}
-    given = PlannedPolicy(name="sequence", parameters={})
-    write_file(make_plan(recipe, fit, None, paths, given), folder / "plan.json")
+    write_plan(folder, policy=PlannedPolicy(name="sequence", parameters={}))
     text = text_of(verdict_of(folder))
     assert "These settings were not tuned" in text
     assert "Policy sequence" in text
