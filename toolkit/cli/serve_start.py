@@ -489,7 +489,7 @@ def announce_plan(
 
 
 def announce_replicas(
-    as_json: bool, model: str, router: str, url: str, *, status_page: bool = False
+    as_json: bool, model: str, router: str, url: str, *, status_page: bool
 ) -> None:
     """Print that a front is ready, and where its replicas are shown."""
     page = f"{url}/" if status_page else None
