@@ -24,11 +24,20 @@ from toolkit.files.bench import MetricError, RequestError, Validation, WindowRes
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.tuning import ATTAINMENT, Limit, Outcome, Trial, Tuning, recipe_limits
+from toolkit.files.recipe import RouterSpec
+from toolkit.files.tuning import (
+    ATTAINMENT,
+    Limit,
+    Outcome,
+    PolicyResult,
+    Trial,
+    Tuning,
+    recipe_limits,
+)
 from toolkit.report.material import EnvelopeT, Material, gather
 from toolkit.report.page import report, summary_section
 from toolkit.report.parts import ChartSeries, Judged, bars, chart
-from toolkit.report.sections import fit_section
+from toolkit.report.sections import fit_section, tuning_section
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 
@@ -322,6 +331,21 @@ def test_other_settings_have_no_prediction_of_the_tuning(folder):
 def test_changes_to_the_trace_are_in_the_verdict(folder):
     make_tuning(folder, trace_notes=["prompts divided by 11.91"])
     assert says(text_of(verdict_of(folder)), "11.91")
+
+
+def test_routers_are_told_apart_by_their_names(folder):
+    found = material(folder)
+    results = []
+    for name in ("by-law", "round-robin"):
+        router = RouterSpec(name=name)
+        outcome = Outcome(policy="vllm", parameters={}, metrics=METRICS, replica_router=router)
+        told = {"policy": "vllm", "trials": 1, "feasible": True, "judged_requests": 9}
+        results.append(PolicyResult(outcome=outcome, importance={}, refusal=None, **told))
+    changes = {"best": results[0].outcome, "policies": results}
+    tuned = found.tuning.model_copy(update=changes)
+    table = tuning_section(replace(found, tuning=tuned)).tables[-1]
+    assert table.columns[0] == "router"
+    assert [row[0] for row in table.rows] == ["by-law", "round-robin"]
 
 
 def test_all_tables_but_that_of_the_verdict_are_folded(folder):
